@@ -1,8 +1,8 @@
 """The one entry: `python -m bench` lists the programs, `python -m bench NAME [arguments]` runs one.
 
-A program is a module of this package with a docstring, whose first line is shown in the list, and a function
-`main(arguments) -> exit status`; or a package whose modules are its parts, each with a docstring and such a function.
-Listing them imports none of them, and so no torch."""
+A program is a module of this package with a docstring, whose first line is shown in the list, and a
+function `main(arguments) -> exit status`; or a package whose modules are its parts, each with a
+docstring and such a function. Listing them imports none of them, and so no torch."""
 
 from __future__ import annotations
 
@@ -33,15 +33,20 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "path": (),
     "report": (),
 }
-"""Speed from the outside in, then what must not break, then what runs, then the tables; with the parts of those whose
-parts have their own arguments and results."""
+"""Speed from the outside in, then what must not break, then what runs, then the tables; with the
+parts of those whose parts have their own arguments and results."""
 
 
 def listing() -> str:
     width = max(map(len, PROGRAMS)) + 2
     paths = ((HERE / f"{name}.py", HERE / name / "__init__.py") for name in PROGRAMS)
-    lines = [f"  {name:{width}}{first_line(next(p for p in at if p.exists()))}" for name, at in zip(PROGRAMS, paths)]
-    return "\n".join(["usage: python -m bench NAME [arguments]   (NAME --help explains one)", "", *lines])
+    lines = [
+        f"  {name:{width}}{first_line(next(p for p in at if p.exists()))}"
+        for name, at in zip(PROGRAMS, paths)
+    ]
+    return "\n".join(
+        ["usage: python -m bench NAME [arguments]   (NAME --help explains one)", "", *lines]
+    )
 
 
 def main(given: Sequence[str]) -> int:

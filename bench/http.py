@@ -1,13 +1,15 @@
-"""What the HTTP server adds to a packet: from the engine to the socket, and to a client that reads it.
+"""What the HTTP server adds to a packet: from the engine to the socket, and to a client that reads
+it.
 
     python -m bench http --out bench/results/server.json
 
-A synthetic engine emits ready-made PCM packets at the pace of real speech (80 ms each). It notes when it hands each
-one out and when it is asked for the next, which is when the bytes were given to the socket: `on_socket`. The server
-runs as usual, in a process of its own; clients in this process read raw sockets and note when a packet's last byte is
-there: `at_client`, which adds the kernel and the reader being woken. The clock is the same (CLOCK_MONOTONIC). Next to
-them stands how late the engine's own timer was, which is none of the server's doing but tells how busy the machine
-is, and the CPU time of the server's process, which a busy machine does not change much."""
+A synthetic engine emits ready-made PCM packets at the pace of real speech (80 ms each). It notes
+when it hands each one out and when it is asked for the next, which is when the bytes were given to
+the socket: `on_socket`. The server runs as usual, in a process of its own; clients in this process
+read raw sockets and note when a packet's last byte is there: `at_client`, which adds the kernel and
+the reader being woken. The clock is the same (CLOCK_MONOTONIC). Next to them stands how late the
+engine's own timer was, which is none of the server's doing but tells how busy the machine is, and
+the CPU time of the server's process, which a busy machine does not change much."""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ from stretto.server.run import Server
 SAMPLES = 1920  # a frame: 80 ms
 QUESTION = [{"role": "user", "content": "go"}]
 BODIES = {
-    "chat": ("/v1/chat/completions", {"messages": QUESTION, "modalities": ["text", "audio"], "stream": True}),
+    "chat": ("/v1/chat/completions", {"messages": QUESTION, "modalities": ["text", "audio"],
+    "stream": True}),
     "speech": ("/v1/audio/speech", {"input": "go", "response_format": "pcm"}),
 }  # fmt: skip
 
 
 class PacedEngine:
-    """Hands out packets at fixed times; packet i of a stream begins with the samples (stream, i)."""
+    """Hands out packets at fixed times; packet i of a stream begins with the samples (stream,
+    i)."""
 
     def __init__(self, packets: int, pace: float) -> None:
         self.packets, self.pace = packets, pace
@@ -182,8 +186,10 @@ def main(given: Sequence[str]) -> int:
             result["runs"].append(r := measure(kind, streams, packets, args.pace))
             socket, client, timer = r["on_socket_us"], r["at_client_us"], r["engine_timer_late_us"]
             print(
-                f"{kind:<7}{streams:>3} streams, us: on socket p50 {socket['p50']:.0f} p99 {socket['p99']:.0f}"
-                f"; at the client p50 {client['p50']:.0f} p99 {client['p99']:.0f}; CPU {r['cpu_us_per_packet']:.0f}"
+                f"{kind:<7}{streams:>3} streams, us: on socket p50 {socket['p50']:.0f} p99 "
+                f"{socket['p99']:.0f}"
+                f"; at the client p50 {client['p50']:.0f} p99 {client['p99']:.0f}; CPU "
+                f"{r['cpu_us_per_packet']:.0f}"
                 f"; the timer was late by p50 {timer['p50']:.0f} p99 {timer['p99']:.0f}",
                 flush=True,
             )

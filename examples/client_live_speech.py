@@ -1,5 +1,6 @@
-"""Speech of a text that is still being written: pieces go out as they come, sound comes back meanwhile, into a file.
-Needs a server with a speech model (`stretto serve`) and `pip install websockets`:
+"""Speech of a text that is still being written: pieces go out as they come, sound comes back
+meanwhile, into a file. Needs a server with a speech model (`stretto serve`) and `pip install
+websockets`:
 
 python examples/client_live_speech.py [URL [KEY]] < text"""
 
@@ -18,8 +19,12 @@ key = sys.argv[2] if len(sys.argv) > 2 else "none"
 
 async def write(socket: ClientConnection) -> None:
     """Word by word, as a language model would write it."""
-    with contextlib.suppress(ConnectionClosed):  # the speech has met its limit before the text ended
-        await socket.send(json.dumps({"type": "session.config", "response_format": "pcm", "max_audio_frames": 60}))
+    with contextlib.suppress(
+        ConnectionClosed
+    ):  # the speech has met its limit before the text ended
+        await socket.send(
+            json.dumps({"type": "session.config", "response_format": "pcm", "max_audio_frames": 60})
+        )
         for word in sys.stdin.read().split(" "):
             await socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
         await socket.send(json.dumps({"type": "input.done"}))

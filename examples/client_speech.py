@@ -1,5 +1,5 @@
-"""A spoken answer, written to a WAV file as it comes, with OpenAI's own client. Needs a server (`stretto serve`) and
-`pip install openai`:
+"""A spoken answer, written to a WAV file as it comes, with OpenAI's own client. Needs a server
+(`stretto serve`) and `pip install openai`:
 
 python examples/client_speech.py [URL [KEY]]"""
 

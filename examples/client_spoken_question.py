@@ -1,5 +1,5 @@
-"""A spoken question from a sound file, answered in words, with OpenAI's own client. Needs a server (`stretto serve`)
-and `pip install openai`:
+"""A spoken question from a sound file, answered in words, with OpenAI's own client. Needs a server
+(`stretto serve`) and `pip install openai`:
 
 python examples/client_spoken_question.py QUESTION.wav [URL [KEY]]"""
 

@@ -1,5 +1,5 @@
-"""A question and its answer, word by word, with OpenAI's own client. Needs a server (`stretto serve`) and `pip install
-openai`:
+"""A question and its answer, word by word, with OpenAI's own client. Needs a server (`stretto
+serve`) and `pip install openai`:
 
 python examples/client_text.py [URL [KEY]]"""
 
@@ -13,7 +13,10 @@ key = sys.argv[2] if len(sys.argv) > 2 else "none"
 with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
     answer = client.chat.completions.create(
         model="default",
-        messages=[{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "What is a fugue?"}],
+        messages=[
+            {"role": "system", "content": "Answer briefly."},
+            {"role": "user", "content": "What is a fugue?"},
+        ],
         max_tokens=40,
         stream=True,
     )

@@ -18,6 +18,11 @@ question = [
 ]
 
 with Engine(*sys.argv[1:2]) as engine:
-    answer = engine.chat([{"role": "user", "content": question}], modalities=["text"], max_text_tokens=20)
+    answer = engine.chat(
+        [{"role": "user", "content": question}], modalities=["text"], max_text_tokens=20
+    )
     used = answer.finished.usage
-    print(f"{answer.text!r} ({used.audio_prompt_tokens} tokens of sound, {used.image_prompt_tokens} of picture)")
+    print(
+        f"{answer.text!r} ({used.audio_prompt_tokens} tokens of sound, {used.image_prompt_tokens} "
+        f"of picture)"
+    )

@@ -8,6 +8,8 @@ from stretto import Engine
 
 with Engine(*sys.argv[1:2]) as engine:
     for voice in engine.info.voices:
-        answer = engine.read_aloud("Each voice enters before the last one has finished.", voice=voice, max_frames=100)
+        answer = engine.read_aloud(
+            "Each voice enters before the last one has finished.", voice=voice, max_frames=100
+        )
         answer.save(f"{voice}.wav")
         print(f"{voice}.wav: {answer.seconds:.2f} s")

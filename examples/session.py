@@ -19,7 +19,8 @@ def spoken(seconds: float, pitch: float) -> np.ndarray:
 
 
 async def say(session: Session, samples: np.ndarray) -> None:
-    """As a microphone gives it: 100 ms at a time. Whole windows of 8 s are read while more is spoken."""
+    """As a microphone gives it: 100 ms at a time. Whole windows of 8 s are read while more is
+    spoken."""
     for at in range(0, len(samples), 1600):
         await session.append(samples[at : at + 1600])
     await session.read()  # a speaker would have left the time for it
@@ -37,7 +38,10 @@ async def answer(session: Session) -> None:
                 print(f"first sound after {1000 * (time.monotonic() - start):.0f} ms")
             case Finished(usage=usage):
                 new = usage.prompt_tokens - usage.cached_tokens
-                print(f"{usage.prompt_tokens} tokens heard, {new} of them read after the turn was over")
+                print(
+                    f"{usage.prompt_tokens} tokens heard, {new} of them read after the turn was "
+                    f"over"
+                )
 
 
 async def main() -> None:

@@ -14,7 +14,10 @@ async def listen(engine: AsyncEngine, question: str) -> None:
             case TextDelta(text=text):
                 print(f"{question} text: {text!r}")
             case AudioChunk(start=start, samples=samples):
-                print(f"{question} sound: {len(samples)} samples from {start / engine.info.sample_rate:.2f} s on")
+                print(
+                    f"{question} sound: {len(samples)} samples from "
+                    f"{start / engine.info.sample_rate:.2f} s on"
+                )
             case Finished(usage=usage):
                 print(f"{question} done: {usage.text_tokens} tokens, {usage.frames} frames")
 

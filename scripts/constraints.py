@@ -1,12 +1,14 @@
-"""Exact versions of all that `stretto` needs to run, as they are in this environment: deploy/constraints.txt.
+"""Exact versions of all that `stretto` needs to run, as they are in this environment:
+deploy/constraints.txt.
 
     .venv/bin/python scripts/constraints.py            # writes the file
     .venv/bin/python scripts/constraints.py --check    # does it say what is installed here?
 
-The environment is the one in which the tests ran, so these are versions that were tested together. What an extra of the
-image needs and is not installed here (Ray) is resolved by pip, which installs nothing, against the versions that are;
-those lines stand apart. torch is left out: its build is chosen by hand (TORCH in scripts/setup.sh and the image), and
-it names the exact versions of CUDA's libraries itself."""
+The environment is the one in which the tests ran, so these are versions that were tested together.
+What an extra of the image needs and is not installed here (Ray) is resolved by pip, which installs
+nothing, against the versions that are; those lines stand apart. torch is left out: its build is
+chosen by hand (TORCH in scripts/setup.sh and the image), and it names the exact versions of CUDA's
+libraries itself."""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ CHOSEN = {"torch", "stretto"}
 HEAD = """\
 # Versions that the tests ran with (Python {python}), for the image: pip install --constraint deploy/constraints.txt
 # Written by scripts/constraints.py. torch is chosen apart from these.
-"""
-RESOLVED = "# For the extra `ray`, which was not installed there: as pip resolves it beside the others.\n"
+"""  # noqa: E501
+RESOLVED = (
+    "# For the extra `ray`, which was not installed there: as pip resolves it beside the others.\n"
+)
 
 
 def wanted() -> list[Requirement]:
@@ -75,7 +79,9 @@ def installed(requirements: Iterable[Requirement]) -> tuple[dict[str, str], list
 def needs(found: metadata.Distribution, extras: set[str]) -> Iterator[Requirement]:
     for word in found.requires or ():
         need = Requirement(word)
-        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+        if need.marker is None or any(
+            need.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+        ):
             yield need
 
 
@@ -85,10 +91,14 @@ def resolved(missing: Iterable[Requirement], versions: dict[str, str]) -> dict[s
         constraints.write_text(lines(versions))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         names = [str(need) for need in missing]
-        subprocess.run([*pip, "--report", str(report), "--constraint", str(constraints), *names], check=True)
+        subprocess.run(
+            [*pip, "--report", str(report), "--constraint", str(constraints), *names], check=True
+        )
         found = json.loads(report.read_text())["install"]
     all_of_them = {normal(f["metadata"]["name"]): public(f["metadata"]["version"]) for f in found}
-    return {name: v for name, v in all_of_them.items() if name not in versions and name not in CHOSEN}
+    return {
+        name: v for name, v in all_of_them.items() if name not in versions and name not in CHOSEN
+    }
 
 
 def lines(versions: dict[str, str]) -> str:
@@ -96,18 +106,24 @@ def lines(versions: dict[str, str]) -> str:
 
 
 def read(text: str) -> dict[str, str]:
-    found = [line.partition("==") for line in text.splitlines() if line and not line.startswith("#")]
+    found = [
+        line.partition("==") for line in text.splitlines() if line and not line.startswith("#")
+    ]
     return {name: version for name, _, version in found}
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--check", action="store_true")
     args = p.parse_args()
     versions, missing = installed(wanted())
     if args.check:
         stated = read(FILE.read_text())
-        wrong = {name: (stated.get(name), v) for name, v in versions.items() if stated.get(name) != v}
+        wrong = {
+            name: (stated.get(name), v) for name, v in versions.items() if stated.get(name) != v
+        }
         for name, (there, here) in sorted(wrong.items()):
             print(f"{name}: {FILE.name} has {there}, this environment {here}")
         return 1 if wrong else 0

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Removes the guards and effects of changed lines one at a time, and reports those whose loss no test notices.
+"""Removes the guards and effects of changed lines one at a time, and reports those whose loss no
+test notices.
 
-    scripts/mutations.py                                # lines changed since the branch left main, or since HEAD~1
-    scripts/mutations.py --since v0.1                   # since another revision
-    scripts/mutations.py stretto/server/http/body.py         # all lines of a file, or those of --lines 40-80
-    scripts/mutations.py --tests tests/server/test_bodies.py tests/contract
+    scripts/mutations.py                                # lines changed since the branch left main,
+    or since HEAD~1 scripts/mutations.py --since v0.1                   # since another revision
+    scripts/mutations.py stretto/server/http/body.py         # all lines of a file, or those of
+    --lines 40-80 scripts/mutations.py --tests tests/server/test_bodies.py tests/contract
 
-A mutant is a copy of the sources with one change: the condition of an `if` that leaves (raise, return, continue, break)
-becomes False or True, a call for its effect, a `del`, a `raise` or a `finally` body is removed, `<` becomes `<=`. Its
-tests are those of `--tests`, else the file that mirrors the module by name and files that import it, the fastest first.
-Tests that fail, crash or hang have noticed it. The status is 1 if a mutant survives: look whether a test is missing, or
-the line is not needed, or the change makes no difference."""
+A mutant is a copy of the sources with one change: the condition of an `if` that leaves (raise,
+return, continue, break) becomes False or True, a call for its effect, a `del`, a `raise` or a
+`finally` body is removed, `<` becomes `<=`. Its tests are those of `--tests`, else the file that
+mirrors the module by name and files that import it, the fastest first. Tests that fail, crash or
+hang have noticed it. The status is 1 if a mutant survives: look whether a test is missing, or the
+line is not needed, or the change makes no difference."""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ PYTHON = str(VENV) if VENV.exists() else sys.executable
 PACKAGE = "stretto"
 MAX_TEST_FILES = 12  # of a module, if none are named
 LINK_BYTES = 1 << 20  # larger files (weights) are linked into the copy
-MARK = "MUTATION_RUN"  # variable by which all processes of a run are found, in whichever session they are
+# variable by which all processes of a run are found, in whichever session they are
+MARK = "MUTATION_RUN"
 NO_TESTS_COLLECTED = 5  # pytest's exit status
 LOGGERS = {"log", "logger", "logging"}  # a line of a log is no effect that a test should notice
 COMPARISONS = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
@@ -74,8 +77,14 @@ class Finder:
         self._tree = ast.parse(source)
 
     def edits(self) -> Iterator[Edit]:
-        in_strings = {id(n) for s in ast.walk(self._tree) if isinstance(s, ast.JoinedStr) for n in ast.walk(s)}
-        of_guards = {id(n.body[0]) for n in ast.walk(self._tree) if isinstance(n, ast.If) and len(n.body) == 1}
+        in_strings = {
+            id(n) for s in ast.walk(self._tree) if isinstance(s, ast.JoinedStr) for n in ast.walk(s)
+        }
+        of_guards = {
+            id(n.body[0])
+            for n in ast.walk(self._tree)
+            if isinstance(n, ast.If) and len(n.body) == 1
+        }
         for node in ast.walk(self._tree):
             if id(node) in in_strings:  # before Python 3.12 their positions are wrong
                 continue
@@ -83,12 +92,19 @@ class Finder:
                 case ast.If():
                     yield from self._guard(node)
                 case ast.Try(finalbody=[*_, last]) | ast.TryStar(finalbody=[*_, last]):
-                    yield from self._replace(node.finalbody[0], last, "pass", "`finally` does nothing")
-                case ast.Raise() if id(node) not in of_guards:  # there, it is the same as a condition that is False
+                    yield from self._replace(
+                        node.finalbody[0], last, "pass", "`finally` does nothing"
+                    )
+                case ast.Raise() if (
+                    id(node) not in of_guards
+                ):  # there, it is the same as a condition that is False
                     yield from self._replace(node, node, "pass", "nothing is raised")
                 case ast.Delete():
                     yield from self._replace(node, node, "pass", "`del` removed")
-                case ast.Expr(value=ast.Call() as call) | ast.Expr(value=ast.Await(value=ast.Call() as call)):
+                case (
+                    ast.Expr(value=ast.Call() as call)
+                    | ast.Expr(value=ast.Await(value=ast.Call() as call))
+                ):
                     if not is_log(call):
                         yield from self._replace(node, node, "pass", "call removed")
                 case ast.Compare():
@@ -98,7 +114,9 @@ class Finder:
         last = node.body[-1]
         if not isinstance(last, ast.Raise | ast.Return | ast.Continue | ast.Break):
             return
-        if not self._touched(node.lineno, end_line(node.test)) and not self._touched(last.lineno, end_line(last)):
+        if not self._touched(node.lineno, end_line(node.test)) and not self._touched(
+            last.lineno, end_line(last)
+        ):
             return
         start, end = self._span(node.test, node.test)
         yield Edit(node.test.lineno, "condition is False", start, end, "False")
@@ -106,7 +124,9 @@ class Finder:
             yield Edit(node.test.lineno, "condition is True", start, end, "True")
 
     def _comparison(self, node: ast.Compare) -> Iterator[Edit]:
-        for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators):
+        for left, operator, right in zip(
+            [node.left, *node.comparators], node.ops, node.comparators
+        ):
             if type(operator) not in COMPARISONS or not self._touched(end_line(left), right.lineno):
                 continue
             old, new = COMPARISONS[type(operator)]
@@ -181,7 +201,8 @@ def added_lines(diff: str) -> set[int]:
 
 
 def changes_since(base: str, files: list[str]) -> dict[str, Collection[int] | None]:
-    """Changed lines of each file (of the package, if none are named); None means all lines, of a new file."""
+    """Changed lines of each file (of the package, if none are named); None means all lines, of a
+    new file."""
     of = files or [PACKAGE]
     names = git("diff", "--name-only", "--diff-filter=d", "-z", base, "--", *of).split("\0")
     found: dict[str, Collection[int] | None] = {
@@ -208,8 +229,8 @@ def imported_modules(source: str) -> set[str]:
 
 
 def find_tests(file: str, root: Path) -> list[str]:
-    """Test files of a module: those of its name and those that import it, small ones first; if there are none, those
-    beside its place, and beside helpers of tests that import it."""
+    """Test files of a module: those of its name and those that import it, small ones first; if
+    there are none, those beside its place, and beside helpers of tests that import it."""
     parts = Path(file).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     beside = root.joinpath("tests", *(parts[1:-1] if parts[0] == PACKAGE else parts[:-1]))
@@ -221,7 +242,9 @@ def find_tests(file: str, root: Path) -> list[str]:
     for path in sorted((root / "tests").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         is_test = path.name.startswith("test_")
-        if (path.stem.replace("_", "") == name and path.parent == beside) or path.stem.replace("_", "") == long_name:
+        if (path.stem.replace("_", "") == name and path.parent == beside) or path.stem.replace(
+            "_", ""
+        ) == long_name:
             mirror.append(path)
         elif module.rpartition(".")[2] in text and module in imported_modules(text):
             if is_test:
@@ -239,12 +262,14 @@ def by_size(paths: Iterable[Path]) -> list[Path]:
 
 
 def seconds_of(test: str, cases: ET.Element) -> float | None:
-    """How long the tests of a file, a folder or a test's id took, by pytest's JUnit file; None if one failed, or none
-    passed."""
+    """How long the tests of a file, a folder or a test's id took, by pytest's JUnit file; None if
+    one failed, or none passed."""
     place = test.partition("::")[0].rstrip("/")
     seconds, passed = 0.0, 0
     for case in cases.iter("testcase"):
-        file = case.get("file") or case.get("name", "").replace(".", "/") + ".py"  # the latter: it cannot be imported
+        file = (
+            case.get("file") or case.get("name", "").replace(".", "/") + ".py"
+        )  # the latter: it cannot be imported
         if file != place and not file.startswith(place + "/"):
             continue
         outcomes = {child.tag for child in case}
@@ -278,10 +303,24 @@ class Copy:
     def write(self, file: str, source: str) -> None:
         path = self.tree / file
         path.write_text(source, encoding="utf-8", newline="")
-        os.utime(path, (0, next(self._times)))  # bytecode is valid for one time and size: never of another mutant
+        os.utime(
+            path, (0, next(self._times))
+        )  # bytecode is valid for one time and size: never of another mutant
 
-    async def test(self, tests: list[str], mark: str, limit: float | None, *options: str) -> int | None:
-        command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={self.temp}", *options, *tests]
+    async def test(
+        self, tests: list[str], mark: str, limit: float | None, *options: str
+    ) -> int | None:
+        command = [
+            PYTHON,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={self.temp}",
+            *options,
+            *tests,
+        ]
         env = {**os.environ, "PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1"}
         return await run(command, self.tree, env, mark, limit, self.output)
 
@@ -289,7 +328,8 @@ class Copy:
 async def run(
     command: list[str], cwd: Path, env: dict[str, str], mark: str, limit: float | None, output: Path
 ) -> int | None:
-    """The exit status, or None if it ran past the limit. In any case, all that it started is killed."""
+    """The exit status, or None if it ran past the limit. In any case, all that it started is
+    killed."""
     with output.open("wb") as out:  # a file: a process that is left would keep a pipe open
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -313,7 +353,8 @@ async def run(
 
 
 async def kill_marked(mark: str) -> None:
-    """Kills processes with this mark in their environment, and waits until there are none (or for five seconds)."""
+    """Kills processes with this mark in their environment, and waits until there are none (or for
+    five seconds)."""
     for _ in range(500):
         pids = marked_processes(mark)
         if not pids:
@@ -343,7 +384,9 @@ class Job:
     tests: list[str]
 
     def __str__(self) -> str:
-        line = (ROOT / self.file).read_text(encoding="utf-8").split("\n")[self.mutant.line - 1].strip()
+        line = (
+            (ROOT / self.file).read_text(encoding="utf-8").split("\n")[self.mutant.line - 1].strip()
+        )
         return f"{self.file}:{self.mutant.line}  {self.mutant.change}:  {line}"
 
 
@@ -364,27 +407,45 @@ def choose_mutants(args: argparse.Namespace) -> dict[str, list[Mutant]]:
     else:
         base = git("merge-base", args.since, "HEAD").strip() if args.since else default_base()
         changes = changes_since(base, files)
-    modules = {f: mutants((ROOT / f).read_text(encoding="utf-8"), lines) for f, lines in changes.items()}
+    modules = {
+        f: mutants((ROOT / f).read_text(encoding="utf-8"), lines) for f, lines in changes.items()
+    }
     return {file: some for file, some in modules.items() if some}
 
 
 async def measure(copy: Copy, tests: list[str], mark: str) -> dict[str, float]:
-    """Seconds of each test file (folder, id) without a mutant; those that fail or are skipped are not in it."""
-    options = ("--continue-on-collection-errors", f"--junitxml={copy.results}", "-o", "junit_family=xunit1")
+    """Seconds of each test file (folder, id) without a mutant; those that fail or are skipped are
+    not in it."""
+    options = (
+        "--continue-on-collection-errors",
+        f"--junitxml={copy.results}",
+        "-o",
+        "junit_family=xunit1",
+    )
     await copy.test(tests, mark, None, *options)
     if not copy.results.exists():
-        raise SystemExit(f"the tests do not finish without a mutant:\n{copy.output.read_text()[-2000:]}")
+        raise SystemExit(
+            f"the tests do not finish without a mutant:\n{copy.output.read_text()[-2000:]}"
+        )
     cases = ET.parse(copy.results).getroot()
     return {test: seconds for test in tests if (seconds := seconds_of(test, cases)) is not None}
 
 
-async def judge(args: argparse.Namespace, modules: dict[str, list[Mutant]], folder: Path, mark: str) -> int:
+async def judge(
+    args: argparse.Namespace, modules: dict[str, list[Mutant]], folder: Path, mark: str
+) -> int:
     tests_by_file = {file: args.tests or find_tests(file, ROOT) for file in modules}
     tests = list(dict.fromkeys(test for some in tests_by_file.values() for test in some))
     names = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
-    names = [name for name in names if (ROOT / name).is_file()]  # one may be removed and not yet committed
+    names = [
+        name for name in names if (ROOT / name).is_file()
+    ]  # one may be removed and not yet committed
     first = Copy(ROOT, names, folder / "0")
-    print(f"{sum(map(len, modules.values()))} mutants; first, the tests without one: {' '.join(tests)}", flush=True)
+    print(
+        f"{sum(map(len, modules.values()))} mutants; first, the tests without one: "
+        f"{' '.join(tests)}",
+        flush=True,
+    )
     start = time.monotonic()
     seconds = await measure(first, tests, f"{mark}.") if tests else {}
     limit = args.timeout or 30 + 3 * (time.monotonic() - start)
@@ -412,7 +473,10 @@ async def judge(args: argparse.Namespace, modules: dict[str, list[Mutant]], fold
             if survives:
                 survivors.append(job)
             word = "SURVIVES" if survives else "hangs" if status is None else "noticed"
-            print(f"[{number}/{len(jobs)}] {word:<8} {time.monotonic() - began:4.0f} s  {job}", flush=True)
+            print(
+                f"[{number}/{len(jobs)}] {word:<8} {time.monotonic() - began:4.0f} s  {job}",
+                flush=True,
+            )
 
     async with asyncio.TaskGroup() as group:
         for n in range(min(args.jobs, len(jobs))):
@@ -421,7 +485,10 @@ async def judge(args: argparse.Namespace, modules: dict[str, list[Mutant]], fold
         print("\nNone of its tests notices (are there others? name them with --tests):")
     for job in sorted(survivors, key=jobs.index):
         print(f"  {job}{'' if job.tests else '  (no tests were found)'}")
-    print(f"\n{len(jobs) - len(survivors)} of {len(jobs)} mutants noticed, {time.monotonic() - start:.0f} s")
+    print(
+        f"\n{len(jobs) - len(survivors)} of {len(jobs)} mutants noticed, "
+        f"{time.monotonic() - start:.0f} s"
+    )
     return 1 if survivors else 0
 
 
@@ -447,13 +514,38 @@ def line_range(text: str) -> range:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("files", nargs="*", metavar="FILE", help="all lines of these files (with --since, changed ones)")
-    p.add_argument("--since", metavar="REV", help="lines that changed since this branch left REV (default: main)")
-    p.add_argument("--tests", nargs="+", metavar="PATH", help="test files, folders or ids (default: found by imports)")
-    p.add_argument("--lines", type=line_range, metavar="A-B", help="these lines of the one file that is named")
-    p.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (default: 1)")
-    p.add_argument("--timeout", type=float, metavar="S", help="of a mutant's tests (default: 30 + 3 times without one)")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="all lines of these files (with --since, changed ones)",
+    )
+    p.add_argument(
+        "--since",
+        metavar="REV",
+        help="lines that changed since this branch left REV (default: main)",
+    )
+    p.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="PATH",
+        help="test files, folders or ids (default: found by imports)",
+    )
+    p.add_argument(
+        "--lines", type=line_range, metavar="A-B", help="these lines of the one file that is named"
+    )
+    p.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="mutants at a time (default: 1)"
+    )
+    p.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="of a mutant's tests (default: 30 + 3 times without one)",
+    )
     args = p.parse_args()
     if args.lines and len(args.files) != 1:
         p.error("--lines needs one FILE")

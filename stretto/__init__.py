@@ -28,20 +28,31 @@ if TYPE_CHECKING:
         Usage,
     )
     from stretto.engine.session import Item, Session
-    from stretto.errors import Busy, CheckpointError, Gone, Invalid, MediaError, StageDead, StrettoError, TooLong
+    from stretto.errors import (
+        Busy,
+        CheckpointError,
+        Gone,
+        Invalid,
+        MediaError,
+        StageDead,
+        StrettoError,
+        TooLong,
+    )
     from stretto.family import ModelInfo
-    from stretto.messages.params import ChunkSizes, Manner, Params
+    from stretto.params import ChunkSizes, Params, SpeechStyle
 
 _WHERE = {
     "stretto.api": ("Answer", "AsyncEngine", "Engine"),
-    "stretto.messages.params": ("ChunkSizes", "Manner", "Params"),
+    "stretto.params": ("ChunkSizes", "SpeechStyle", "Params"),
     "stretto.config.engine": ("EngineConfig", "HostPlace", "HostSettings"),
     "stretto.errors": (
-        "Busy", "CheckpointError", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError", "TooLong"
+        "Busy", "CheckpointError", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError",
+        "TooLong"
     ),
     "stretto.family": ("ModelInfo",),
     "stretto.engine.protocol": (
-        "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan", "TokenLogprob", "Usage"
+        "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan",
+        "TokenLogprob", "Usage"
     ),
     "stretto.engine.session": ("Item", "Session"),
 }  # fmt: skip
@@ -64,11 +75,11 @@ __all__ = [
     "HostSettings",
     "Invalid",
     "Item",
-    "Manner",
     "MediaError",
     "ModelInfo",
     "Params",
     "Session",
+    "SpeechStyle",
     "StageDead",
     "StrettoError",
     "TextDelta",

@@ -1,4 +1,5 @@
-"""`python -m stretto` is the command `stretto`. Importing it takes a while, during which it can be told to stop."""
+"""`python -m stretto` is the command `stretto`. Importing it takes a while, during which it can be
+told to stop."""
 
 from __future__ import annotations
 

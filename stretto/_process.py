@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 HOST_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Of stage hosts, unless the server's own says otherwise. By numpy they multiply small matrices (`layers/numpy_decoder.py`):
-waking a second thread takes longer than such a product."""
+"""Of stage hosts, unless the server's own says otherwise. By numpy they multiply small matrices
+(`layers/numpy_decoder.py`): waking a second thread takes longer than such a product."""
 _PR_SET_PDEATHSIG = 1
 
 
 async def start_apart(*words: str, **options: Any) -> Process:
-    """Start a child that does not get the terminal's Ctrl-C, which is ours to handle, also while it still imports. In a
-    process group rather than a session where the event loop can: Linux shares cores out between sessions first
-    (autogroup), so the children would take theirs from each other and from the server, whatever their priorities."""
+    """Start a child that does not get the terminal's Ctrl-C, which is ours to handle, also while it
+    still imports. In a process group rather than a session where the event loop can: Linux shares
+    cores out between sessions first (autogroup), so the children would take theirs from each other
+    and from the server, whatever their priorities."""
     import asyncio
 
     try:
@@ -30,15 +31,16 @@ async def start_apart(*words: str, **options: Any) -> Process:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to end this process when the one that started it ends, however that happens. `parent`: its number,
-    if known: it may have ended before the kernel was asked."""
+    """Ask the kernel to end this process when the one that started it ends, however that happens.
+    `parent`: its number, if known: it may have ended before the kernel was asked."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def seen_end(pid: int) -> str | None:
-    """How a child ended, in words, if it has; its status is left to whoever waits for it. None: nothing is known."""
+    """How a child ended, in words, if it has; its status is left to whoever waits for it. None:
+    nothing is known."""
     with suppress(ChildProcessError):  # its status was taken already
         seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if seen is not None:
@@ -47,9 +49,12 @@ def seen_end(pid: int) -> str | None:
 
 
 def end_of(status: int) -> str | None:
-    """An exit status in words, as `subprocess` gives it: negative for a signal. None: all was well."""
+    """An exit status in words, as `subprocess` gives it: negative for a signal. None: all was
+    well."""
     if status < 0:
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        name = (
+            signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        )
         why = " (the system may have run out of memory)" if -status == signal.SIGKILL else ""
         return f"it was killed by {name}{why}"
     return f"it ended with status {status}" if status else None

@@ -1,4 +1,5 @@
-"""How an error of msgspec's becomes one that a client understands: which field it is, and what is wrong with it.
+"""How an error of msgspec's becomes one that a client understands: which field it is, and what is
+wrong with it.
 
 Used wherever fields that a client sent are read: the server's bodies, the prompt's tools."""
 
@@ -35,8 +36,8 @@ _SURROGATES = re.compile(
 
 
 def read_json(data: bytes | memoryview, decode: Callable[[bytes | memoryview], T]) -> T:
-    """What `decode` makes of JSON. Halves of surrogate pairs, as cutting a JavaScript string in two leaves them, become
-    replacement characters: JSON allows them, msgspec does not."""
+    """What `decode` makes of JSON. Halves of surrogate pairs, as cutting a JavaScript string in two
+    leaves them, become replacement characters: JSON allows them, msgspec does not."""
     try:
         return decode(data)
     except msgspec.ValidationError:

@@ -1,13 +1,14 @@
-"""The engine for Python programs: `Engine`, and `AsyncEngine` for those with an event loop. Import them from `stretto`.
+"""The engine for Python programs: `Engine`, and `AsyncEngine` for those with an event loop. Import
+them from `stretto`.
 
     from stretto import Engine
 
     with Engine() as engine:
         engine.chat("Hello!").save("hello.wav")
 
-The stages run in processes of their own, so neither class needs torch here. Requests from several threads or tasks are
-answered side by side. An error is a `StrettoError`: `Invalid` for what cannot be asked, `Busy` for too much at once,
-`StageDead` when a stage died with the request."""
+The stages run in processes of their own, so neither class needs torch here. Requests from several
+threads or tasks are answered side by side. An error is a `StrettoError`: `Invalid` for what cannot
+be asked, `Busy` for too much at once, `StageDead` when a stage died with the request."""
 
 from __future__ import annotations
 
@@ -26,21 +27,29 @@ import numpy.typing as npt
 from stretto import embedded
 from stretto.config.engine import EngineConfig, parse_devices
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event, Finished, Message, Modality, TextDelta, TokenLogprob
+from stretto.engine.protocol import (
+    AudioChunk,
+    Event,
+    Finished,
+    Message,
+    Modality,
+    TextDelta,
+    TokenLogprob,
+)
 from stretto.engine.session import Session
 from stretto.engine.sync import SyncEngine
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.hardware import find_device
 from stretto.hub import find_model
-from stretto.messages.params import PLAIN, Manner, Params
+from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.registry import write_tiny
 
 BOTH: tuple[Modality, ...] = ("text", "audio")
 Asked = str | Sequence[Message]
-"""A question, or a conversation in OpenAI's chat format. A part of a message may hold what it is in memory: an array of
-samples, a PIL image, frames; or name a file by `path`."""
+"""A question, or a conversation in OpenAI's chat format. A part of a message may hold what it is in
+memory: an array of samples, a PIL image, frames; or name a file by `path`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +60,9 @@ class Answer:
     audio: npt.NDArray[np.float32]  # mono, from -1 to 1; empty if none was asked for
     sample_rate: int
     finished: Finished  # why it ended, what it used, its seed and timeline
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each token of the text, where `logprobs` was asked for
+    logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # of each token of the text, where `logprobs` was asked for
 
     @property
     def seconds(self) -> float:
@@ -59,7 +70,8 @@ class Answer:
         return len(self.audio) / self.sample_rate
 
     def save(self, path: str | Path) -> None:
-        """Write the speech to a file, in the format that its name ends with (.wav, .flac, .ogg, .mp3)."""
+        """Write the speech to a file, in the format that its name ends with (.wav, .flac, .ogg,
+        .mp3)."""
         import soundfile
 
         if not len(self.audio):
@@ -74,14 +86,19 @@ class AsyncEngine:
     """Answers with text and speech, for programs with an event loop.
 
     async with AsyncEngine("checkpoint directory") as engine:
-        answer = await engine.chat("Hello!")
-        async for event in engine.stream("Tell me more."): ...  # TextDelta, AudioChunk, at last Finished"""
+        answer = await engine.chat("Hello!") async for event in engine.stream("Tell me more."): ...
+        # TextDelta, AudioChunk, at last Finished"""
 
     def __init__(
-        self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str | None = None,
+        config: EngineConfig | None = None,
     ) -> None:
-        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model, to try things.
-        `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device."""
+        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model,
+        to try things. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
+        else; it then names the device."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: PipelineEngine | None = None
 
@@ -123,8 +140,11 @@ class AsyncEngine:
         params: Params | None = None,
         **options: Any,
     ) -> Answer:
-        """Answer a question or a conversation. `options` are fields of `Params`, such as `temperature` or `seed`."""
-        events = self.stream(messages, modalities=modalities, voice=voice, tools=tools, params=params, **options)
+        """Answer a question or a conversation. `options` are fields of `Params`, such as
+        `temperature` or `seed`."""
+        events = self.stream(
+            messages, modalities=modalities, voice=voice, tools=tools, params=params, **options
+        )
         return _answer([e async for e in events], self.info.sample_rate)
 
     def stream(
@@ -152,12 +172,12 @@ class AsyncEngine:
         text: str,
         *,
         voice: str | None = None,
-        manner: Manner = PLAIN,
+        manner: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         **options: Any,
     ) -> Answer:
-        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not all models take
-        all of it."""
+        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not
+        all models take all of it."""
         events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
         return replace(_answer([e async for e in events], self.info.sample_rate), text=text)
 
@@ -166,22 +186,24 @@ class AsyncEngine:
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: Manner = PLAIN,
+        manner: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         **options: Any,
     ) -> AsyncIterator[Event]:
-        """The same as events, as they come; of a text that is still being written too, if the model can. Closing the
-        iterator cancels the request."""
+        """The same as events, as they come; of a text that is still being written too, if the model
+        can. Closing the iterator cancels the request."""
         return self._running.speak(
             text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
         )
 
     async def make_voice(self, path: str | Path, text: str = "") -> bytes:
-        """A voice of a sound file, for `Manner.voice`; with what is said in it, a closer likeness."""
+        """A voice of a sound file, for `SpeechStyle.voice`; with what is said in it, a closer
+        likeness."""
         return await self._running.enrol(clip(path, text))
 
     def session(self) -> Session:
-        """A conversation that goes on, with sound that is heard while it is spoken; `async with` closes it."""
+        """A conversation that goes on, with sound that is heard while it is spoken; `async with`
+        closes it."""
         return self._running.session(allow_paths=True)
 
     @property
@@ -195,20 +217,27 @@ class Engine:
     """Answers with text and speech. Any thread may call.
 
     with Engine("checkpoint directory") as engine:
-        answer = engine.chat("Hello!")
-        for event in engine.stream("Tell me more."): ...  # TextDelta, AudioChunk, at last Finished"""
+        answer = engine.chat("Hello!") for event in engine.stream("Tell me more."): ...  #
+        TextDelta, AudioChunk, at last Finished"""
 
     def __init__(
-        self, model: str | Path | None = None, *, device: str | None = None, config: EngineConfig | None = None
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str | None = None,
+        config: EngineConfig | None = None,
     ) -> None:
-        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model, to try things.
-        `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all else; it then names the device."""
+        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model,
+        to try things. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
+        else; it then names the device."""
         self._model, self._config, self._stack = model, _config(device, config), ExitStack()
         self._engine: SyncEngine | None = None
 
     def __enter__(self) -> Engine:
         with ExitStack() as stack:
-            self._engine = stack.enter_context(SyncEngine(_checkpoint(self._model, stack), self._config))
+            self._engine = stack.enter_context(
+                SyncEngine(_checkpoint(self._model, stack), self._config)
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -234,8 +263,11 @@ class Engine:
         params: Params | None = None,
         **options: Any,
     ) -> Answer:
-        """Answer a question or a conversation. `options` are fields of `Params`, such as `temperature` or `seed`."""
-        events = self.stream(messages, modalities=modalities, voice=voice, tools=tools, params=params, **options)
+        """Answer a question or a conversation. `options` are fields of `Params`, such as
+        `temperature` or `seed`."""
+        events = self.stream(
+            messages, modalities=modalities, voice=voice, tools=tools, params=params, **options
+        )
         return _answer(list(events), self.info.sample_rate)
 
     def stream(
@@ -263,12 +295,12 @@ class Engine:
         text: str,
         *,
         voice: str | None = None,
-        manner: Manner = PLAIN,
+        manner: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         **options: Any,
     ) -> Answer:
-        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not all models take
-        all of it."""
+        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not
+        all models take all of it."""
         events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
         return replace(_answer(list(events), self.info.sample_rate), text=text)
 
@@ -277,7 +309,7 @@ class Engine:
         text: str,
         *,
         voice: str | None = None,
-        manner: Manner = PLAIN,
+        manner: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         **options: Any,
     ) -> Iterator[Event]:
@@ -287,7 +319,8 @@ class Engine:
         )
 
     def make_voice(self, path: str | Path, text: str = "") -> bytes:
-        """A voice of a sound file, for `Manner.voice`; with what is said in it, a closer likeness."""
+        """A voice of a sound file, for `SpeechStyle.voice`; with what is said in it, a closer
+        likeness."""
         return self._running.enrol(clip(path, text))
 
     @property
@@ -329,7 +362,10 @@ def clip(path: str | Path, text: str = "") -> Conversation:
         data = Path(path).read_bytes()
     except OSError as e:
         raise Invalid(f"{path}: cannot be read ({e.strerror})", "clip") from None
-    sound = {"data": base64.b64encode(data).decode(), "format": "wav"}  # whichever it is, its first bytes tell
+    sound = {
+        "data": base64.b64encode(data).decode(),
+        "format": "wav",
+    }  # whichever it is, its first bytes tell
     content: list[dict[str, Any]] = [{"type": "input_audio", "input_audio": sound}]
     if text.strip():
         content.append({"type": "text", "text": text})
@@ -338,7 +374,10 @@ def clip(path: str | Path, text: str = "") -> Conversation:
 
 def _params(params: Params | None, options: Mapping[str, Any], defaults: Params) -> Params:
     if params is not None and not isinstance(params, Params):
-        raise Invalid("params must be of class Params; single fields are options, such as temperature=1.0", "params")
+        raise Invalid(
+            "params must be of class Params; single fields are options, such as temperature=1.0",
+            "params",
+        )
     try:
         return replace(params or defaults, **options)
     except TypeError as e:
@@ -351,4 +390,6 @@ def _answer(events: Sequence[Event], sample_rate: int) -> Answer:
     end = events[-1]
     assert isinstance(end, Finished)
     told = tuple(t for e in events if isinstance(e, TextDelta) for t in e.logprobs)
-    return Answer(text, np.concatenate(audio) if audio else np.zeros(0, np.float32), sample_rate, end, told)
+    return Answer(
+        text, np.concatenate(audio) if audio else np.zeros(0, np.float32), sample_rate, end, told
+    )

@@ -22,7 +22,9 @@ from stretto.ray.serve import run_on_ray
 def main(argv: list[str] | None = None) -> int:
     args, unknown = parser().parse_known_args(argv)
     if unknown:
-        args.parser.error(unrecognized(unknown, args.parser))  # with the usage of the job, not of all
+        args.parser.error(
+            unrecognized(unknown, args.parser)
+        )  # with the usage of the job, not of all
     try:
         code: int = args.job(args)
         return code
@@ -32,18 +34,29 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `| head` has read what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python's last flush would complain
         return 128 + signal.SIGPIPE
 
 
 def unrecognized(words: list[str], job: argparse.ArgumentParser) -> str:
     flags = [flag for action in job._actions for flag in action.option_strings]
-    near = [m for w in words if w.startswith("-") for m in get_close_matches(w.partition("=")[0], flags, 1)]
-    return f"unrecognized arguments: {' '.join(words)}" + (f" (did you mean {', '.join(near)}?)" if near else "")
+    near = [
+        m
+        for w in words
+        if w.startswith("-")
+        for m in get_close_matches(w.partition("=")[0], flags, 1)
+    ]
+    return f"unrecognized arguments: {' '.join(words)}" + (
+        f" (did you mean {', '.join(near)}?)" if near else ""
+    )
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="stretto", description="A serving engine for omni-modal models.")
+    top = argparse.ArgumentParser(
+        prog="stretto", description="A serving engine for omni-modal models."
+    )
     top.add_argument("--version", action="version", version=f"stretto {__version__}")
     jobs = top.add_subparsers(required=True, metavar="JOB")
     add_serve_parser(jobs, {"ray": run_on_ray})
@@ -66,10 +79,16 @@ def run_tiny(args: argparse.Namespace) -> int:
     from stretto.registry import write_tiny
 
     try:
-        if args.directory.exists() and (not args.directory.is_dir() or any(args.directory.iterdir())):
-            raise Invalid(f"{args.directory} is there already: name a new or an empty directory", "directory")
+        if args.directory.exists() and (
+            not args.directory.is_dir() or any(args.directory.iterdir())
+        ):
+            raise Invalid(
+                f"{args.directory} is there already: name a new or an empty directory", "directory"
+            )
         write_tiny(args.directory, args.seed, args.family)
     except OSError as e:
-        raise Invalid(f"{args.directory}: cannot be written ({e.strerror or e})", "directory") from None
+        raise Invalid(
+            f"{args.directory}: cannot be written ({e.strerror or e})", "directory"
+        ) from None
     print(f"wrote a tiny checkpoint to {args.directory}")
     return 0

@@ -1,11 +1,12 @@
 """Whether this CPU does what it announces, before torch computes on it.
 
-Some virtual machines announce AMX but trap on it: the first product of bfloat16 matrices inside oneDNN then kills the
-process with "Illegal instruction". `prepare` finds that out once, in a child process that may die, and limits oneDNN in
-this one (ONEDNN_MAX_CPU_ISA) only where it is needed. oneDNN reads the variable when it is first used, so this comes
-before anything is computed: `Source.open` calls it for every model that is loaded, the tests when they start. It costs
-nothing in float32, on a GPU and on CPUs without AMX; elsewhere the answer is kept in the user's cache, by CPU and
-version of torch. `python -m stretto.cpu` is the child."""
+Some virtual machines announce AMX but trap on it: the first product of bfloat16 matrices inside
+oneDNN then kills the process with "Illegal instruction". `prepare` finds that out once, in a child
+process that may die, and limits oneDNN in this one (ONEDNN_MAX_CPU_ISA) only where it is needed.
+oneDNN reads the variable when it is first used, so this comes before anything is computed:
+`Source.open` calls it for every model that is loaded, the tests when they start. It costs nothing
+in float32, on a GPU and on CPUs without AMX; elsewhere the answer is kept in the user's cache, by
+CPU and version of torch. `python -m stretto.cpu` is the child."""
 
 from __future__ import annotations
 
@@ -31,16 +32,19 @@ LIMITS = ("AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2")  # the 
 ALL = "ALL"  # no limit, in the cache
 NARROW = ("bfloat16", "float16")
 TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
-"""How a child ends that ran into an instruction which is not there. Other ends say nothing about the CPU."""
+"""How a child ends that ran into an instruction which is not there. Other ends say nothing about
+the CPU."""
 PATIENCE_S = 120.0
 CPUINFO = Path("/proc/cpuinfo")
 
 Probe = Callable[[str | None], bool | None]
-"""Computes under a limit, in a child: whether it lived; None: that cannot be told (no memory, no torch, no time)."""
+"""Computes under a limit, in a child: whether it lived; None: that cannot be told (no memory, no
+torch, no time)."""
 
 
 def prepare(device: str, dtype: str) -> None:
-    """Before the first tensor is computed on `device` in `dtype`: limit oneDNN if it would not survive otherwise."""
+    """Before the first tensor is computed on `device` in `dtype`: limit oneDNN if it would not
+    survive otherwise."""
     if device == "cpu" and dtype in NARROW:
         limit_onednn(os.environ)
 
@@ -51,7 +55,8 @@ def limit_onednn(
     cache: Path | None = None,
     probe: Probe | None = None,
 ) -> None:
-    """Set VARIABLE in `environ` if this CPU needs it. A value that is there already is the user's, and stays."""
+    """Set VARIABLE in `environ` if this CPU needs it. A value that is there already is the user's,
+    and stays."""
     if any(name in environ for name in (VARIABLE, *OTHER_NAMES)):
         return
     cpu = describe(cpuinfo)
@@ -63,7 +68,9 @@ def limit_onednn(
         if limit is None:
             limit = find_limit(probe or compute)
             if limit is None:
-                log.warning("could not find out whether this CPU's AMX works: oneDNN is not limited")
+                log.warning(
+                    "could not find out whether this CPU's AMX works: oneDNN is not limited"
+                )
                 return
             keep(kept, limit)
     if limit == ALL:
@@ -74,7 +81,8 @@ def limit_onednn(
 
 
 def find_limit(probe: Probe) -> str | None:
-    """The highest limit that a child survives, ALL if it needs none; None if that cannot be told."""
+    """The highest limit that a child survives, ALL if it needs none; None if that cannot be
+    told."""
     for limit in (None, *LIMITS):
         lived = probe(limit)
         if lived is None:
@@ -82,7 +90,8 @@ def find_limit(probe: Probe) -> str | None:
         if lived:
             return limit or ALL
     raise CpuError(
-        f"this CPU dies in bfloat16, whatever oneDNN is limited to ({', '.join(LIMITS)}); use float32, "
+        f"this CPU dies in bfloat16, whatever oneDNN is limited to ({', '.join(LIMITS)}); use "
+        f"float32, "
         f"or set {VARIABLE} to skip this check"
     )
 
@@ -90,14 +99,21 @@ def find_limit(probe: Probe) -> str | None:
 # -- the child
 
 
-def compute(limit: str | None, command: tuple[str, ...] = (sys.executable, "-m", "stretto.cpu")) -> bool | None:
+def compute(
+    limit: str | None, command: tuple[str, ...] = (sys.executable, "-m", "stretto.cpu")
+) -> bool | None:
     """Run the child under a limit."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if limit is not None:
         env[VARIABLE] = limit
     try:
         done = subprocess.run(
-            command, env=env, timeout=PATIENCE_S, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            command,
+            env=env,
+            timeout=PATIENCE_S,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         log.info("the check of this CPU did not run: %s", e)
@@ -106,12 +122,17 @@ def compute(limit: str | None, command: tuple[str, ...] = (sys.executable, "-m",
         return True
     if -done.returncode in TRAPS:
         return False
-    log.info("the check of this CPU failed (%d): %s", done.returncode, done.stderr[-500:].decode(errors="replace"))
+    log.info(
+        "the check of this CPU failed (%d): %s",
+        done.returncode,
+        done.stderr[-500:].decode(errors="replace"),
+    )
     return None
 
 
 def main() -> None:
-    """What models do most, in sizes for which oneDNN takes its best kernels: it compiles them for this CPU."""
+    """What models do most, in sizes for which oneDNN takes its best kernels: it compiles them for
+    this CPU."""
     import resource
 
     import torch
@@ -126,7 +147,9 @@ def main() -> None:
         torch.bmm(x.view(4, 16, 256), x.view(4, 256, 16))
         F.conv1d(x[None], torch.ones(64, 64, 7, dtype=dtype))
         F.conv_transpose1d(x[None], torch.ones(64, 32, 8, dtype=dtype), stride=4)
-        F.conv3d(torch.ones(4, 3, 2, 16, 16, dtype=dtype), torch.ones(64, 3, 2, 16, 16, dtype=dtype))
+        F.conv3d(
+            torch.ones(4, 3, 2, 16, 16, dtype=dtype), torch.ones(64, 3, 2, 16, 16, dtype=dtype)
+        )
         q = x.view(1, 4, 64, 64)
         F.scaled_dot_product_attention(q, q, q)
 
@@ -146,7 +169,9 @@ def describe(cpuinfo: Path) -> dict[str, str]:
 
 def digest(cpu: dict[str, str]) -> str:
     """Of all that the answer may depend on: another CPU, or another oneDNN, is asked anew."""
-    parts = [cpu.get(name, "") for name in ("vendor_id", "cpu family", "model", "model name", "stepping")]
+    parts = [
+        cpu.get(name, "") for name in ("vendor_id", "cpu family", "model", "model name", "stepping")
+    ]
     parts += [" ".join(sorted(cpu.get("flags", "").split())), version("torch")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
@@ -161,7 +186,8 @@ def folder(environ: MutableMapping[str, str]) -> Path:
 
 @contextlib.contextmanager
 def alone(kept: Path) -> Iterator[None]:
-    """One at a time, so that hosts that start together ask once; where nothing can be written, each for itself."""
+    """One at a time, so that hosts that start together ask once; where nothing can be written, each
+    for itself."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)

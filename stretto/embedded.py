@@ -1,8 +1,8 @@
 """The small speaking checkpoint that comes with the project, for commands that are given no model.
 
-It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own package stays small.
-Called by the commands. `read_ideas` and `is_random` are for any checkpoint: families and the engine call them when they
-open one."""
+It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own
+package stays small. Called by the commands. `read_ideas` and `is_random` are for any checkpoint:
+families and the engine call them when they open one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ CLONE = Path(__file__).resolve().parents[1] / "packages" / "nano" / PACKAGE
 IDEAS = "ideas.json"
 MAX_IDEAS, MAX_LETTERS = 6, 200
 RANDOM = "random_weights"
-"""In config.json: true where the weights are random numbers. Writers of tiny checkpoints put it there."""
+"""In config.json: true where the weights are random numbers. Writers of tiny checkpoints put it
+there."""
 
 
 def find(clone: Path = CLONE) -> Path | None:
-    """Its directory: of the installed package, or in a clone; None where its weights are not there."""
+    """Its directory: of the installed package, or in a clone; None where its weights are not
+    there."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec is not None else []
     return next((f / CHECKPOINT for f in (*folders, clone) if complete(f / CHECKPOINT)), None)
@@ -33,16 +35,23 @@ def complete(folder: Path) -> bool:
         files = set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
-    return (folder / "config.json").is_file() and bool(files) and all((folder / str(f)).is_file() for f in files)
+    return (
+        (folder / "config.json").is_file()
+        and bool(files)
+        and all((folder / str(f)).is_file() for f in files)
+    )
 
 
 def read_ideas(folder: Path) -> tuple[str, ...]:
-    """Questions that a checkpoint can answer, as it says itself; none if it says nothing that makes sense."""
+    """Questions that a checkpoint can answer, as it says itself; none if it says nothing that makes
+    sense."""
     try:
         found = json.loads((folder / IDEAS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ()
-    if not isinstance(found, list) or not all(isinstance(i, str) and 0 < len(i) <= MAX_LETTERS for i in found):
+    if not isinstance(found, list) or not all(
+        isinstance(i, str) and 0 < len(i) <= MAX_LETTERS for i in found
+    ):
         return ()
     return tuple(found[:MAX_IDEAS])
 

@@ -1,4 +1,5 @@
-"""The exception tree. Each class says whose fault it is and what a client is told (HTTP status, error type).
+"""The exception tree. Each class says whose fault it is and what a client is told (HTTP status,
+error type).
 
 Catch where you can act. Everything that leaves the package on purpose is one of these."""
 
@@ -13,7 +14,8 @@ class StrettoError(Exception):
 
 
 class Invalid(StrettoError):
-    """The client's fault: bad input that will never work as sent. `param` names the offending field."""
+    """The client's fault: bad input that will never work as sent. `param` names the offending
+    field."""
 
     status = 400
     kind = "invalid_request_error"

@@ -1,8 +1,10 @@
-"""What a model family tells the engine: which stages there are, which links join them, and what a request is to each.
+"""What a model family tells the engine: which stages there are, which links join them, and what a
+request is to each.
 
-A family is a folder under `models/` (or a package of its own) with a function that opens a checkpoint: `Model`. The
-registry finds it by the checkpoint's `model_type`. Everything here is plain data; what needs torch is named as
-`"module:attribute"` and imported in the processes that run it. Imports no torch."""
+A family is a folder under `models/` (or a package of its own) with a function that opens a
+checkpoint: `Model`. The registry finds it by the checkpoint's `model_type`. Everything here is
+plain data; what needs torch is named as `"module:attribute"` and imported in the processes that run
+it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from stretto.errors import Bug
-from stretto.messages.params import PLAIN, Manner, Params
+from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 
 Capability = Literal["text", "speech", "reading", "enrolment", "text_ahead", "speech_ahead"]
-"""What a request can want: an answer in words, an answer in words and speech, a given text read aloud, or a voice made
-of a clip. Or nothing but that the beginning of a prompt is read ahead of its end, so that the caches have it: for an
-answer in words, or in words and speech."""
+"""What a request can want: an answer in words, an answer in words and speech, a given text read
+aloud, or a voice made of a clip. Or nothing but that the beginning of a prompt is read ahead of its
+end, so that the caches have it: for an answer in words, or in words and speech."""
 OutputKind = Literal["text", "audio"]
 
 
@@ -51,11 +53,13 @@ class LinkSpec:
 class PipelineSpec:
     """The stages of a family in data-flow order, and the links between them."""
 
-    build: str  # "module:function" of (names of stages, StageContext) -> nodes by name; called in a host
+    # "module:function" of (names of stages, StageContext) -> nodes by name; called in a host
+    build: str
     stages: tuple[StageSpec, ...]
     links: tuple[LinkSpec, ...]
     paths: Mapping[Capability, tuple[str, ...]]  # which stages a request needs, by what it wants
-    grammars: str = ""  # "module:function" of (directory) -> GrammarCompiler, if answers may have to follow a grammar
+    # "module:function" of (directory) -> GrammarCompiler, if answers may have to follow a grammar
+    grammars: str = ""
 
     def __post_init__(self) -> None:
         order = {name: i for i, name in enumerate(self.names)}
@@ -81,7 +85,7 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Ear:
+class AudioInputSpec:
     """How a model hears: log-mel frames of 10 ms, in windows that its encoder takes one by one."""
 
     num_bins: int
@@ -109,16 +113,22 @@ class ModelInfo:
     max_positions: int
     input_modalities: tuple[str, ...] = ("text",)
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
-    ear: Ear | None = None  # None: sound is taken whole, when it is over
+    ear: AudioInputSpec | None = None  # None: sound is taken whole, when it is over
     ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     transcription: Transcription | None = None  # None: it does not write down speech
-    defaults: Params = field(default_factory=Params)  # what the checkpoint says of answers where a request says nothing
+    defaults: Params = field(
+        default_factory=Params
+    )  # what the checkpoint says of answers where a request says nothing
     languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
     instructions: bool = False  # how a text is to be read can be said in words
     cloning: bool = False  # voices can be made of clips
     live_text: bool = False  # a text can be read while it is written
-    passage: int = 0  # characters that are read at once; longer texts are cut into such passages. 0: never
-    stages: Mapping[str, str] = field(default_factory=dict)  # and what each does, in words; told by the engine
+    passage: int = (
+        0  # characters that are read at once; longer texts are cut into such passages. 0: never
+    )
+    stages: Mapping[str, str] = field(
+        default_factory=dict
+    )  # and what each does, in words; told by the engine
     random_weights: bool = False  # nobody trained it: what it says is noise; told by the engine
 
 
@@ -131,7 +141,7 @@ class Wanted:
     seed: int
     voice: str | None = None
     spoken: tuple[int, ...] | None = None  # the tokens that are to be read aloud
-    manner: Manner = PLAIN  # how
+    manner: SpeechStyle = DEFAULT_STYLE  # how
     live: bool = False  # `spoken` is where they begin; the others follow
 
 
@@ -150,7 +160,7 @@ class Model(Protocol):
     info: ModelInfo
     vocab_size: int
     media_tokens: MediaTokens
-    builder: str  # "module:function" of (directory) -> a prompt builder, see `preprocess/work.py`
+    builder: str  # "module:function" of (directory) -> a prompt builder, see `preprocess/build.py`
 
     def check_voice(self, voice: str) -> None:
         """Raises `Invalid` for a voice that it does not have."""

@@ -16,18 +16,24 @@ def find_device() -> str:
 
 
 def cards() -> tuple[str, ...]:
-    """The GPUs of this machine that we may use, as CUDA_VISIBLE_DEVICES calls them: card number i is what CUDA would
-    call `cuda:i` in this process."""
-    return visible(os.environ.get(VISIBLE), len(list(Path("/dev").glob("nvidia[0-9]*"))) or Path("/dev/dxg").exists())
+    """The GPUs of this machine that we may use, as CUDA_VISIBLE_DEVICES calls them: card number i
+    is what CUDA would call `cuda:i` in this process."""
+    return visible(
+        os.environ.get(VISIBLE),
+        len(list(Path("/dev").glob("nvidia[0-9]*"))) or Path("/dev/dxg").exists(),
+    )
 
 
 def visible(told: str | None, found: int) -> tuple[str, ...]:
-    """Of `found` cards, those that the variable leaves. As CUDA reads it, the list ends at the first that is none."""
+    """Of `found` cards, those that the variable leaves. As CUDA reads it, the list ends at the
+    first that is none."""
     if not found:
         return ()
     if told is None:
         return tuple(str(i) for i in range(found))
-    return tuple(takewhile(lambda name: name not in ("", "-1"), (part.strip() for part in told.split(","))))
+    return tuple(
+        takewhile(lambda name: name not in ("", "-1"), (part.strip() for part in told.split(",")))
+    )
 
 
 def card_of(device: str) -> int | None:
@@ -37,7 +43,8 @@ def card_of(device: str) -> int | None:
 
 
 def card_memory(device: str) -> int | None:
-    """Bytes of a GPU's memory, all of it, as its driver says; None where there is no such GPU or no driver."""
+    """Bytes of a GPU's memory, all of it, as its driver says; None where there is no such GPU or no
+    driver."""
     kind, _, number = device.partition(":")
     if kind != "cuda" or (number and not number.isdigit()):
         return None

@@ -1,5 +1,5 @@
-"""Where a model is: a directory, or a name on the Hugging Face hub. Called by the commands and the Python API before
-anything is loaded; imports `huggingface_hub` only for a name."""
+"""Where a model is: a directory, or a name on the Hugging Face hub. Called by the commands and the
+Python API before anything is loaded; imports `huggingface_hub` only for a name."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from stretto.errors import Invalid, StrettoError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""What is downloaded: weights, configuration, tokenizer and template; no pictures, no other formats of the weights."""
+"""What is downloaded: weights, configuration, tokenizer and template; no pictures, no other formats
+of the weights."""
 
 
 def find_model(name: str | Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The checkpoint's directory. A name of the hub is looked for in its cache on this machine, then downloaded, with
-    progress on stderr; `say` is told before that begins."""
+    """The checkpoint's directory. A name of the hub is looked for in its cache on this machine,
+    then downloaded, with progress on stderr; `say` is told before that begins."""
     path = Path(name)
     if path.is_dir():
         return path
     if path.exists():
-        raise Invalid(f"{name}: is a file; a model is a directory, or a name such as org/name", "model")
+        raise Invalid(
+            f"{name}: is a file; a model is a directory, or a name such as org/name", "model"
+        )
     if not REPOSITORY.fullmatch(str(name)):
         raise Invalid(f"{name}: there is no such directory", "model")
     return _cached(str(name)) or _downloaded(str(name), say)
 
 
 def model_name(directory: Path) -> str:
-    """What a checkpoint is called: its directory's name or, in the hub's cache, where that is a digest, the hub's."""
+    """What a checkpoint is called: its directory's name or, in the hub's cache, where that is a
+    digest, the hub's."""
     cache = directory.absolute().parent
     if cache.name == "snapshots" and cache.parent.name.startswith("models--"):
         return cache.parent.name.removeprefix("models--").replace("--", "/", 1)
@@ -52,7 +56,11 @@ def _complete(path: Path) -> bool:
     """A download may have been interrupted between two files."""
     index = path / "model.safetensors.index.json"
     try:
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        files = (
+            set(json.loads(index.read_text())["weight_map"].values())
+            if index.exists()
+            else {"model.safetensors"}
+        )
     except (OSError, ValueError, LookupError, AttributeError):
         return False
     return (path / "config.json").exists() and all((path / f).exists() for f in files)
@@ -68,12 +76,20 @@ def _downloaded(name: str, say: Callable[[str], None]) -> Path:
     except GatedRepoError:
         why = "the hub asks you to accept its terms and to log in: hf auth login"
     except RepositoryNotFoundError:
-        raise Invalid(f"{name}: there is no such directory, nor such a model on the hub", "model") from None
+        raise Invalid(
+            f"{name}: there is no such directory, nor such a model on the hub", "model"
+        ) from None
     except HfHubHTTPError as e:
         why = f"the hub answered: {' '.join(str(e).split())[:200]}"
-    except (OSError, ValueError, RuntimeError) as e:  # no network, no space: many classes, most of them OSErrors
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as e:  # no network, no space: many classes, most of them OSErrors
         why = f"it cannot be downloaded from here ({type(e).__name__})"
     raise StrettoError(
-        f"{name}: there is no such directory, it is not in the Hugging Face cache, and {why}. Where there is a "
-        f"network, run: hf download {name} --local-dir {name.partition('/')[2]}; then name that directory instead"
+        f"{name}: there is no such directory, it is not in the Hugging Face cache, and {why}. "
+        f"Where there is a "
+        f"network, run: hf download {name} --local-dir {name.partition('/')[2]}; then name that "
+        f"directory instead"
     )

@@ -1,6 +1,6 @@
-"""Which families there are. A checkpoint names its own in config.json (`model_type`). Those that come with the package
-are found under `models`, whose packages say which types are theirs; third parties add theirs by an entry point of that
-name in the group `stretto.families`. No torch."""
+"""Which families there are. A checkpoint names its own in config.json (`model_type`). Those that
+come with the package are found under `models`, whose packages say which types are theirs; third
+parties add theirs by an entry point of that name in the group `stretto.families`. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def _built_in() -> list[ModuleType]:
     return [p for p in packages if hasattr(p, "MODEL_TYPES")]
 
 
-FAMILIES: dict[str, str] = {kind: f"{p.__name__}.family:open_model" for p in _built_in() for kind in p.MODEL_TYPES}
+FAMILIES: dict[str, str] = {
+    kind: f"{p.__name__}.family:open_model" for p in _built_in() for kind in p.MODEL_TYPES
+}
 """Those that come with the package, by `model_type`."""
 
 TINY: dict[str, str] = {name: writer for p in _built_in() for name, writer in p.TINY.items()}
@@ -60,5 +62,7 @@ def write_tiny(directory: str | Path, seed: int = 0, family: str | None = None) 
     """A tiny checkpoint: of a family, or the one that is served when none is named."""
     family = family or str(load("stretto.models:DEFAULT_TINY"))
     if family not in TINY:
-        raise Invalid(f"there is no tiny checkpoint of {family!r}; there are {', '.join(TINY)}", "family")
+        raise Invalid(
+            f"there is no tiny checkpoint of {family!r}; there are {', '.join(TINY)}", "family"
+        )
     load(TINY[family])(Path(directory), seed)

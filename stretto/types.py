@@ -71,7 +71,9 @@ class SamplingParams:
         check(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
         check(self.top_k >= 0, "top_k", "0 (off) or positive")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
-        check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0 and at most 100")
+        check(
+            0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0 and at most 100"
+        )
         check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
 
     @property
@@ -84,4 +86,6 @@ GREEDY = SamplingParams()
 
 def stage_seed(seed: int, stage: str) -> int:
     """A stage's own seed, so that the stages' draws are independent."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{stage}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{stage}".encode(), digest_size=8).digest(), "little"
+    )

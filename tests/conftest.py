@@ -1,4 +1,5 @@
-"""Fixtures every test may use: the tiny checkpoint, its configuration, the reference model, the device."""
+"""Fixtures every test may use: the tiny checkpoint, its configuration, the reference model, the
+device."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from stretto.observe.logs import JsonLines, TextLines
 from stretto.observe.stderr import QueuedStderr
 from tests.oracle import PromptMaker, load_oracle
 
-# Tests compute in bfloat16. Decided before anything is computed; workers and hosts inherit the answer.
+# Tests compute in bfloat16. Decided before anything is computed; workers and hosts inherit the
+# answer.
 cpu.limit_onednn(os.environ)
 
 # Exact on a GPU too: cuDNN would round float32 convolutions.
@@ -40,7 +42,8 @@ settings.load_profile("stretto")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Requests without a seed get the same ones in every run: engines of this process draw nothing by chance."""
+    """Requests without a seed get the same ones in every run: engines of this process draw nothing
+    by chance."""
     seeds = itertools.count(zlib.crc32(item.nodeid.encode()))
     admission.fresh_seed = lambda: next(seeds)
 
@@ -56,7 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def logs_of_its_own() -> Iterator[None]:
-    """A command that a test runs in this process writes its log to that test's stderr, and to no later one's."""
+    """A command that a test runs in this process writes its log to that test's stderr, and to no
+    later one's."""
     root, hook = logging.getLogger(), sys.excepthook
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     level = root.level
@@ -82,12 +86,17 @@ def device() -> torch.device:
 
 EVEN = {
     "talker_config": {
-        "text_config": {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+        "text_config": {
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
         "code_predictor_config": {"hidden_size": 64},
     }
 }
-"""Sizes that the GPU kernels take. With STRETTO_TEST_SIZES=even STRETTO_KERNELS=force STRETTO_TEST_DEVICE=cuda, tests
-of models and stages run through the kernels, in float32, against the same oracles."""
+"""Sizes that the GPU kernels take. With STRETTO_TEST_SIZES=even STRETTO_KERNELS=force
+STRETTO_TEST_DEVICE=cuda, tests of models and stages run through the kernels, in float32, against
+the same oracles."""
 
 
 @pytest.fixture(scope="session")
@@ -100,13 +109,16 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(base / "tiny-checkpoint.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (directory / "config.json").exists():  # written last
-            write_tiny(directory, changes=EVEN if os.environ.get("STRETTO_TEST_SIZES") == "even" else None)
+            write_tiny(
+                directory, changes=EVEN if os.environ.get("STRETTO_TEST_SIZES") == "even" else None
+            )
     return directory
 
 
 @pytest.fixture(scope="session")
 def roomy_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with room for many pictures: prompts that take seconds to build are not refused early."""
+    """The tiny checkpoint with room for many pictures: prompts that take seconds to build are not
+    refused early."""
     path = tmp_path_factory.mktemp("roomy")
     for file in tiny_dir.iterdir():
         (path / file.name).symlink_to(file)

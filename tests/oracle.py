@@ -1,4 +1,5 @@
-"""The `transformers` model as an oracle: loading it, and running one request with all that it computed on the way.
+"""The `transformers` model as an oracle: loading it, and running one request with all that it
+computed on the way.
 
 Batch 1, float32, eager attention: other settings are not a valid reference for the talker."""
 
@@ -36,8 +37,11 @@ def load_oracle(
         experts_implementation=experts,
         output_loading_info=True,
     )
-    assert not any(report[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), report
-    # The talker reads this field when a prompt has both audio and pictures, and its config class lacks it.
+    assert not any(
+        report[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), report
+    # The talker reads this field when a prompt has both audio and pictures, and its config class
+    # lacks it.
     model.talker.config.audio_config = model.config.thinker_config.audio_config
     return model.to(device).eval()
 
@@ -72,7 +76,9 @@ def media_inputs(prompt: Prompt, device: torch.device | str = "cpu") -> dict[str
         kwargs["pixel_values"] = torch.from_numpy(np.concatenate([p.values for p in prompt.images]))
         kwargs["image_grid_thw"] = torch.tensor([p.grid for p in prompt.images])
     if prompt.videos:
-        kwargs["pixel_values_videos"] = torch.from_numpy(np.concatenate([p.values for p in prompt.videos]))
+        kwargs["pixel_values_videos"] = torch.from_numpy(
+            np.concatenate([p.values for p in prompt.videos])
+        )
         kwargs["video_grid_thw"] = torch.tensor([p.grid for p in prompt.videos])
         kwargs["video_second_per_grid"] = torch.tensor([p.seconds_per_grid for p in prompt.videos])
     kwargs = {k: v.to(device) for k, v in kwargs.items()}
@@ -92,7 +98,8 @@ class _Recorder:
 
 @contextmanager
 def _recording(model: Any) -> Iterator[_Recorder]:
-    """Keep what the two language models return inside `generate`, and the talker's inputs and logits."""
+    """Keep what the two language models return inside `generate`, and the talker's inputs and
+    logits."""
     seen = _Recorder()
 
     def keep(results: list[Any], call: Any) -> Any:
@@ -133,10 +140,12 @@ def generate(
     seed: int | None = None,
     **options: Any,
 ) -> OracleRun:
-    """Run one request: greedy without a seed; with one, both language models sample with the library's RNG.
+    """Run one request: greedy without a seed; with one, both language models sample with the
+    library's RNG.
 
-    `max_frames` counts sampled codebook-0 tokens, as the reference does: a run that stops there has one frame less.
-    `options` go to the reference's `generate` (thinker_temperature, talker_top_k, ...)."""
+    `max_frames` counts sampled codebook-0 tokens, as the reference does: a run that stops there has
+    one frame less. `options` go to the reference's `generate` (thinker_temperature, talker_top_k,
+    ...)."""
     sampled = seed is not None
     if sampled:
         torch.manual_seed(seed)
@@ -151,7 +160,9 @@ def generate(
     }
     ids = torch.tensor([prompt.ids], device=device)
     with _recording(model) as seen, torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")  # as intended: new codes only
+        warnings.filterwarnings(
+            "ignore", message="Passing `repetition_penalty`"
+        )  # as intended: new codes only
         sequences, waveform = model.generate(
             input_ids=ids,
             speaker=voice,
@@ -183,9 +194,13 @@ def random_mel(frames: int, seed: int = 1, bins: int = 128) -> AudioClip:
     return AudioClip.of(0.5 * values)
 
 
-def random_patches(grid: tuple[int, int, int], seed: int = 2, seconds_per_grid: float = 1.0) -> Patches:
+def random_patches(
+    grid: tuple[int, int, int], seed: int = 2, seconds_per_grid: float = 1.0
+) -> Patches:
     t, h, w = grid
-    values = np.random.default_rng(seed).standard_normal((t * h * w, 3 * 2 * 16 * 16), dtype=np.float32)
+    values = np.random.default_rng(seed).standard_normal(
+        (t * h * w, 3 * 2 * 16 * 16), dtype=np.float32
+    )
     return Patches.of(values, grid, seconds_per_grid)
 
 
@@ -206,7 +221,9 @@ class PromptMaker:
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
-    def build(self, turns: Sequence[tuple[str, Sequence[str | AudioClip | Patches]]], reply: bool = True) -> Prompt:
+    def build(
+        self, turns: Sequence[tuple[str, Sequence[str | AudioClip | Patches]]], reply: bool = True
+    ) -> Prompt:
         """Turns of (role, parts). Patches with one temporal row are an image, else a video."""
         from stretto.models.qwen3_omni.config import audio_tokens
 
@@ -221,7 +238,7 @@ class PromptMaker:
                     out += part
                 elif isinstance(part, AudioClip):
                     audios.append(part)
-                    out += f"<|audio_start|>{'<|audio_pad|>' * audio_tokens(part.mel.shape[1])}<|audio_end|>"
+                    out += f"<|audio_start|>{'<|audio_pad|>' * audio_tokens(part.mel.shape[1])}<|audio_end|>"  # noqa: E501
                 else:
                     t, h, w = part.grid
                     (images if t == 1 else videos).append(part)
@@ -235,19 +252,30 @@ class PromptMaker:
 
 def example_prompts(maker: PromptMaker) -> dict[str, Prompt]:
     """One prompt of each kind the parity tests go through."""
-    short, clip = random_mel(237), random_mel(912, seed=3)  # the second crosses the 8 s attention window
+    short, clip = (
+        random_mel(237),
+        random_mel(912, seed=3),
+    )  # the second crosses the 8 s attention window
     image = random_patches((1, 6, 10))
     video = random_patches((3, 4, 6), seed=4, seconds_per_grid=0.5)
     return {
         "text": maker.build([("user", ["Hello, what is the weather?"])]),
-        "system": maker.build([("system", ["You are a voice."]), ("user", ["Tell me a story about the river."])]),
+        "system": maker.build(
+            [("system", ["You are a voice."]), ("user", ["Tell me a story about the river."])]
+        ),
         "turns": maker.build(
-            [("user", ["Hello"]), ("assistant", ["Hello, how are you?"]), ("user", ["Find a song, please."])]
+            [
+                ("user", ["Hello"]),
+                ("assistant", ["Hello, how are you?"]),
+                ("user", ["Find a song, please."]),
+            ]
         ),
         "audio": maker.build([("user", [short])]),
         "long_audio": maker.build([("system", ["Answer."]), ("user", [clip, "What did he say?"])]),
         "image": maker.build([("user", [image, "What is in the picture?"])]),
         "video": maker.build([("user", [video, "What do you see?"])]),
         "audio_image": maker.build([("user", [short, image, "Who is it?"])]),
-        "media_turns": maker.build([("user", [image]), ("assistant", ["A tree."]), ("user", [short])]),
+        "media_turns": maker.build(
+            [("user", [image]), ("assistant", ["A tree."]), ("user", [short])]
+        ),
     }

@@ -1,4 +1,5 @@
-"""Qwen3-Omni's pipeline by its parts, and announcements to its stages, for tests that speak to hosts themselves."""
+"""Qwen3-Omni's pipeline by its parts, and announcements to its stages, for tests that speak to
+hosts themselves."""
 
 from __future__ import annotations
 

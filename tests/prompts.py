@@ -29,19 +29,31 @@ class Maker:
         return [int(i) for i in self.rng.integers(0, low, n) if int(i) not in special]
 
     def turn(self, role: str, *content: list[int]) -> Maker:
-        self.ids += [self.t.im_start, getattr(self.t, role), NEWLINE, *(i for c in content for i in c)]
+        self.ids += [
+            self.t.im_start,
+            getattr(self.t, role),
+            NEWLINE,
+            *(i for c in content for i in c),
+        ]
         self.ids += [self.t.im_end, NEWLINE]
         return self
 
     def audio(self, frames: int) -> list[int]:
-        mel = self.rng.standard_normal((self.config.thinker.audio.num_mel_bins, frames)).astype(np.float32) * 0.5
+        mel = (
+            self.rng.standard_normal((self.config.thinker.audio.num_mel_bins, frames)).astype(
+                np.float32
+            )
+            * 0.5
+        )
         self.audios.append(AudioClip.of(mel, self.config.thinker.audio.window_frames))
         return [self.t.audio_start, *[self.t.audio_pad] * audio_tokens(frames), self.words(1)[0]]
 
     def patches(self, t: int, h: int, w: int, seconds: float = 1.0) -> Patches:
         v = self.config.thinker.vision
         size = v.channels * v.temporal_patch * v.patch_size**2
-        return Patches.of(self.rng.standard_normal((t * h * w, size)).astype(np.float32), (t, h, w), seconds)
+        return Patches.of(
+            self.rng.standard_normal((t * h * w, size)).astype(np.float32), (t, h, w), seconds
+        )
 
     def image(self, h: int, w: int) -> list[int]:
         self.images.append(self.patches(1, h, w))
@@ -65,13 +77,17 @@ class Maker:
         rate = self.config.thinker.positions_per_second
         video = [f * seconds * rate for f in range(t) for _ in range(per_frame)]
         sound = [float(i) for i in range(audio_tokens(frames))]
-        pads = sorted([(x, 0, self.t.video_pad) for x in video] + [(x, 1, self.t.audio_pad) for x in sound])
+        pads = sorted(
+            [(x, 0, self.t.video_pad) for x in video] + [(x, 1, self.t.audio_pad) for x in sound]
+        )
         end = self.words(2)
         return [self.t.vision_start, self.t.audio_start, *[p for _, _, p in pads], *end]
 
     def prompt(self) -> Prompt:
         ids = [*self.ids, self.t.im_start, self.t.assistant, NEWLINE]
-        return Prompt(tuple(ids), tuple(self.audios), tuple(self.images), tuple(self.videos), self.merged)
+        return Prompt(
+            tuple(ids), tuple(self.audios), tuple(self.images), tuple(self.videos), self.merged
+        )
 
 
 def make(kind: str, config: OmniConfig, seed: int = 0) -> Prompt:

@@ -1,9 +1,9 @@
 """Comparing rows in bfloat16: how far they are off, and the same experts on both sides.
 
-A router's close call falls either way by a rounding, and that row is then another row. So a comparison takes the
-experts that one side chose (`chosen`) and makes the other side go to the same ones (`Forced`); what is left is
-rounding, of which hardly any row may have more than the limit. Used by the tests that run models and kernels in
-bfloat16."""
+A router's close call falls either way by a rounding, and that row is then another row. So a
+comparison takes the experts that one side chose (`chosen`) and makes the other side go to the same
+ones (`Forced`); what is left is rounding, of which hardly any row may have more than the limit.
+Used by the tests that run models and kernels in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from stretto.kernels.reference import moe
 
 SHARE = 0.95
 """Of the rows must be within the limit."""
-NEVER = -1e30  # added to the logits of the experts that were not chosen; small enough to survive a norm's factor
+# added to the logits of the experts that were not chosen; small enough to survive a norm's factor
+NEVER = -1e30
 
 
 def row_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -34,15 +35,19 @@ def check_rows(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> None:
 def check_errors(errors: torch.Tensor, limit: float) -> None:
     """At least SHARE of the rows are within the limit. What is not a number is not."""
     within = float((errors <= limit).double().mean())
-    worst = ", ".join(f"{q:.0%}: {float(errors.double().quantile(q)):.4f}" for q in (0.5, SHARE, 1.0))
+    worst = ", ".join(
+        f"{q:.0%}: {float(errors.double().quantile(q)):.4f}" for q in (0.5, SHARE, 1.0)
+    )
     assert within >= SHARE, (
-        f"{within:.1%} of {errors.numel()} rows within {limit:.4f}; errors by share of rows: {worst}"
+        f"{within:.1%} of {errors.numel()} rows within {limit:.4f}; errors by share of rows: "
+        f"{worst}"
     )
 
 
 @contextmanager
 def chosen(routers: list[Any] | None = None) -> Iterator[list[torch.Tensor]]:
-    """The experts [rows, top_k] that each call of a router chooses, in our plain layers or a reference's modules."""
+    """The experts [rows, top_k] that each call of a router chooses, in our plain layers or a
+    reference's modules."""
     ids: list[torch.Tensor] = []
     route = moe.route
 
@@ -51,7 +56,10 @@ def chosen(routers: list[Any] | None = None) -> Iterator[list[torch.Tensor]]:
         ids.append(found[1].clone())
         return found
 
-    hooks = [r.register_forward_hook(lambda _, __, out: ids.append(out[2].clone())) for r in routers or ()]
+    hooks = [
+        r.register_forward_hook(lambda _, __, out: ids.append(out[2].clone()))
+        for r in routers or ()
+    ]
     with patch.object(moe, "route", plain):
         yield ids
     for hook in hooks:
@@ -59,11 +67,14 @@ def chosen(routers: list[Any] | None = None) -> Iterator[list[torch.Tensor]]:
 
 
 class Forced:
-    """Makes passes go to given experts, whatever computes them. Static memory, so that graphs captured under it read
-    what is given before each replay."""
+    """Makes passes go to given experts, whatever computes them. Static memory, so that graphs
+    captured under it read what is given before each replay."""
 
-    def __init__(self, layers: int, rows: int, experts: int, device: torch.device, in_parts: bool = False) -> None:
-        """`in_parts`: several passes take the rows one after the other; else each takes them from the first."""
+    def __init__(
+        self, layers: int, rows: int, experts: int, device: torch.device, in_parts: bool = False
+    ) -> None:
+        """`in_parts`: several passes take the rows one after the other; else each takes them from
+        the first."""
         self.bias = torch.zeros(layers, rows, experts, device=device)
         self.in_parts, self.calls, self.start = in_parts, 0, 0
 
@@ -77,7 +88,8 @@ class Forced:
             rows.fill_(NEVER).scatter_(1, chosen_ids.long(), 0.0)
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """A router's logits [rows, experts or more columns] of the next call, with only the given experts left."""
+        """A router's logits [rows, experts or more columns] of the next call, with only the given
+        experts left."""
         layer, rows = self.calls % len(self.bias), logits.shape[-2]
         bias = self.bias[layer, self.start : self.start + rows]
         self.calls += 1
@@ -87,7 +99,9 @@ class Forced:
         out[..., : len(bias), : bias.shape[1]] += bias.to(out.dtype)
         return out
 
-    def experts_of(self, router: Any, _: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def experts_of(
+        self, router: Any, _: Any, out: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         """A forward hook for a reference's router."""
         logits = self.logits(out[0])
         return logits, *moe.route(logits, router.top_k, norm=True)

@@ -1,9 +1,11 @@
-"""All stages in one thread, in lockstep: the plainest way to run the model, and the reference for every other.
+"""All stages in one thread, in lockstep: the plainest way to run the model, and the reference for
+every other.
 
-`Solo.run` answers one prompt (or several at once) and yields what becomes known, in the order it becomes known:
-a text token, the frame it allows, the samples of that frame. Frame j needs text tokens 1..j+1 only, so k tokens
-give k frames; after the text has ended the talker runs on alone. It shares no code with the scheduler and the
-pipeline, only the models; they must give the same tokens, codes and samples."""
+`Solo.run` answers one prompt (or several at once) and yields what becomes known, in the order it
+becomes known: a text token, the frame it allows, the samples of that frame. Frame j needs text
+tokens 1..j+1 only, so k tokens give k frames; after the text has ended the talker runs on alone. It
+shares no code with the scheduler and the pipeline, only the models; they must give the same tokens,
+codes and samples."""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def media_places(plan: TalkerPrompt) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How one request is answered. Lengths count what comes out; the defaults are the released model's."""
+    """How one request is answered. Lengths count what comes out; the defaults are the released
+    model's."""
 
     voice: str | None = None
     speak: bool = True
@@ -64,7 +67,8 @@ class Options:
                 raise Invalid(f"{name} must be at least 1, got {getattr(self, name)}", name)
 
     def greedy(self) -> Options:
-        """The same without chance. The repetition penalty stays: it is part of how the model picks."""
+        """The same without chance. The repetition penalty stays: it is part of how the model
+        picks."""
         return replace(
             self,
             text=replace(self.text, temperature=0.0),
@@ -131,7 +135,8 @@ class ThinkerVoice:
 
     @property
     def spoken(self) -> int:
-        """How many of the tokens are for the talker: not the end token, nor the one that a length stop cut at."""
+        """How many of the tokens are for the talker: not the end token, nor the one that a length
+        stop cut at."""
         return len(self.tokens) - (self.finish is not None)
 
 
@@ -143,7 +148,9 @@ class TalkerVoice:
     options: Options
     blocks: list[int]
     seen: torch.Tensor  # [vocabulary] bool
-    media: list[torch.Tensor] = field(default_factory=list)  # accept-layer rows that came and were not used yet
+    media: list[torch.Tensor] = field(
+        default_factory=list
+    )  # accept-layer rows that came and were not used yet
     prefilled: int = 0
     frames: int = 0
     embedding: torch.Tensor | None = None  # of the last frame
@@ -158,7 +165,8 @@ class Solo:
     def run(
         self, prompts: Prompt | Sequence[Prompt], options: Options | Sequence[Options] = DEFAULT
     ) -> Iterator[Event]:
-        """Answer prompts together, one batch per step. Invalid input raises here, before anything runs."""
+        """Answer prompts together, one batch per step. Invalid input raises here, before anything
+        runs."""
         prompts = [prompts] if isinstance(prompts, Prompt) else list(prompts)
         options = [options] * len(prompts) if isinstance(options, Options) else list(options)
         if not prompts or len(options) != len(prompts):
@@ -167,26 +175,35 @@ class Solo:
         return self._run(prompts, options, plans)
 
     def _plan(self, prompt: Prompt, options: Options) -> TalkerPrompt | None:
-        limit, need = self.config.thinker.text.max_positions, len(prompt.ids) + options.max_text_tokens
+        limit, need = (
+            self.config.thinker.text.max_positions,
+            len(prompt.ids) + options.max_text_tokens,
+        )
         if not prompt.ids:
             raise Invalid("the prompt is empty", "messages")
         if need > limit:
             raise TooLong(
-                f"prompt of {len(prompt.ids)} tokens and an answer of up to {options.max_text_tokens} "
+                f"prompt of {len(prompt.ids)} tokens and an answer of up to "
+                f"{options.max_text_tokens} "
                 f"exceed the model's {limit} positions",
                 "messages",
             )
         return talker_prompt(prompt, self.config, options.voice) if options.speak else None
 
     @torch.inference_mode()
-    def _run(self, prompts: list[Prompt], options: list[Options], plans: list[TalkerPrompt | None]) -> Iterator[Event]:
+    def _run(
+        self, prompts: list[Prompt], options: list[Options], plans: list[TalkerPrompt | None]
+    ) -> Iterator[Event]:
         thinker, talker, code2wav = self.models.thinker, self.models.talker, self.models.code2wav
         text_cache, text_blocks = self._pool(
             thinker, [len(p.ids) + o.max_text_tokens for p, o in zip(prompts, options)]
         )
         spoken = [len(p) + o.max_frames + 1 if p else 0 for p, o in zip(plans, options)]
         speech_cache, speech_blocks = self._pool(talker, spoken)
-        thinkers = [self._open_thinker(p, o, plan, b) for p, o, plan, b in zip(prompts, options, plans, text_blocks)]
+        thinkers = [
+            self._open_thinker(p, o, plan, b)
+            for p, o, plan, b in zip(prompts, options, plans, text_blocks)
+        ]
         talkers = [
             TalkerVoice(plan, o, b, torch.zeros_like(talker.suppress)) if plan else None
             for plan, o, b in zip(plans, options, speech_blocks)
@@ -194,7 +211,9 @@ class Solo:
         streams = [VocoderStream(code2wav) if plan else None for plan in plans]
         sent = [0] * len(prompts)
 
-        while any(v.finish is None for v in thinkers) or any(v and v.finish is None for v in talkers):
+        while any(v.finish is None for v in thinkers) or any(
+            v and v.finish is None for v in talkers
+        ):
             for i, token in self._think(thinkers, talkers, text_cache):
                 yield TextToken(i, token)
             for i, codes in self._talk(thinkers, talkers, speech_cache):
@@ -240,8 +259,11 @@ class Solo:
     def _think(
         self, voices: list[ThinkerVoice], talkers: list[TalkerVoice | None], cache: KVCache
     ) -> Iterator[tuple[int, int]]:
-        """One prompt chunk for each voice that has prompt left, then one token for each other that is open."""
-        ready = [i for i, v in enumerate(voices) if v.finish is None and v.prefilled == len(v.prompt.ids)]
+        """One prompt chunk for each voice that has prompt left, then one token for each other that
+        is open."""
+        ready = [
+            i for i, v in enumerate(voices) if v.finish is None and v.prefilled == len(v.prompt.ids)
+        ]
         first: list[tuple[int, torch.Tensor]] = []
         for i, v in enumerate(voices):
             if v.prefilled < len(v.prompt.ids):
@@ -256,10 +278,15 @@ class Solo:
             hiddens.insert(0, self._decode_thinker([voices[i] for i in ready], cache))
         order = ready + [i for i, _ in first]
         if order:
-            yield from zip(order, self._pick_text([voices[i] for i in order], torch.cat(hiddens)), strict=True)
+            yield from zip(
+                order, self._pick_text([voices[i] for i in order], torch.cat(hiddens)), strict=True
+            )
 
-    def _prefill_thinker(self, v: ThinkerVoice, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The next chunk of a prompt: the last row's hidden state, and what the talker needs of the chunk."""
+    def _prefill_thinker(
+        self, v: ThinkerVoice, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The next chunk of a prompt: the last row's hidden state, and what the talker needs of the
+        chunk."""
         thinker, start = self.models.thinker, v.prefilled
         stop = min(len(v.prompt.ids), start + (v.options.prefill_chunk or len(v.prompt.ids)))
         media = v.media.within(start, stop) if v.media else None
@@ -286,14 +313,18 @@ class Solo:
     def _pick_text(self, voices: list[ThinkerVoice], hidden: torch.Tensor) -> list[int]:
         thinker = self.models.thinker
         rows = SamplingRows.of([v.options.text for v in voices], thinker.device)
-        draw = torch.tensor([len(v.prompt.ids) + len(v.tokens) for v in voices], device=thinker.device)
+        draw = torch.tensor(
+            [len(v.prompt.ids) + len(v.tokens) for v in voices], device=thinker.device
+        )
         seen = None
         if rows.any_penalty:
             seen = torch.zeros(len(voices), self.config.thinker.text.vocab_size, dtype=torch.bool)
             for row, v in zip(seen, voices, strict=True):
                 row[torch.tensor([*v.prompt.ids, *v.tokens])] = True
             seen = seen.to(thinker.device)
-        tokens: list[int] = sample(thinker.logits(hidden), rows, draw, seen=seen, noise=self.noise).tolist()
+        tokens: list[int] = sample(
+            thinker.logits(hidden), rows, draw, seen=seen, noise=self.noise
+        ).tolist()
         for v, token in zip(voices, tokens, strict=True):
             v.tokens.append(token)
             if token == self.config.tokens.im_end:
@@ -307,7 +338,8 @@ class Solo:
     def _talk(
         self, thinkers: list[ThinkerVoice], talkers: list[TalkerVoice | None], cache: KVCache
     ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Prompt rows that can be prefilled, then one frame for each voice whose next text token is known."""
+        """Prompt rows that can be prefilled, then one frame for each voice whose next text token is
+        known."""
         frames: list[tuple[int, TalkerVoice, torch.Tensor]] = []
         decoding: list[tuple[int, TalkerVoice]] = []
         for i, (text, v) in enumerate(zip(thinkers, talkers, strict=True)):
@@ -327,7 +359,8 @@ class Solo:
             yield from self._speak(frames)
 
     def _prefill_talker(self, v: TalkerVoice, cache: KVCache) -> None:
-        """All prompt rows that are known by now, but for the last (it carries the first text token)."""
+        """All prompt rows that are known by now, but for the last (it carries the first text
+        token)."""
         talker, p, start = self.models.talker, v.prompt, v.prefilled
         known, users = sum(len(m) for m in v.media), len(p.ids)
         while start < users:
@@ -340,10 +373,17 @@ class Solo:
             media = (
                 torch.cat(v.media)
                 if v.media
-                else torch.empty(0, self.config.talker.thinker_hidden_size, device=talker.device, dtype=talker.dtype)
+                else torch.empty(
+                    0,
+                    self.config.talker.thinker_hidden_size,
+                    device=talker.device,
+                    dtype=talker.dtype,
+                )
             )
             used = int(p.is_media[start:stop].sum())
-            self._feed(v, user_rows(talker, p.ids[start:stop], p.is_media[start:stop], media[:used]), cache)
+            self._feed(
+                v, user_rows(talker, p.ids[start:stop], p.is_media[start:stop], media[:used]), cache
+            )
             v.media, known, start = [media[used:]], known - used, stop
         if start == users:
             self._feed(v, opening_rows(talker, p), cache)
@@ -351,20 +391,34 @@ class Solo:
     def _feed(self, v: TalkerVoice, rows: torch.Tensor, cache: KVCache) -> torch.Tensor:
         start, stop = v.prefilled, v.prefilled + len(rows)
         positions = torch.from_numpy(v.prompt.positions[:, start:stop]).to(rows.device)
-        hidden = self.models.talker(rows, positions, cache, cache.page([(v.blocks, start, len(rows))]))
+        hidden = self.models.talker(
+            rows, positions, cache, cache.page([(v.blocks, start, len(rows))])
+        )
         v.prefilled = stop
         out: torch.Tensor = hidden[-1:]
         return out
 
     def _first_forward(self, v: TalkerVoice, token: int, cache: KVCache) -> torch.Tensor:
-        return self._feed(v, first_text_row(self.models.talker, torch.tensor([token], device=v.seen.device)), cache)
+        return self._feed(
+            v,
+            first_text_row(self.models.talker, torch.tensor([token], device=v.seen.device)),
+            cache,
+        )
 
-    def _decode_talker(self, voices: list[tuple[ThinkerVoice, TalkerVoice]], cache: KVCache) -> torch.Tensor:
+    def _decode_talker(
+        self, voices: list[tuple[ThinkerVoice, TalkerVoice]], cache: KVCache
+    ) -> torch.Tensor:
         talker, tokens = self.models.talker, self.config.tokens
         ids = []
         for text, v in voices:  # frame j takes text token j+1, then the end mark once, then padding
             j = v.frames
-            ids.append(text.tokens[j] if j < text.spoken else tokens.tts_eos if j == text.spoken else tokens.tts_pad)
+            ids.append(
+                text.tokens[j]
+                if j < text.spoken
+                else tokens.tts_eos
+                if j == text.spoken
+                else tokens.tts_pad
+            )
         last = torch.stack([v.embedding for _, v in voices if v.embedding is not None])
         x = last + talker.text_rows(torch.tensor(ids, device=talker.device))
         at = [v.prompt.first_decode + v.frames - 1 for _, v in voices]
@@ -386,7 +440,9 @@ class Solo:
         hidden = torch.cat([h for _, _, h in frames])
         step = talker.frame(hidden, rows, talker.frame_cache(len(voices)), self.noise)
         codes = step.codes.cpu().numpy()
-        for (i, v, _), row, embedding, seen in zip(frames, codes, step.embedding, rows.seen, strict=True):
+        for (i, v, _), row, embedding, seen in zip(
+            frames, codes, step.embedding, rows.seen, strict=True
+        ):
             v.embedding, v.seen = embedding, seen
             if row[0] == self.config.talker.codec.eos:
                 v.finish = "stop"

@@ -13,11 +13,24 @@ import pytest
 import soundfile
 
 import stretto
-from stretto import Answer, AsyncEngine, AudioChunk, Engine, EngineConfig, Finished, Invalid, Manner, Params, TextDelta
+from stretto import (
+    Answer,
+    AsyncEngine,
+    AudioChunk,
+    Engine,
+    EngineConfig,
+    Finished,
+    Invalid,
+    Params,
+    SpeechStyle,
+    TextDelta,
+)
 from stretto.registry import write_tiny
 
 FOLDER = Path(__file__).parent.parent / "examples"
-EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if not path.stem.startswith("client_"))  # those need a server
+EXAMPLES = sorted(
+    path for path in FOLDER.glob("*.py") if not path.stem.startswith("client_")
+)  # those need a server
 SHORT: dict[str, Any] = {"max_text_tokens": 6, "max_frames": 8, "seed": 3}
 
 
@@ -66,10 +79,12 @@ def test_speech_that_cannot_be_written(engine: Engine, tmp_path: Path) -> None:
 
 def test_a_voice_made_of_a_clip(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tts", family="qwen3-tts-base")
-    soundfile.write(tmp_path / "clip.wav", np.sin(np.arange(24_000) / 20), 16_000)  # a second and a half
+    soundfile.write(
+        tmp_path / "clip.wav", np.sin(np.arange(24_000) / 20), 16_000
+    )  # a second and a half
     with Engine(tmp_path / "tts", device="cpu") as reader:
         voice = reader.make_voice(tmp_path / "clip.wav", "Good day.")
-        answer = reader.read_aloud("Hello!", manner=Manner(voice=voice), seed=1, max_frames=3)
+        answer = reader.read_aloud("Hello!", manner=SpeechStyle(voice=voice), seed=1, max_frames=3)
         assert len(answer.audio)
         with pytest.raises(Invalid, match="cannot be read"):
             reader.make_voice(tmp_path / "missing.wav")
@@ -125,7 +140,11 @@ def test_all_names_are_there() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples(example: Path, tiny_dir: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, example, tiny_dir], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, example, tiny_dir],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -135,7 +154,9 @@ def test_examples(example: Path, tiny_dir: Path, tmp_path: Path) -> None:
 
 def test_the_first_example_needs_no_checkpoint(tmp_path: Path) -> None:
     hello = FOLDER / "hello.py"
-    done = subprocess.run([sys.executable, hello], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, hello], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert soundfile.info(tmp_path / "hello.wav").frames > 1000
 

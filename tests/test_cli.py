@@ -15,10 +15,13 @@ from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.registry import open_model
 
 
-def test_generate_writes_what_it_says(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_writes_what_it_says(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = {n: tmp_path / n for n in ("a.wav", "s.npy", "c.npy", "o.json", "t.json")}
     code = main(
-        ["generate", str(tiny_dir), "--text", "Hello!", "--greedy", "--max-text-tokens", "6", "--max-frames", "9",
+        ["generate", str(tiny_dir), "--text", "Hello!", "--greedy", "--max-text-tokens", "6",
+        "--max-frames", "9",
          "--out", str(out["a.wav"]), "--samples", str(out["s.npy"]), "--codes", str(out["c.npy"]),
          "--json", str(out["o.json"]), "--trace", str(out["t.json"]), "--device", "cpu"]
     )  # fmt: skip
@@ -31,15 +34,22 @@ def test_generate_writes_what_it_says(tiny_dir: Path, tmp_path: Path, capsys: py
     assert rate == 24000
     np.testing.assert_allclose(wave, samples, atol=1e-4)
     assert report["text"] in capsys.readouterr().out
-    lanes = {e["args"]["name"] for e in json.loads(out["t.json"].read_text())["traceEvents"] if e["ph"] == "M"}
+    lanes = {
+        e["args"]["name"]
+        for e in json.loads(out["t.json"].read_text())["traceEvents"]
+        if e["ph"] == "M"
+    }
     assert lanes >= {"thinker", "talker", "code2wav"}
 
 
 def test_generate_answers_a_file_of_conversations(tiny_dir: Path, tmp_path: Path) -> None:
-    lines = [json.dumps([{"role": "user", "content": f"Question {i}"}]) for i in range(3)] + ["not json"]
+    lines = [json.dumps([{"role": "user", "content": f"Question {i}"}]) for i in range(3)] + [
+        "not json"
+    ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     code = main(
-        ["generate", str(tiny_dir), "--batch", str(tmp_path / "in.jsonl"), "--out-dir", str(tmp_path / "out"),
+        ["generate", str(tiny_dir), "--batch", str(tmp_path / "in.jsonl"), "--out-dir",
+        str(tmp_path / "out"),
          "--text-only", "--max-text-tokens", "4", "--device", "cpu"]
     )  # fmt: skip
     assert code == 1  # the last line failed, the others are there
@@ -54,7 +64,19 @@ def test_generate_answers_a_file_of_conversations(tiny_dir: Path, tmp_path: Path
         (["generate", "TINY", "--text", "hi", "--voice", "nobody"], "nobody"),
         (["generate", "TINY", "--messages", "/nowhere.json"], "nowhere.json"),
         (["generate", "TINY", "--text", "hi", "--placement", "moon"], "placement"),
-        (["generate", "TINY", "--text", "hi", "--expert-weights", "float8", "--dtype", "float16"], "float8"),
+        (
+            [
+                "generate",
+                "TINY",
+                "--text",
+                "hi",
+                "--expert-weights",
+                "float8",
+                "--dtype",
+                "float16",
+            ],
+            "float8",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(args: list[str], says: str, tiny_dir: Path, capsys) -> None:
@@ -68,11 +90,15 @@ def test_mistakes_are_told_in_one_line(args: list[str], says: str, tiny_dir: Pat
 def test_tiny_and_help(tmp_path: Path) -> None:
     assert main(["tiny", str(tmp_path / "t"), "--seed", "5"]) == 0
     assert (tmp_path / "t" / "config.json").exists()
-    shown = subprocess.run([sys.executable, "-m", "stretto", "--help"], capture_output=True, text=True, check=False)
+    shown = subprocess.run(
+        [sys.executable, "-m", "stretto", "--help"], capture_output=True, text=True, check=False
+    )
     assert shown.returncode == 0
 
 
-def test_speak_reads_standard_input_while_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speak_reads_standard_input_while_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same as a live text in the engine: here the file that comes of it is looked at."""
     folder, out = tmp_path / "tts", tmp_path / "a.wav"
     assert main(["tiny", str(folder), "--family", "qwen3-tts"]) == 0
@@ -82,7 +108,17 @@ def test_speak_reads_standard_input_while_it_comes(tmp_path: Path, monkeypatch: 
         os.write(ours, b"Hello, how are ")
         os.write(ours, "you täday?".encode())
         os.close(ours)
-        given = ["speak", str(folder), "--out", str(out), "--device", "cpu", "--greedy", "--max-frames", "3"]
+        given = [
+            "speak",
+            str(folder),
+            "--out",
+            str(out),
+            "--device",
+            "cpu",
+            "--greedy",
+            "--max-frames",
+            "3",
+        ]
         assert main([*given, "--voice", "vivian"]) == 0
     assert soundfile.info(out).frames in (2 * 1920, 3 * 1920)
     assert main([*given, "--text", "Hello", "--voice", "nobody"]) == 2
@@ -103,8 +139,12 @@ def test_tiny_checkpoints_of_families(tmp_path: Path, capsys: pytest.CaptureFixt
         ("qwen3-tts-0.6b-base", "base", "0b6"),
     ],
 )
-def test_tiny_checkpoints_of_all_kinds_and_sizes(tmp_path: Path, name: str, kind: str, size: str) -> None:
+def test_tiny_checkpoints_of_all_kinds_and_sizes(
+    tmp_path: Path, name: str, kind: str, size: str
+) -> None:
     assert main(["tiny", str(tmp_path / "t"), "--family", name]) == 0
     config = TtsConfig.read(tmp_path / "t")
     assert (config.kind, config.size) == (kind, size)
-    assert open_model(tmp_path / "t").info.instructions == (name in ("qwen3-tts", "qwen3-tts-design"))
+    assert open_model(tmp_path / "t").info.instructions == (
+        name in ("qwen3-tts", "qwen3-tts-design")
+    )

@@ -32,7 +32,9 @@ flags\t\t: other
 """
 
 
-def cpuinfo(path: Path, flags: str = "avx512f avx512_bf16 amx_bf16 amx_tile", mhz: str = "2000") -> Path:
+def cpuinfo(
+    path: Path, flags: str = "avx512f avx512_bf16 amx_bf16 amx_tile", mhz: str = "2000"
+) -> Path:
     path.write_text(WORDS.format(flags=flags, mhz=mhz))
     return path
 
@@ -57,7 +59,9 @@ class Machine:
         return self.environ.get(cpu.VARIABLE)
 
     def kept(self) -> list[str]:
-        return [p.read_text().strip() for p in (self.folder / "cache").glob("onednn-*") if not p.suffix]
+        return [
+            p.read_text().strip() for p in (self.folder / "cache").glob("onednn-*") if not p.suffix
+        ]
 
 
 ORDER: list[str | None] = [None, *cpu.LIMITS]
@@ -85,13 +89,17 @@ def test_it_is_found_out_once(tmp_path: Path, lives: tuple[str | None, ...]) -> 
     assert second.asked == []
 
 
-def test_another_cpu_or_torch_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_cpu_or_torch_is_asked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key(**changes: str) -> str:
         return cpu.digest(cpu.describe(cpuinfo(tmp_path / "cpuinfo", **changes)))
 
     base = key()
     assert key(mhz="1800") == base
-    assert key(flags="amx_tile avx512_bf16 amx_bf16 avx512f") == base, "the same flags in another order"
+    assert key(flags="amx_tile avx512_bf16 amx_bf16 avx512f") == base, (
+        "the same flags in another order"
+    )
     assert key(flags="avx512f amx_tile") != base
     monkeypatch.setattr(cpu, "version", lambda _: "99.0")
     assert key() != base
@@ -126,7 +134,8 @@ def test_without_amx_nothing_is_asked_or_written(tmp_path: Path, flags: str) -> 
 @pytest.mark.parametrize(
     ("device", "dtype", "checked"),
     [
-        ("cpu", "bfloat16", True), ("cpu", "float16", True), ("cpu", "float32", False), ("cuda", "bfloat16", False),
+        ("cpu", "bfloat16", True), ("cpu", "float16", True), ("cpu", "float32", False), ("cuda",
+        "bfloat16", False),
     ],
 )  # fmt: skip
 def test_costs_nothing_where_it_cannot_matter(
@@ -141,7 +150,9 @@ def test_costs_nothing_where_it_cannot_matter(
 # -- the cache
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"AVX", b"ALL" * 9999, b"AVX2; rm -rf /", None])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe\x00", b"AVX", b"ALL" * 9999, b"AVX2; rm -rf /", None]
+)
 def test_a_cache_that_makes_no_sense_is_written_anew(tmp_path: Path, content: bytes | None) -> None:
     first = Machine(tmp_path, ("AVX512_CORE",))
     first.decide()
@@ -197,9 +208,14 @@ def test_one_asks_and_the_others_wait_for_it(tmp_path: Path) -> None:
 # -- what is said
 
 
-@pytest.mark.parametrize(("lives", "words"), [((None,), "works"), (("AVX2",), "traps on it"), (None, "could not")])
+@pytest.mark.parametrize(
+    ("lives", "words"), [((None,), "works"), (("AVX2",), "traps on it"), (None, "could not")]
+)
 def test_one_line_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lives: tuple[str | None, ...] | None, words: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    lives: tuple[str | None, ...] | None,
+    words: str,
 ) -> None:
     caplog.set_level(logging.INFO)
     machine = Machine(tmp_path, lives or ())
@@ -207,14 +223,20 @@ def test_one_line_is_logged(
     (record,) = caplog.records
     assert words in record.getMessage()
     assert "\n" not in record.getMessage()
-    assert machine.kept() == ([lives[0] or cpu.ALL] if lives else []), "what could not be told is not kept"
+    assert machine.kept() == ([lives[0] or cpu.ALL] if lives else []), (
+        "what could not be told is not kept"
+    )
 
 
 # -- children
 
 
 def child(script: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", f"import os, signal, sys\nlimit = os.environ.get({cpu.VARIABLE!r})\n{script}")
+    return (
+        sys.executable,
+        "-c",
+        f"import os, signal, sys\nlimit = os.environ.get({cpu.VARIABLE!r})\n{script}",
+    )
 
 
 KILL = "os.kill(os.getpid(), signal.{})"
@@ -236,10 +258,15 @@ def test_how_a_child_ends(script: str, lived: bool | None, monkeypatch: pytest.M
     assert cpu.compute(None, child(script)) is lived
 
 
-def test_a_child_that_dies_without_the_limit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_dies_without_the_limit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
     command = child("if limit != 'AVX512_CORE_BF16': " + KILL.format("SIGILL"))
-    assert Machine(tmp_path, ()).decide(lambda limit: cpu.compute(limit, command)) == "AVX512_CORE_BF16"
+    assert (
+        Machine(tmp_path, ()).decide(lambda limit: cpu.compute(limit, command))
+        == "AVX512_CORE_BF16"
+    )
 
 
 def test_a_child_that_cannot_be_started_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,25 +295,36 @@ print(os.environ.get("ONEDNN_MAX_CPU_ISA"), torch.ops.mkldnn._is_mkldnn_bf16_sup
 
 
 def limited(use: str) -> str:
-    """Whether the variable is set after `use`, and whether oneDNN goes by it: under AVX2 it takes no bfloat16."""
+    """Whether the variable is set after `use`, and whether oneDNN goes by it: under AVX2 it takes
+    no bfloat16."""
     code = LIMITED.format(use=use)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
 def test_tests_decide_before_anything_is_computed() -> None:
     assert limited("import tests.conftest") == "AVX2 False"
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
 def test_a_host_decides_before_anything_is_computed(tiny_dir: Path) -> None:
-    load = "from stretto.models.qwen3_omni.load import Source\nimport stretto.stage.host.host, torch\n"
+    load = (
+        "from stretto.models.qwen3_omni.load import Source\nimport stretto.stage.host.host, torch\n"
+    )
     load += f"Source.open({str(tiny_dir)!r}, 'cpu', "
     assert limited(load + "torch.bfloat16)") == "AVX2 False"
     assert limited(load + "None)").startswith("None")
 
 
-def test_every_source_of_weights_asks(tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_source_of_weights_asks(
+    tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(cpu, "prepare", lambda *what: asked.append(what))
     for dtype in (None, torch.bfloat16, torch.float16):

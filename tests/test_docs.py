@@ -9,12 +9,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("stretto", "tests", "bench", "examples", "recipes", "scripts", "deploy", "packages", "docs")
+FOLDERS = (
+    "stretto",
+    "tests",
+    "bench",
+    "examples",
+    "recipes",
+    "scripts",
+    "deploy",
+    "packages",
+    "docs",
+)
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 CODE = (".py", ".toml", ".yaml", ".sh", ".js", ".html", ".service")
-GENERATED = re.compile(r"STRETTO_\w+|\w*_(total|seconds|bytes)|__\w+__")  # names that code puts together
+GENERATED = re.compile(
+    r"STRETTO_\w+|\w*_(total|seconds|bytes)|__\w+__"
+)  # names that code puts together
 OTHERS = {"url_param", "KillMode", "rate_limits"}  # of other programs
-ELSEWHERE = {"stretto.yaml", "serve.yaml", "openapi.json"}  # files that readers write, or ask a server for
+ELSEWHERE = {
+    "stretto.yaml",
+    "serve.yaml",
+    "openapi.json",
+}  # files that readers write, or ask a server for
 NOT_RUN: set[str] = set()  # results of benchmarks that were not run yet
 
 
@@ -27,7 +43,9 @@ def files() -> list[Path]:
 def words() -> set[str]:
     """All words of the code, and names of files without their endings."""
     paths = files()
-    code = (p.read_text(encoding="utf-8") for p in paths if p.suffix in CODE or p.name == "Makefile")
+    code = (
+        p.read_text(encoding="utf-8") for p in paths if p.suffix in CODE or p.name == "Makefile"
+    )
     return {w for text in code for w in re.findall(r"\w+", text)} | {p.stem for p in paths}
 
 
@@ -43,31 +61,51 @@ def test_words_of_the_code_are_in_the_code(page: Path, words: set[str]) -> None:
     def known(word: str) -> bool:
         if word in words or word in OTHERS or GENERATED.fullmatch(word):
             return True
-        return any(word.strip("_") in test for test in tests)  # a test may be named by its beginning
+        return any(
+            word.strip("_") in test for test in tests
+        )  # a test may be named by its beginning
 
     of_code = re.compile(r"\w*[a-z0-9]_\w+|(?:[A-Z][a-z0-9]+){2,}")  # snake_case, CamelCase
-    said = {w for span in named(page) for w in re.findall(r"[A-Za-z_]\w*", span) if of_code.fullmatch(w)}
+    said = {
+        w for span in named(page) for w in re.findall(r"[A-Za-z_]\w*", span) if of_code.fullmatch(w)
+    }
     assert {w for w in said if not known(w)} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_files_are_there(page: Path) -> None:
     there = {p.name for p in files()} | ELSEWHERE | NOT_RUN
-    said = {Path(p).name for span in named(page) for p in re.findall(r"[\w./-]+\.(?:py|md|yaml|toml|json)\b", span)}
+    said = {
+        Path(p).name
+        for span in named(page)
+        for p in re.findall(r"[\w./-]+\.(?:py|md|yaml|toml|json)\b", span)
+    }
     assert said - there == set()
 
 
 @pytest.mark.parametrize("page", ["architecture", "path"])
 def test_methods_are_there(page: str) -> None:
-    """Of the pages that lead from function to function: `Class.method`, and the file that stands behind it."""
+    """Of the pages that lead from function to function: `Class.method`, and the file that stands
+    behind it."""
     there: dict[str, set[str]] = {}  # files of each function
     for path in (ROOT / "stretto").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            inside = [
+                n
+                for n in ast.iter_child_nodes(node)
+                if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
             name = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
             for function in inside:
-                there.setdefault(f"{name}{function.name}", set()).add(str(path.relative_to(ROOT / "stretto")))
-    text = re.sub(r"```.*?```", "", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+                there.setdefault(f"{name}{function.name}", set()).add(
+                    str(path.relative_to(ROOT / "stretto"))
+                )
+    text = re.sub(
+        r"```.*?```",
+        "",
+        (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
     methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", text))
     assert len(methods) > 5
     assert methods - set(there) == set()

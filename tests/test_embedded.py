@@ -15,7 +15,9 @@ from stretto.errors import Invalid
 from stretto.models.qwen3_omni.family import open_model
 
 
-def package(folder: Path, files: tuple[str, ...] = ("config.json", "a.safetensors", "b.safetensors")) -> Path:
+def package(
+    folder: Path, files: tuple[str, ...] = ("config.json", "a.safetensors", "b.safetensors")
+) -> Path:
     checkpoint = folder / embedded.CHECKPOINT
     checkpoint.mkdir(parents=True)
     for name in files:
@@ -112,9 +114,17 @@ def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "random"),
-    [({embedded.RANDOM: True}, True), ({embedded.RANDOM: "yes"}, False), ({}, False), ([], False), (None, False)],
+    [
+        ({embedded.RANDOM: True}, True),
+        ({embedded.RANDOM: "yes"}, False),
+        ({}, False),
+        ([], False),
+        (None, False),
+    ],
 )
-def test_a_checkpoint_says_that_nobody_has_trained_it(tmp_path: Path, config: object, random: bool) -> None:
+def test_a_checkpoint_says_that_nobody_has_trained_it(
+    tmp_path: Path, config: object, random: bool
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert embedded.is_random(tmp_path) is random

@@ -10,7 +10,19 @@ import pytest
 
 from stretto._validation import MOST_HALVES, read_json
 
-UNITS = ("\\ud83d", "\\ude00", "\\\\", "\\n", "a", "\\u0041", "u", "d83d", '\\"', "é", "\\uD83d\\uDE00")
+UNITS = (
+    "\\ud83d",
+    "\\ude00",
+    "\\\\",
+    "\\n",
+    "a",
+    "\\u0041",
+    "u",
+    "d83d",
+    '\\"',
+    "é",
+    "\\uD83d\\uDE00",
+)
 
 
 def test_halves_of_pairs_become_replacement_characters_and_nothing_else_changes() -> None:
@@ -22,7 +34,12 @@ def test_halves_of_pairs_become_replacement_characters_and_nothing_else_changes(
 
 
 def test_what_is_not_json_is_refused_all_the_same() -> None:
-    for body in (b'{"x":"\\ud83d"', b"[", b'"\\ud83', b'["' + (MOST_HALVES + 1) * b"\\ud83d" + b'"]'):
+    for body in (
+        b'{"x":"\\ud83d"',
+        b"[",
+        b'"\\ud83',
+        b'["' + (MOST_HALVES + 1) * b"\\ud83d" + b'"]',
+    ):
         with pytest.raises(msgspec.DecodeError):
             read_json(body, msgspec.json.decode)
     with pytest.raises(msgspec.ValidationError):

@@ -1,5 +1,5 @@
-"""Imports point down only: the package's graph is as docs/path.md says, and what must stay light or ignorant is checked
-in a fresh interpreter."""
+"""Imports point down only: the package's graph is as docs/path.md says, and what must stay light or
+ignorant is checked in a fresh interpreter."""
 
 import ast
 import re
@@ -44,33 +44,52 @@ ROOT = Path(__file__).parent.parent
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """Each import between parts of the package: file, importing part, imported part. Those within functions too."""
+    """Each import between parts of the package: file, importing part, imported part. Those within
+    functions too."""
     for path in sorted((ROOT / "stretto").rglob("*.py")):
         source = path.relative_to(ROOT / "stretto").parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module is not None:
-                names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "stretto" else [node.module]
+                names = (
+                    [f"{node.module}.{a.name}" for a in node.names]
+                    if node.module == "stretto"
+                    else [node.module]
+                )
             elif isinstance(node, ast.Import):
                 names = [a.name for a in node.names]
             for name in names:
                 parts = name.split(".")
-                if parts[0] == "stretto" and len(parts) > 1 and parts[1] not in (source, "__version__"):
+                if (
+                    parts[0] == "stretto"
+                    and len(parts) > 1
+                    and parts[1] not in (source, "__version__")
+                ):
                     yield str(path.relative_to(ROOT)), source, parts[1]
 
 
 def layers() -> dict[str, int]:
     """The parts of the package by their layer, the lowest first, as docs/path.md lists them."""
-    [listed] = re.findall(r"```layers\n(.*?)```", (ROOT / "docs" / "path.md").read_text(), re.DOTALL)
+    [listed] = re.findall(
+        r"```layers\n(.*?)```", (ROOT / "docs" / "path.md").read_text(), re.DOTALL
+    )
     lines = [line.split("#")[0].split() for line in listed.splitlines()]
     return {part: i for i, line in enumerate(lines) for part in line}
 
 
 def test_imports_follow_the_documented_layers() -> None:
     order = layers()
-    found = {p.stem for p in (ROOT / "stretto").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    found = {
+        p.stem
+        for p in (ROOT / "stretto").iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     assert found - {"__init__", "__main__"} == set(order), "docs/path.md lists every part"
-    wrong = [f"{file}: {a} imports {b}" for file, a, b in imports() if a in order and order[b] >= order[a]]
+    wrong = [
+        f"{file}: {a} imports {b}"
+        for file, a, b in imports()
+        if a in order and order[b] >= order[a]
+    ]
     assert not wrong
     # Families are found by name. Nothing imports one.
     assert not [file for file, _, b in imports() if b == "models"]
@@ -84,7 +103,9 @@ def test_nothing_but_models_and_kernels_names_a_model() -> None:
         for node in ast.walk(tree):  # docstrings may have examples
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 node.value.value = ""
-        assert not re.search(r"thinker|talker|code2wav|qwen", ast.unparse(tree), re.IGNORECASE), path
+        assert not re.search(r"thinker|talker|code2wav|qwen", ast.unparse(tree), re.IGNORECASE), (
+            path
+        )
 
 
 def test_families_are_found_by_what_their_packages_say() -> None:

@@ -1,8 +1,9 @@
 """Time that passes only while everybody waits, for tests without processes, threads or sockets.
 
-`run_virtual` runs a coroutine on an event loop whose clock is `Virtual`: when nothing is left to run, the clock jumps
-to the next timer. `time.monotonic` is that clock too, so what measures time and what sleeps agree, and minutes take
-no time. `Virtual.stand_still` is a call that blocks the loop for a while."""
+`run_virtual` runs a coroutine on an event loop whose clock is `Virtual`: when nothing is left to
+run, the clock jumps to the next timer. `time.monotonic` is that clock too, so what measures time
+and what sleeps agree, and minutes take no time. `Virtual.stand_still` is a call that blocks the
+loop for a while."""
 
 from __future__ import annotations
 

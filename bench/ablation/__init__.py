@@ -1,21 +1,27 @@
-"""What each overlap brings: one workload with each of them off in turn, and stage by stage as the baseline.
+"""What each overlap brings: one workload with each of them off in turn, and stage by stage as the
+baseline.
 
-    python -m bench ablation --model released --out bench/results/ablation_h200.json    # on a GPU, about two minutes
-    python -m bench ablation --workload small --rounds 8 --out ablation.json            # whole engines, on a CPU
+    python -m bench ablation --model released --out bench/results/ablation_h200.json    # on a GPU,
+    about two minutes python -m bench ablation --workload small --rounds 8 --out ablation.json
+    # whole engines, on a CPU
 
-Every variant is measured against its base within the same run, as a ratio of medians (in brackets the middle half of
-the ratios of single requests): above 1 means that switching it off costs time. There are two ways:
+Every variant is measured against its base within the same run, as a ratio of medians (in brackets
+the middle half of the ratios of single requests): above 1 means that switching it off costs time.
+There are two ways:
 
-- `--load once` (the default on a GPU): one host in this process, loaded and captured once, whose overlaps are switched
-  while it runs (rows.py); at each of `--streams`, limited to `--seconds`, written after every row.
-- `--load each` (the default on a CPU): whole engines, with their processes. On a CPU base and variant stay open and
-  take turns, so that a noisy machine disturbs both alike; on a GPU each is opened by itself (a minute or two each), and
-  the base is measured again at the end to show the drift.
+- `--load once` (the default on a GPU): one host in this process, loaded and captured once, whose
+  overlaps are switched while it runs (rows.py); at each of `--streams`, limited to `--seconds`,
+  written after every row.
+- `--load each` (the default on a CPU): whole engines, with their processes. On a CPU base and
+  variant stay open and take turns, so that a noisy machine disturbs both alike; on a GPU each is
+  opened by itself (a minute or two each), and the base is measured again at the end to show the
+  drift.
 
-`stage by stage` lets the thinker finish, then the talker, then the vocoder. With whole engines it is measured twice:
-through the engine (a silent answer, then a text of that length read aloud in one packet) and in the plain driver (the
-same models in one thread, plain.py), each against its own streaming form. Switches of links are compared with a host
-for each stage, since stages of one host hand their payloads over: `--load each`."""
+`stage by stage` lets the thinker finish, then the talker, then the vocoder. With whole engines it
+is measured twice: through the engine (a silent answer, then a text of that length read aloud in one
+packet) and in the plain driver (the same models in one thread, plain.py), each against its own
+streaming form. Switches of links are compared with a host for each stage, since stages of one host
+hand their payloads over: `--load each`."""
 
 from __future__ import annotations
 
@@ -42,9 +48,9 @@ from stretto.engine.engine import PipelineEngine
 from stretto.loadtest.runner import Bench, Closed, Level, Sample, Send, SystemClock, Targets
 from stretto.loadtest.sse import Piece, RequestFailed
 from stretto.loadtest.stats import percentile
-from stretto.messages.params import ChunkSizes
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import ChunkSizes
 from stretto.preprocess.template import Tokenizer
 from stretto.stage.host.process import settle_down
 
@@ -60,7 +66,9 @@ class Variant:
     packets: ChunkSizes | None = None  # None: the workload's
     how: How = sender
     needs_cuda: bool = False  # without a GPU it changes nothing
-    control: bool = False  # differs from its base in nothing: an engine of its own shows what chance does
+    control: bool = (
+        False  # differs from its base in nothing: an engine of its own shows what chance does
+    )
 
 
 @dataclass(slots=True)
@@ -74,7 +82,8 @@ class Found:
 
 
 def variants(config: EngineConfig, frames: int) -> list[Variant]:
-    """Base variants first. Links exist only between processes, so switches of links are compared there."""
+    """Base variants first. Links exist only between processes, so switches of links are compared
+    there."""
     one, split = replace(config, placement="one"), replace(config, placement="processes")
     host = config.host
 
@@ -87,9 +96,13 @@ def variants(config: EngineConfig, frames: int) -> list[Variant]:
         Variant("no just_in_time", DEFAULT, off("just_in_time", one), needs_cuda=True),
         Variant("no give_way", DEFAULT, off("give_way", one), needs_cuda=True),
         Variant("no prefix cache", DEFAULT, replace(one, host=replace(host, prefix_cache=False))),
-        Variant("no graphs", DEFAULT, replace(one, host=replace(host, graphs=False)), needs_cuda=True),
+        Variant(
+            "no graphs", DEFAULT, replace(one, host=replace(host, graphs=False)), needs_cuda=True
+        ),
         Variant("one packet", DEFAULT, one, ChunkSizes(frames, frames, None)),
-        Variant("stage by stage", DEFAULT, one, ChunkSizes(frames, frames, None), one_after_the_other),
+        Variant(
+            "stage by stage", DEFAULT, one, ChunkSizes(frames, frames, None), one_after_the_other
+        ),
         Variant("two hosts", DEFAULT, replace(config, placement="two")),
         Variant("three processes", DEFAULT, split),
         Variant("three processes, tcp", SPLIT, replace(split, connector="tcp")),
@@ -101,11 +114,15 @@ def variants(config: EngineConfig, frames: int) -> list[Variant]:
 
 
 def bases(config: EngineConfig) -> dict[str, EngineConfig]:
-    return {DEFAULT: replace(config, placement="one"), SPLIT: replace(config, placement="processes")}
+    return {
+        DEFAULT: replace(config, placement="one"),
+        SPLIT: replace(config, placement="processes"),
+    }
 
 
 def one_after_the_other(engine: PipelineEngine, questions: Questions, clock: SystemClock) -> Send:
-    """The whole text, then the whole speech, through the same engine. What is read aloud is as long as the answer."""
+    """The whole text, then the whole speech, through the same engine. What is read aloud is as long
+    as the answer."""
     spoken = words(questions.workload.text_tokens, "", 0, questions.count)
 
     async def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
@@ -133,7 +150,9 @@ class Stand:
     async def open(self, stack: AsyncExitStack, config: EngineConfig) -> PipelineEngine:
         return await stack.enter_async_context(PipelineEngine.open(self.directory, config))
 
-    def bench(self, engine: PipelineEngine, packets: ChunkSizes | None = None, how: How = sender) -> Bench:
+    def bench(
+        self, engine: PipelineEngine, packets: ChunkSizes | None = None, how: How = sender
+    ) -> Bench:
         workload = self.workload if packets is None else replace(self.workload, packets=packets)
         return Bench(how(engine, Questions(workload, self.tokenizer), self.clock), self.clock)
 
@@ -147,7 +166,8 @@ class Stand:
 
 
 async def in_turns(stand: Stand, all: list[Variant], config: EngineConfig) -> list[Found]:
-    """Base and variant are open at once and take turns, a round each; the one that begins alternates too."""
+    """Base and variant are open at once and take turns, a round each; the one that begins
+    alternates too."""
     found = []
     for name, base_config in bases(config).items():
         mine = [v for v in all if v.base == name]
@@ -178,7 +198,11 @@ async def one_by_one(stand: Stand, all: list[Variant], config: EngineConfig) -> 
         mine = [v for v in all if v.base == name]
         if not mine:
             continue
-        plan = [Variant(name, name, base_config), *mine, Variant(f"{name}, again", name, base_config)]
+        plan = [
+            Variant(name, name, base_config),
+            *mine,
+            Variant(f"{name}, again", name, base_config),
+        ]
         before: list[Sample] = []
         for v in plan:
             async with AsyncExitStack() as stack:
@@ -200,7 +224,10 @@ def in_plain_driver(stand: Stand, config: EngineConfig) -> Found:
     questions = Questions(stand.workload, stand.tokenizer)
     result = Found("plain driver, stage by stage", "plain driver")
     for i, streamed in turns((True, False), 1 + stand.rounds):
-        messages, params = questions.workload.messages(i, questions.count), questions.workload.params(i)
+        messages, params = (
+            questions.workload.messages(i, questions.count),
+            questions.workload.params(i),
+        )
         sample = driver.run(messages, params, streamed)
         if i > 0:  # the first is to warm up
             (result.base_samples if streamed else result.samples).append(sample)
@@ -226,10 +253,14 @@ def ratios(found: Found) -> dict[str, float]:
 
 
 def spread(found: Found) -> dict[str, tuple[float, float]]:
-    """The middle half of the ratios of samples that were taken side by side: how reliable the ratio is."""
+    """The middle half of the ratios of samples that were taken side by side: how reliable the ratio
+    is."""
     out = {}
     for name, measure in MEASURES.items():
-        pairs = [(measure(a), measure(b)) for a, b in zip(found.samples, found.base_samples, strict=False)]
+        pairs = [
+            (measure(a), measure(b))
+            for a, b in zip(found.samples, found.base_samples, strict=False)
+        ]
         each = sorted(a / b for a, b in pairs if a is not None and b is not None)
         out[name] = (percentile(each, 0.25), percentile(each, 0.75))
     return out
@@ -237,7 +268,9 @@ def spread(found: Found) -> dict[str, tuple[float, float]]:
 
 def line(found: Found) -> str:
     middles, halves = ratios(found), spread(found)
-    cells = "".join(f"{middles[m]:>8.2f} ({halves[m][0]:5.2f} -{halves[m][1]:5.2f})" for m in MEASURES)
+    cells = "".join(
+        f"{middles[m]:>8.2f} ({halves[m][0]:5.2f} -{halves[m][1]:5.2f})" for m in MEASURES
+    )
     return f"{found.variant:<30}{found.base:<14}{cells}"
 
 
@@ -247,7 +280,8 @@ def head() -> str:
 
 
 def told(found: Found, absolute: bool) -> dict[str, Any]:
-    """Ratios always; medians in seconds only where they say something about the machine (`absolute`)."""
+    """Ratios always; medians in seconds only where they say something about the machine
+    (`absolute`)."""
     out: dict[str, Any] = {
         "variant": found.variant,
         "base": found.base,
@@ -286,14 +320,21 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def once(args: argparse.Namespace) -> dict[str, Any]:
-    """Every row on one host, at each number of streams; what was found so far is written after every row."""
+    """Every row on one host, at each number of streams; what was found so far is written after
+    every row."""
     config, workload = engine_config(args), WORKLOADS[args.workload]
     cuda = config.host.device != "cpu"
     most = max(args.streams)
-    # No more rows than are asked for: fewer sizes to capture. Pools that hold a few rounds leave room for a second
-    # set of graphs.
-    settings = replace(config.host, max_rows=most, blocks={"thinker": 256 * most, "talker": 256 * most})
-    rows = [r for r in ROWS if (cuda or not r.needs_cuda) and (not args.only or r.name in {*args.only, r.base})]
+    # No more rows than are asked for: fewer sizes to capture. Pools that hold a few rounds leave
+    # room for a second set of graphs.
+    settings = replace(
+        config.host, max_rows=most, blocks={"thinker": 256 * most, "talker": 256 * most}
+    )
+    rows = [
+        r
+        for r in ROWS
+        if (cuda or not r.needs_cuda) and (not args.only or r.name in {*args.only, r.base})
+    ]
     result: dict[str, Any] = {
         "env": describe(),
         "arguments": arguments(args),
@@ -314,10 +355,16 @@ def once(args: argparse.Namespace) -> dict[str, Any]:
             begun = time.perf_counter()
             with row.change(host):
                 for streams in args.streams:
-                    samples = measure_row(host, asker, workload, row, streams, args.rounds, args.seconds)
-                    found = Found(row.name, row.base, samples, base.setdefault((row.base, streams), samples))
+                    samples = measure_row(
+                        host, asker, workload, row, streams, args.rounds, args.seconds
+                    )
+                    found = Found(
+                        row.name, row.base, samples, base.setdefault((row.base, streams), samples)
+                    )
                     rtf = percentile(sorted(s.rtf for s in samples if s.rtf is not None), 0.5)
-                    result["runs"].append(told(found, absolute=True) | {"streams": streams, "rtf": rtf})
+                    result["runs"].append(
+                        told(found, absolute=True) | {"streams": streams, "rtf": rtf}
+                    )
                     print(f"{line(found)}  x {streams}", flush=True)
             result["runs"][-1]["row_s"] = time.perf_counter() - begun
             write(args.out, result)
@@ -327,12 +374,34 @@ def once(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(given: Sequence[str]) -> int:
     p = parser("ablation", __doc__)
-    p.add_argument("--workload", choices=WORKLOADS, default="text-100", metavar="NAME", help=", ".join(WORKLOADS))
-    p.add_argument("-c", "--concurrency", type=int, default=1, metavar="N", help="--load each: requests at once")
-    p.add_argument("--rounds", type=int, default=5, metavar="N", help="of N requests at once, per variant")
+    p.add_argument(
+        "--workload",
+        choices=WORKLOADS,
+        default="text-100",
+        metavar="NAME",
+        help=", ".join(WORKLOADS),
+    )
+    p.add_argument(
+        "-c",
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="--load each: requests at once",
+    )
+    p.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of N requests at once, per variant"
+    )
     p.add_argument("--load", choices=["once", "each"], help="default: once on a GPU, each on a CPU")
-    p.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="--load once: at each of these")
-    p.add_argument("--seconds", type=float, default=1.0, help="--load once: per row and number of streams, about")
+    p.add_argument(
+        "--streams", type=int, nargs="+", default=[1, 8], help="--load once: at each of these"
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="--load once: per row and number of streams, about",
+    )
     p.add_argument("--only", nargs="+", metavar="NAME", help="these variants alone")
     add_engine_arguments(p)
     args = p.parse_args(given)

@@ -1,6 +1,8 @@
-"""The plain driver with a stopwatch, streamed or stage by stage: the ablation's baseline without engine or scheduler.
+"""The plain driver with a stopwatch, streamed or stage by stage: the ablation's baseline without
+engine or scheduler.
 
-Both forms run the same models in one thread and give the same answer; they differ only in when each stage may begin."""
+Both forms run the same models in one thread and give the same answer; they differ only in when each
+stage may begin."""
 
 from __future__ import annotations
 
@@ -15,18 +17,19 @@ from stretto.config.engine import HostSettings
 from stretto.kernels.reference.paged import KVCache
 from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Sample
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.bridge import TalkerPrompt
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.preprocess.prompt import Prompt
 from stretto.types import SamplingParams
 from tests.solo import Audio, Event, Frame, Options, Solo, TalkerVoice, TextToken, ThinkerVoice
 
 
 class FixedSolo(Solo):
-    """Answers run to their full length: an end token is a token like any other, an end code is never picked."""
+    """Answers run to their full length: an end token is a token like any other, an end code is
+    never picked."""
 
     def __init__(self, models: Models) -> None:
         super().__init__(models)
@@ -45,14 +48,20 @@ class StageByStage(FixedSolo):
     """The thinker to its end, then the talker to its end, then the vocoder, all at once."""
 
     @torch.inference_mode()
-    def _run(self, prompts: list[Prompt], options: list[Options], plans: list[TalkerPrompt | None]) -> Iterator[Event]:
+    def _run(
+        self, prompts: list[Prompt], options: list[Options], plans: list[TalkerPrompt | None]
+    ) -> Iterator[Event]:
         (prompt,), (option,), (plan,) = prompts, options, plans
         assert plan is not None
         talker = self.models.talker
-        text_cache, text_blocks = self._pool(self.models.thinker, [len(prompt.ids) + option.max_text_tokens])
+        text_cache, text_blocks = self._pool(
+            self.models.thinker, [len(prompt.ids) + option.max_text_tokens]
+        )
         thinkers = [self._open_thinker(prompt, option, plan, text_blocks[0])]
         cache, blocks = self._speech_pool(plan, option)
-        talkers: list[TalkerVoice | None] = [TalkerVoice(plan, option, blocks, torch.zeros_like(talker.suppress))]
+        talkers: list[TalkerVoice | None] = [
+            TalkerVoice(plan, option, blocks, torch.zeros_like(talker.suppress))
+        ]
         while thinkers[0].finish is None:
             for i, token in self._think(thinkers, talkers, text_cache):
                 yield TextToken(i, token)
@@ -62,7 +71,9 @@ class StageByStage(FixedSolo):
             for i, row in self._talk(thinkers, talkers, cache):
                 codes.append(torch.from_numpy(row))
                 yield Frame(i, row)
-        yield Audio(0, 0, self.models.code2wav.decode(torch.stack(codes).to(talker.device)).cpu().numpy())
+        yield Audio(
+            0, 0, self.models.code2wav.decode(torch.stack(codes).to(talker.device)).cpu().numpy()
+        )
 
     def _speech_pool(self, plan: TalkerPrompt, option: Options) -> tuple[KVCache, list[int]]:
         cache, blocks = self._pool(self.models.talker, [len(plan) + option.max_frames + 1])
@@ -79,18 +90,28 @@ class Plain:
         if host.device == "cpu":
             torch.set_num_threads(host.threads)
         dtype = getattr(torch, host.dtype) if host.dtype else None
-        models = Models.open(Source.open(directory, host.device, dtype, host.load_format, False, host.expert_weights))
+        models = Models.open(
+            Source.open(directory, host.device, dtype, host.load_format, False, host.expert_weights)
+        )
         return cls(models, PromptBuilder.open(directory, models.config))
 
     def run(self, messages: list[dict[str, Any]], params: Params, streamed: bool) -> Sample:
         return self.timed(messages, params, streamed)[0]
 
-    def timed(self, messages: list[dict[str, Any]], params: Params, streamed: bool) -> tuple[Sample, list[Event]]:
+    def timed(
+        self, messages: list[dict[str, Any]], params: Params, streamed: bool
+    ) -> tuple[Sample, list[Event]]:
         """When each piece came, and the pieces."""
-        text = SamplingParams(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
-        options = Options(text=text, max_text_tokens=params.max_text_tokens, max_frames=params.max_frames)
+        text = SamplingParams(
+            params.temperature, params.top_k, params.top_p, params.repetition_penalty
+        )
+        options = Options(
+            text=text, max_text_tokens=params.max_text_tokens, max_frames=params.max_frames
+        )
         sample, events, start = Sample(0, 0.0), [], time.perf_counter()
-        for e in self.drivers[streamed].run(self.builder.build(messages), options.seeded(params.seed or 0)):
+        for e in self.drivers[streamed].run(
+            self.builder.build(messages), options.seeded(params.seed or 0)
+        ):
             events.append(e)
             at = time.perf_counter() - start
             if isinstance(e, TextToken):

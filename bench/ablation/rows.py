@@ -1,9 +1,9 @@
 """The ablation on one loaded host: its overlaps are switched off and on while it runs.
 
-Full-size models take a minute to load and to capture, so an engine for each row would take too long. Everything that a
-row switches can be switched on a running host: captured graphs are set aside, not thrown away. The requests of a round
-come all at once, except where a row is about one that comes while others are being answered: then they come one by
-one."""
+Full-size models take a minute to load and to capture, so an engine for each row would take too
+long. Everything that a row switches can be switched on a running host: captured graphs are set
+aside, not thrown away. The requests of a round come all at once, except where a row is about one
+that comes while others are being answered: then they come one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from stretto.stage.runner.rows import How
 
 Change = Callable[[OneHost], AbstractContextManager[Any]]
 ALL, APART = "all on", "all on, one by one"
-APART_S = 0.05  # about as often as 32 streams send requests that send the next when they have their answer
+# about as often as 32 streams send requests that send the next when they have their answer
+APART_S = 0.05
 
 
 def nothing(host: OneHost) -> AbstractContextManager[Any]:
@@ -31,8 +32,8 @@ def nothing(host: OneHost) -> AbstractContextManager[Any]:
 
 
 def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
-    """The talker begins when the last text of the round is there, the vocoder when the last frame is. Their inputs
-    wait in their inboxes meanwhile; kernels and graphs are the same."""
+    """The talker begins when the last text of the round is there, the vocoder when the last frame
+    is. Their inputs wait in their inboxes meanwhile; kernels and graphs are the same."""
     scheduler, codec = host.host.stages["talker"].core.scheduler, host.codec()  # type: ignore[union-attr]
     schedule, frames = scheduler.schedule, codec.schedule
     return swapped(
@@ -56,7 +57,9 @@ def at_once(host: OneHost) -> AbstractContextManager[Any]:
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
     """Every kernel is launched by itself, those of prompts too."""
     runners = host.runners()
-    changes = [(r, "graphs", None) for r in runners] + [(r.adapter, "prompts", None) for r in runners]
+    changes = [(r, "graphs", None) for r in runners] + [
+        (r.adapter, "prompts", None) for r in runners
+    ]
     return swapped([*changes, (host.codec(), "graphs", {})])
 
 
@@ -108,7 +111,13 @@ ROWS = [
 
 
 def measure_row(
-    host: OneHost, asker: Asker, workload: Workload, row: Row, streams: int, rounds: int, seconds: float
+    host: OneHost,
+    asker: Asker,
+    workload: Workload,
+    row: Row,
+    streams: int,
+    rounds: int,
+    seconds: float,
 ) -> list[Sample]:
     """At least one round after one to warm up; more until there are enough or time is up."""
     host.ask(asker.round(workload, streams), row.apart_s)

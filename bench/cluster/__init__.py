@@ -1,11 +1,12 @@
-"""On a Ray cluster of this machine: what dies, what callers see and when it is up again; what the ingress adds.
+"""On a Ray cluster of this machine: what dies, what callers see and when it is up again; what the
+ingress adds.
 
     python -m bench cluster --out bench/results/cluster.json
 
 Needs the extra `stretto[ray]`. Parts:
-    kills      hosts, workers, raylets and the replica are killed at seeded moments; nothing may be left
-    replicas   one of two Serve replicas is killed while others ask
-    ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one run
+    kills      hosts, workers, raylets and the replica are killed at seeded moments; nothing may be
+    left replicas   one of two Serve replicas is killed while others ask ingress    32 streams of
+    packets through Serve's HAProxy and from plain uvicorn, by turns in one run
 """
 
 from __future__ import annotations
@@ -70,20 +71,34 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
 
     secret = model.parent / "secret"
     secret.write_text(secrets.token_hex(32))
-    args = {"model": str(model), "cluster-secret-file": str(secret), "host-gpus": 0.0, "min-pace": 0.0, "replicas": 2}
+    args = {
+        "model": str(model),
+        "cluster-secret-file": str(secret),
+        "host-gpus": 0.0,
+        "min-pace": 0.0,
+        "replicas": 2,
+    }
     begun = time.monotonic()
     serve.run(build(args), name="stretto", route_prefix="/")
     base, found = f"http://127.0.0.1:{port}", {"start_s": time.monotonic() - begun}
     while httpx.get(f"{base}/health", timeout=60).status_code != 200:
         time.sleep(0.2)
     ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    long = {**ask, "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"}, "ignore_eos": True}
+    long = {
+        **ask,
+        "modalities": ["text", "audio"],
+        "stream": True,
+        "audio": {"format": "pcm16"},
+        "ignore_eos": True,
+    }
     long |= {"min_audio_frames": 2000, "max_audio_frames": 2000, "max_tokens": 900}
     ends: list[tuple[float, str]] = []
 
     def listen() -> None:
         try:
-            with httpx.stream("POST", f"{base}/v1/chat/completions", json=long, timeout=120) as answer:
+            with httpx.stream(
+                "POST", f"{base}/v1/chat/completions", json=long, timeout=120
+            ) as answer:
                 for _ in answer.iter_lines():
                     if stop.is_set():
                         return
@@ -96,21 +111,29 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
     for t in threads:
         t.start()
     time.sleep(2.0)
-    victim = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if "ServeReplica" in a.class_name)
-    hosts = [a.pid for a in list_actors(filters=[("state", "=", "ALIVE")]) if a.class_name == "HostAgent"]
+    victim = next(
+        a for a in list_actors(filters=[("state", "=", "ALIVE")]) if "ServeReplica" in a.class_name
+    )
+    hosts = [
+        a.pid for a in list_actors(filters=[("state", "=", "ALIVE")]) if a.class_name == "HostAgent"
+    ]
     killed = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     statuses: list[int] = []
     while time.monotonic() - killed < 15.0:
         try:
-            statuses.append(httpx.post(f"{base}/v1/chat/completions", json=ask, timeout=60).status_code)
+            statuses.append(
+                httpx.post(f"{base}/v1/chat/completions", json=ask, timeout=60).status_code
+            )
         except httpx.HTTPError:
             statuses.append(0)
         time.sleep(0.1)
 
     def up() -> int:
         states = serve.status().applications["stretto"].deployments["Replica"].replica_states
-        return sum(n for state, n in states.items() if str(getattr(state, "value", state)) == "RUNNING")
+        return sum(
+            n for state, n in states.items() if str(getattr(state, "value", state)) == "RUNNING"
+        )
 
     while up() < 2:
         time.sleep(0.1)
@@ -143,7 +166,9 @@ def main(given: Sequence[str]) -> int:
 
     require_ray()
     parts: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
-        "kills": lambda it, model, port: kills(it, model, port, args.kills, args.seconds, args.seed),
+        "kills": lambda it, model, port: kills(
+            it, model, port, args.kills, args.seconds, args.seed
+        ),
         "replicas": lambda it, model, port: replicas(model, port),
         "ingress": lambda it, model, port: ingress(port, args.rounds),
     }

@@ -1,9 +1,10 @@
-"""The part `ingress` of `python -m bench cluster`: 32 streams through HAProxy and Serve, and from plain uvicorn.
+"""The part `ingress` of `python -m bench cluster`: 32 streams through HAProxy and Serve, and from
+plain uvicorn.
 
-Both ways are heard by turns, each once before anything counts, and who is first changes from round to round. Pauses are
-seeded: in a round they are the same for both. Every answer has a connection of its own. What the ingress adds is the
-difference of two medians of one round; one round decides nothing, so their median over all rounds is told, and how far
-they are apart. Imports no torch."""
+Both ways are heard by turns, each once before anything counts, and who is first changes from round
+to round. Pauses are seeded: in a round they are the same for both. Every answer has a connection of
+its own. What the ingress adds is the difference of two medians of one round; one round decides
+nothing, so their median over all rounds is told, and how far they are apart. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0, "min": 0.0}
 
 @dataclass(slots=True)
 class Heard:
-    """Milliseconds from the question to the first packet, and of each packet from when it was sent."""
+    """Milliseconds from the question to the first packet, and of each packet from when it was
+    sent."""
 
     first_byte_ms: list[float] = field(default_factory=list)
     packet_ms: list[float] = field(default_factory=list)
@@ -111,9 +113,17 @@ def compare(rounds: Sequence[dict[str, Heard]]) -> dict[str, Any]:
         found[name] |= {"answers": len(whole.first_byte_ms), "packets": len(whole.packet_ms)}
     found["added"] = {}
     for what in WHATS:
-        p50 = {name: [statistics.median(getattr(r[name], what)) for r in rounds] for name in (PLAIN, INGRESS)}
+        p50 = {
+            name: [statistics.median(getattr(r[name], what)) for r in rounds]
+            for name in (PLAIN, INGRESS)
+        }
         each = [through - plain for plain, through in zip(p50[PLAIN], p50[INGRESS], strict=True)]
-        found["added"][what] = {"median": statistics.median(each), "min": min(each), "max": max(each), "each": each}
+        found["added"][what] = {
+            "median": statistics.median(each),
+            "min": min(each),
+            "max": max(each),
+            "each": each,
+        }
     return found
 
 
@@ -135,10 +145,27 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         plain = s.getsockname()[1]
-    # In a process of its own, as a replica is: in this one it would wait for its clients' interpreter.
-    command = [sys.executable, "-m", "uvicorn", "--factory", "bench.cluster.ingress:stream_app", "--port", str(plain)]
+    # In a process of its own, as a replica is: in this one it would wait for its clients'
+    # interpreter.
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "--factory",
+        "bench.cluster.ingress:stream_app",
+        "--port",
+        str(plain),
+    ]
     # The loop and the parser that a replica has.
-    command += ["--loop", "uvloop", "--http", "httptools", "--log-level", "warning", "--no-access-log"]
+    command += [
+        "--loop",
+        "uvloop",
+        "--http",
+        "httptools",
+        "--log-level",
+        "warning",
+        "--no-access-log",
+    ]
     server = subprocess.Popen(command, cwd=ROOT)
     ways = {PLAIN: f"http://127.0.0.1:{plain}", INGRESS: f"http://127.0.0.1:{port}"}
     heard: list[dict[str, Heard]] = []

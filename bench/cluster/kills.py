@@ -1,8 +1,10 @@
-"""The part `kills` of `python -m bench cluster`: all that can die is killed, at seeded moments, during answers.
+"""The part `kills` of `python -m bench cluster`: all that can die is killed, at seeded moments,
+during answers.
 
-One Serve replica with two hosts, each on a node of its own; all callers come through HAProxy. Killed are hosts, the
-workers of the actors that started them, raylets of nodes, and the replica. The next answer must equal the first one,
-and nothing may be left when all is ended. Imports no torch."""
+One Serve replica with two hosts, each on a node of its own; all callers come through HAProxy.
+Killed are hosts, the workers of the actors that started them, raylets of nodes, and the replica.
+The next answer must equal the first one, and nothing may be left when all is ended. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -29,17 +31,20 @@ MARK = "STRETTO_BENCH_RUN"
 HANG_S, UP_S = 30.0, 180.0
 CHAT = "/v1/chat/completions"
 ASK = {
-    "messages": [{"role": "user", "content": "Hello, what is the weather like?"}], "modalities": ["text", "audio"],
+    "messages": [{"role": "user", "content": "Hello, what is the weather like?"}],
+    "modalities": ["text", "audio"],
     "audio": {"format": "pcm16"}, "temperature": 0.0, "greedy_speech": True, "seed": 5,
 }  # fmt: skip
 SHORT = {**ASK, "max_tokens": 8, "max_audio_frames": 10}
 LONG = {
-    **ASK, "stream": True, "ignore_eos": True, "max_tokens": 900, "min_audio_frames": 3000, "max_audio_frames": 3000,
+    **ASK, "stream": True, "ignore_eos": True, "max_tokens": 900, "min_audio_frames": 3000,
+    "max_audio_frames": 3000,
 }  # fmt: skip
 
 
 class Answer:
-    """Words, and samples that may differ by one step of their 16 bits: how packets are grouped depends on timing."""
+    """Words, and samples that may differ by one step of their 16 bits: how packets are grouped
+    depends on timing."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         audio = body["choices"][0]["message"]["audio"]
@@ -82,7 +87,9 @@ class Stand:
                 return self.replica()
 
     def mend(self, node: str) -> None:
-        self.cluster.remove_node(self.cluster.named[node], allow_graceful=False)  # what is left of it
+        self.cluster.remove_node(
+            self.cluster.named[node], allow_graceful=False
+        )  # what is left of it
         self.cluster.named[node] = self.cluster.add_node(num_cpus=NODE_CPUS, resources={node: 1})
 
     def short(self) -> Answer | int:
@@ -122,7 +129,9 @@ class Stand:
             return time.monotonic() - killed, f"the connection was cut ({type(e).__name__})"
 
 
-def kills(cluster: Any, model: Path, port: int, count: int, seconds: float, seed: int) -> dict[str, Any]:
+def kills(
+    cluster: Any, model: Path, port: int, count: int, seconds: float, seed: int
+) -> dict[str, Any]:
     from ray import serve
 
     from stretto.ray.app import build
@@ -130,8 +139,10 @@ def kills(cluster: Any, model: Path, port: int, count: int, seconds: float, seed
     secret = model.parent / "secret"
     secret.write_text(secrets.token_hex(32))
     args = {
-        "model": str(model), "cluster-secret-file": str(secret), "host-gpus": 0.0, "host-cpus": float(NODE_CPUS),
-        "min-pace": 0.0, "placement": "two", "connector": "tcp", "drain-timeout": 5, "prompt-workers": 1,
+        "model": str(model), "cluster-secret-file": str(secret), "host-gpus": 0.0,
+        "host-cpus": float(NODE_CPUS),
+        "min-pace": 0.0, "placement": "two", "connector": "tcp", "drain-timeout": 5,
+        "prompt-workers": 1,
     }  # fmt: skip
     begun = time.monotonic()
     serve.run(build(args), name="stretto", route_prefix="/")
@@ -144,7 +155,9 @@ def kills(cluster: Any, model: Path, port: int, count: int, seconds: float, seed
             found["kills"].append(one_kill(it, rng, want))
             print(len(found["kills"]), json.dumps(found["kills"][-1]), flush=True)
     found["took_s"] = time.monotonic() - begun
-    found["agents"] = [len([p for p in children(it.raylet(n)) if "HostAgent" in command(p)]) for n in NODES]
+    found["agents"] = [
+        len([p for p in children(it.raylet(n)) if "HostAgent" in command(p)]) for n in NODES
+    ]
     serve.delete("stretto")
     return {**found, **summary(found["kills"])}
 
@@ -160,7 +173,8 @@ def one_kill(it: Stand, rng: random.Random, want: Answer) -> dict[str, Any]:
     answer, before = it.until_up()
     up_s = time.monotonic() - told + (0.0 if kind == "raylet" else seen_s)
     return {
-        "kind": kind, "node": node, "seen_s": seen_s, "how": how, "up_s": up_s, "before": sorted(set(before)),
+        "kind": kind, "node": node, "seen_s": seen_s, "how": how, "up_s": up_s,
+        "before": sorted(set(before)),
         "exact": answer.same(want),
     }  # fmt: skip
 
@@ -200,7 +214,13 @@ def processes() -> Iterator[tuple[int, int]]:
 
 def command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 
@@ -210,7 +230,9 @@ def left_of(run: str) -> list[str]:
     mark, found = f"{MARK}={run}".encode(), []
     for pid, _ in processes():
         try:
-            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(
+                b"\0"
+            ):
                 found.append(command(pid)[:80])
         except OSError:
             continue

@@ -1,19 +1,24 @@
-"""Copies of a link beside decode steps: two processes on one GPU, each overlap of the link switched off in turn.
+"""Copies of a link beside decode steps: two processes on one GPU, each overlap of the link switched
+off in turn.
 
     python -m bench connectors --parts copies --out bench/results/copies_h200.json      # 2 min
-    python -m bench connectors --parts copies --tiny                                    # tries it, on any GPU
+    python -m bench connectors --parts copies --tiny                                    # tries it,
+    on any GPU
 
-The link is the one that serves between hosts: an outlet with its courier, shared memory, and a courier with an inlet in
-another process, which uploads to the same GPU. The payload is rows of 2048 bf16 values that are on the device.
+The link is the one that serves between hosts: an outlet with its courier, shared memory, and a
+courier with an inlet in another process, which uploads to the same GPU. The payload is rows of 2048
+bf16 values that are on the device.
 
-**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them. With each step so many rows
-leave, as those of a prompt with media would. Measured for each way: the time of a step and the gap to the next one by
-CUDA events, the share of the time in which no step runs, and the loop thread's own time for a step. Ways take turns.
-`times` is the ratio of whole runs to those of the same round in which nothing is sent.
+**Steps**: captured thinker steps in steady decode, two in flight, as a stage launches them. With
+each step so many rows leave, as those of a prompt with media would. Measured for each way: the time
+of a step and the gap to the next one by CUDA events, the share of the time in which no step runs,
+and the loop thread's own time for a step. Ways take turns. `times` is the ratio of whole runs to
+those of the same round in which nothing is sent.
 
-**Path**: the same rows without steps, back to back. `of_pinned` is the speed as a share of a pinned copy of the same
-size (the slower of the two directions). A hop is one chunk and the answer that it has arrived. `sending half` is a
-receiver that does not upload, as with a GPU on each side. (Two processes on one GPU run by turns.)"""
+**Path**: the same rows without steps, back to back. `of_pinned` is the speed as a share of a pinned
+copy of the same size (the slower of the two directions). A hop is one chunk and the answer that it
+has arrived. `sending half` is a receiver that does not upload, as with a GPU on each side. (Two
+processes on one GPU run by turns.)"""
 
 from __future__ import annotations
 
@@ -52,7 +57,9 @@ from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 HIDDEN = 2048
-OPTIONS = LinkOptions(slots=8, slot_bytes=48 << 20, secret=bytes(SECRET_BYTES))  # the same in both processes
+OPTIONS = LinkOptions(
+    slots=8, slot_bytes=48 << 20, secret=bytes(SECRET_BYTES)
+)  # the same in both processes
 ON = OverlapSwitches()
 WAYS = {
     "all on": ON,
@@ -71,7 +78,8 @@ HOPS = 60
 
 
 class Taker:
-    """Takes chunks as they arrive and keeps the last element of each, as proof that it has arrived."""
+    """Takes chunks as they arrive and keeps the last element of each, as proof that it has
+    arrived."""
 
     def __init__(self, pipe: Connection, switches: OverlapSwitches, upload: bool) -> None:
         device = torch.device("cuda" if upload else "cpu")
@@ -125,7 +133,9 @@ class Link:
 
     numbers = itertools.count()
 
-    def __init__(self, stream: torch.cuda.Stream | None, switches: OverlapSwitches, *, upload: bool = True) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream | None, switches: OverlapSwitches, *, upload: bool = True
+    ) -> None:
         """`stream` is where the steps run; without one, rows are on the host."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -136,7 +146,9 @@ class Link:
         sender = Registry().get("shm").connect(endpoint, options)
         self.woken = threading.Semaphore(0)
         own = torch.cuda.Stream() if stream is not None and switches.payload_stream else stream
-        self.outgoing = Outgoing(sender, "bench", self.woken.release, stream=own, async_d2h=switches.async_d2h)
+        self.outgoing = Outgoing(
+            sender, "bench", self.woken.release, stream=own, async_d2h=switches.async_d2h
+        )
         self.outgoing.start()
         self.outlet = Outlet("bench", ThinkerRows)
         self.outlet.away.attach(self.outgoing)
@@ -155,7 +167,9 @@ class Link:
         span = Span(start, start + len(rows))
         ids = torch.zeros(len(rows), dtype=torch.int32)
         self.sent = span.stop
-        sent = self.outlet.send(ToLink("bench", self.id, ThinkerRows(span, ids, (span,), rows), event=event))
+        sent = self.outlet.send(
+            ToLink("bench", self.id, ThinkerRows(span, ids, (span,), rows), event=event)
+        )
         while not sent:
             self.woken.acquire(timeout=0.01)
             sent = bool(self.outlet.flush())
@@ -190,7 +204,10 @@ class Steps:
 
     def run(self, count: int, link: Link | None, rows: torch.Tensor) -> dict[str, Any]:
         """`count` steps, two in flight; each sends rows if there is a link."""
-        marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARM + count)]
+        marks = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(WARM + count)
+        ]
         host = np.zeros((3, self.batch), np.int64)
         host[0] = np.arange(self.batch)
         spent = []
@@ -211,7 +228,9 @@ class Steps:
             self.stream.synchronize()
         if link is not None:
             wanted = len(marks) * float(rows[-1, -1])
-            assert abs(link.end() - wanted) <= 1e-6 * abs(wanted), "other rows arrived than were sent"
+            assert abs(link.end() - wanted) <= 1e-6 * abs(wanted), (
+                "other rows arrived than were sent"
+            )
         kept = marks[WARM:]
         return {
             "whole_ms": kept[0][0].elapsed_time(kept[-1][1]),
@@ -221,9 +240,15 @@ class Steps:
         }
 
 
-def told(name: str, rows: int, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+def told(
+    name: str, rows: int, runs: list[dict[str, Any]], base: list[dict[str, Any]]
+) -> dict[str, Any]:
     every = {key: [v for run in runs for v in run[key]] for key in ("step_ms", "gap_us", "loop_us")}
-    middle = {f"{key}_{q}": quantile(every[key], at) for key in every for q, at in (("p50", 0.5), ("p99", 0.99))}
+    middle = {
+        f"{key}_{q}": quantile(every[key], at)
+        for key in every
+        for q, at in (("p50", 0.5), ("p99", 0.99))
+    }
     ratio = Ratio.of([r["whole_ms"] for r in runs], [r["whole_ms"] for r in base])
     idle = sum(every["gap_us"]) / 1e3 / sum(r["whole_ms"] for r in runs)
     found = {"way": name, "rows": rows, "idle_share": idle, **middle}
@@ -232,18 +257,26 @@ def told(name: str, rows: int, runs: list[dict[str, Any]], base: list[dict[str, 
 
 def beside_steps(steps: Steps, args: argparse.Namespace, result: dict[str, Any]) -> None:
     links = {name: Link(steps.stream, switches) for name, switches in WAYS.items()}
-    payloads = {rows: torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16) for rows in args.rows}
-    ways: list[tuple[str, int]] = [(NOTHING, 0), *((name, rows) for rows in args.rows for name in WAYS)]
+    payloads = {
+        rows: torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16) for rows in args.rows
+    }
+    ways: list[tuple[str, int]] = [
+        (NOTHING, 0),
+        *((name, rows) for rows in args.rows for name in WAYS),
+    ]
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {way: [] for way in ways}
     for number, (name, rows) in turns(ways, args.rounds + 1):
-        run = steps.run(args.steps, links.get(name), payloads.get(rows, next(iter(payloads.values()))))
+        run = steps.run(
+            args.steps, links.get(name), payloads.get(rows, next(iter(payloads.values())))
+        )
         if number:
             runs[name, rows].append(run)
     for (name, rows), found in runs.items():
         line = told(name, rows, found, runs[NOTHING, 0])
         result["steps"].append(line)
         print(
-            f"{name:22}{rows:6} rows a step: step p50 {line['step_ms_p50']:6.3f} ms, gap p50 {line['gap_us_p50']:6.1f} "
+            f"{name:22}{rows:6} rows a step: step p50 {line['step_ms_p50']:6.3f} ms, gap p50 "
+            f"{line['gap_us_p50']:6.1f} "
             f"p99 {line['gap_us_p99']:7.1f} us, idle {100 * line['idle_share']:4.1f} %, "
             f"loop {line['loop_us_p50']:5.0f} us; whole runs x {line['times']:.3f}",
             flush=True,
@@ -291,11 +324,18 @@ def path(result: dict[str, Any], args: argparse.Namespace) -> None:
                     seconds.append(took)
             best = min(pinned(rows).values())
             speed = count * payload.nbytes / quantile(seconds, 0.5) / 1e9
-            line = {"way": name, "rows": rows, "bytes": payload.nbytes, "gb_s": speed, "of_pinned": speed / best}
+            line = {
+                "way": name,
+                "rows": rows,
+                "bytes": payload.nbytes,
+                "gb_s": speed,
+                "of_pinned": speed / best,
+            }
             line |= {"hop_us_p50": quantile(hops, 0.5), "hop_us_p99": quantile(hops, 0.99)}
             result["path"].append(line | {"seconds": seconds, "hops_us": hops})
             print(
-                f"{name:24}{rows:6} rows: {speed:6.2f} GB/s, {line['of_pinned']:.2f} of a pinned copy; "
+                f"{name:24}{rows:6} rows: {speed:6.2f} GB/s, {line['of_pinned']:.2f} of a pinned "
+                f"copy; "
                 f"a hop and its answer {line['hop_us_p50']:.0f} us",
                 flush=True,
             )
@@ -305,15 +345,24 @@ def path(result: dict[str, Any], args: argparse.Namespace) -> None:
 @torch.inference_mode()
 def main(given: Sequence[str]) -> int:
     p = parser("connectors --parts copies", __doc__)
-    p.add_argument("--batch", type=int, default=8, help="rows of a thinker step (default: %(default)s)")
-    p.add_argument("--rows", type=int, nargs="+", default=[64, 1024], help="that leave with each step")
+    p.add_argument(
+        "--batch", type=int, default=8, help="rows of a thinker step (default: %(default)s)"
+    )
+    p.add_argument(
+        "--rows", type=int, nargs="+", default=[64, 1024], help="that leave with each step"
+    )
     p.add_argument("--steps", type=int, default=80, help="of a run (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=5, help="of each way (default: %(default)s)")
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
     args = p.parse_args(given)
     context = 1024
     config = parse(tiny_config() if args.tiny else released_config())
-    result: dict[str, Any] = {"env": describe(), "arguments": arguments(args), "steps": [], "path": []}
+    result: dict[str, Any] = {
+        "env": describe(),
+        "arguments": arguments(args),
+        "steps": [],
+        "path": [],
+    }
     thinker = Source.open(config, "cuda", torch.bfloat16, "dummy", False).thinker()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

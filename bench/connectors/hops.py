@@ -1,24 +1,28 @@
 """What a hop between two processes costs: our connectors beside plain sockets, in one run.
 
-    python -m bench connectors --out bench/results/connectors.json    # all lanes and sizes, paced hops; four minutes
-    python -m bench connectors --quick shm unix                       # some lanes, few rounds
-    python -m bench connectors --placement each                       # the table with a core for each of two processes
-    python -m bench connectors --only paced                           # only the hops of 4 KiB, in every placement
+    python -m bench connectors --out bench/results/connectors.json    # all lanes and sizes, paced
+    hops; four minutes python -m bench connectors --quick shm unix                       # some
+    lanes, few rounds python -m bench connectors --placement each                       # the table
+    with a core for each of two processes python -m bench connectors --only paced
+    # only the hops of 4 KiB, in every placement
 
-A *lane* is a way to move a payload to another process (lanes.py). The `chunk` lanes move a chunk: a typed header,
-checks, a tensor on both sides. `unix chunk` is a plain socket with our wire format on it, so that each of ours has a
-counterpart that does the same work. `unix tensor` is the least that moves a tensor over a socket. A hop is one way:
-from the call that sends to the return of the call that receives, by the machine's one clock.
+A *lane* is a way to move a payload to another process (lanes.py). The `chunk` lanes move a chunk: a
+typed header, checks, a tensor on both sides. `unix chunk` is a plain socket with our wire format on
+it, so that each of ours has a counterpart that does the same work. `unix tensor` is the least that
+moves a tensor over a socket. A hop is one way: from the call that sends to the return of the call
+that receives, by the machine's one clock.
 
-In the table, hops are *back to back*: two processes take turns. *Paced* hops come every few milliseconds, as a stage
-sends chunks: both processes sleep in between, so each hop includes a whole wake-up. These are measured in three
-placements, since an operating system that may choose keeps two processes that take turns on one core for some seconds,
-and then on two. `looking` is the shm lane whose receiver may spin for a moment before it sleeps (`look_us`). The last
-lines show how much a thread that computes beside a receiver is slowed down by it.
+In the table, hops are *back to back*: two processes take turns. *Paced* hops come every few
+milliseconds, as a stage sends chunks: both processes sleep in between, so each hop includes a whole
+wake-up. These are measured in three placements, since an operating system that may choose keeps two
+processes that take turns on one core for some seconds, and then on two. `looking` is the shm lane
+whose receiver may spin for a moment before it sleeps (`look_us`). The last lines show how much a
+thread that computes beside a receiver is slowed down by it.
 
-Throughput is a stream of payloads one way until the receiver has the last one. A socket's receiver has them in its own
-memory, a ring's receiver in shared memory, as views. Lanes take turns in short bursts, so that the machine's noise hits
-all alike, and ratios are of the same round. Page faults per message show whether memory is allocated per message."""
+Throughput is a stream of payloads one way until the receiver has the last one. A socket's receiver
+has them in its own memory, a ring's receiver in shared memory, as views. Lanes take turns in short
+bursts, so that the machine's noise hits all alike, and ratios are of the same round. Page faults
+per message show whether memory is allocated per message."""
 
 from __future__ import annotations
 
@@ -133,7 +137,9 @@ class Track:
     hops_us: dict[int, list[float]] = field(default_factory=dict)
     bursts_us: dict[int, list[list[float]]] = field(default_factory=dict)  # the same by round
     stream_gb_s: dict[int, list[float]] = field(default_factory=dict)
-    faults: dict[int, list[float]] = field(default_factory=dict)  # per message, both processes, while streaming
+    faults: dict[int, list[float]] = field(
+        default_factory=dict
+    )  # per message, both processes, while streaming
 
     def ping(self, size: int, count: int) -> list[float]:
         self.control.send(("echo", size, count))
@@ -148,7 +154,9 @@ class Track:
         pairs = [*zip(sent, received_there), *zip(sent_there, received)]
         return [round((stop - start) / 1000, 2) for start, stop in pairs]
 
-    def beside(self, size: int, count: int, pace_s: tuple[float, float], chance: random.Random) -> float:
+    def beside(
+        self, size: int, count: int, pace_s: tuple[float, float], chance: random.Random
+    ) -> float:
         """Loops per second of a thread that computes beside the receiver."""
         self.control.send(("beside", size, count))
         for _ in range(count):
@@ -210,22 +218,34 @@ def table(tracks: list[Track]) -> str:
 
 
 def _words(size: int) -> str:
-    return f"{size} B" if size < 1024 else f"{size >> 10} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
+    return (
+        f"{size} B"
+        if size < 1024
+        else f"{size >> 10} KiB"
+        if size < 1 << 20
+        else f"{size >> 20} MiB"
+    )
 
 
-PAIRS = (("shm chunk", "unix chunk"), ("shm chunk", "unix tensor"), ("shm chunk, looking", "unix chunk"))
+PAIRS = (
+    ("shm chunk", "unix chunk"),
+    ("shm chunk", "unix tensor"),
+    ("shm chunk, looking", "unix chunk"),
+)
 
 
 def ratios(tracks: list[Track]) -> dict[str, Ratio]:
-    """What is claimed: ours against the plain socket of the same round. `shm chunk / unix tensor` is a typed, checked
-    chunk against bytes that nobody checks."""
+    """What is claimed: ours against the plain socket of the same round. `shm chunk / unix tensor`
+    is a typed, checked chunk against bytes that nobody checks."""
     by_name = {track.name: track for track in tracks}
     found = {}
     for ours, plain in PAIRS:
         if ours in by_name and plain in by_name:
             a, b = by_name[ours], by_name[plain]
             for size in SIZES:
-                hops = ([quantile(burst, 0.5) for burst in track.bursts_us[size]] for track in (a, b))
+                hops = (
+                    [quantile(burst, 0.5) for burst in track.bursts_us[size]] for track in (a, b)
+                )
                 found[f"{ours} / {plain}: hop p50 at {_words(size)}"] = Ratio.of(*hops)
             rates = (track.stream_gb_s[8 << 20] for track in (a, b))
             found[f"{ours} / {plain}: throughput at 8 MiB"] = Ratio.of(*rates)
@@ -272,8 +292,11 @@ def back_to_back(tracks: list[Track], size: int, chance: random.Random) -> dict[
     return hops
 
 
-def paced(tracks: list[Track], size: int, count: int, chance: random.Random) -> dict[str, list[float]]:
-    """One hop of each lane after the other, with a pause before each: noise hits all of them alike."""
+def paced(
+    tracks: list[Track], size: int, count: int, chance: random.Random
+) -> dict[str, list[float]]:
+    """One hop of each lane after the other, with a pause before each: noise hits all of them
+    alike."""
     for track in tracks:
         track.control.send(("take", size, count))
     sent: dict[str, list[int]] = {track.name: [] for track in tracks}
@@ -285,7 +308,9 @@ def paced(tracks: list[Track], size: int, count: int, chance: random.Random) -> 
     hops = {}
     for track in tracks:
         _faults, _sent, received = track.control.recv()
-        hops[track.name] = [round((stop - start) / 1000, 2) for start, stop in zip(sent[track.name], received)]
+        hops[track.name] = [
+            round((stop - start) / 1000, 2) for start, stop in zip(sent[track.name], received)
+        ]
     return hops
 
 
@@ -298,8 +323,12 @@ def measure_hops(placement: str, rounds: int, chance: random.Random) -> dict[str
             order = chance.sample(tracks, len(tracks))
             found = {"back to back": back_to_back(tracks, HOP, chance)}
             found["paced"] = paced(tracks, HOP, PACED, chance)
-            beside = {"many": {track.name: track.beside(HOP, 500, (0.0, 0.0), chance) for track in order}}
-            beside["paced"] = {track.name: track.beside(HOP, PACED, PACE_S, chance) for track in order}
+            beside = {
+                "many": {track.name: track.beside(HOP, 500, (0.0, 0.0), chance) for track in order}
+            }
+            beside["paced"] = {
+                track.name: track.beside(HOP, PACED, PACE_S, chance) for track in order
+            }
             if not index:
                 continue
             for way, lanes in found.items():
@@ -308,8 +337,12 @@ def measure_hops(placement: str, rounds: int, chance: random.Random) -> dict[str
             for way, rates in beside.items():
                 for name, rate in rates.items():
                     per_s.setdefault(way, {}).setdefault(name, []).append(rate)
-    result: dict[str, Any] = {way: {name: _against(of, name) for name in HOP_LANES} for way, of in bursts.items()}
-    result["beside"] = {way: {name: _part(of, name) for name in HOP_LANES} for way, of in per_s.items()}
+    result: dict[str, Any] = {
+        way: {name: _against(of, name) for name in HOP_LANES} for way, of in bursts.items()
+    }
+    result["beside"] = {
+        way: {name: _part(of, name) for name in HOP_LANES} for way, of in per_s.items()
+    }
     return result
 
 
@@ -328,7 +361,10 @@ def _against(bursts: dict[str, list[list[float]]], name: str) -> dict[str, Any]:
 
 def _part(per_s: dict[str, list[float]], name: str) -> dict[str, Any]:
     """Relative to the plain socket's receiver, which slows a thread beside it down as well."""
-    return {"ratio": Ratio.of(per_s[name], per_s["unix chunk"]).middle, "turns_per_s": quantile(per_s[name], 0.5)}
+    return {
+        "ratio": Ratio.of(per_s[name], per_s["unix chunk"]).middle,
+        "turns_per_s": quantile(per_s[name], 0.5),
+    }
 
 
 def hop_table(placement: str, result: dict[str, Any]) -> str:
@@ -337,7 +373,9 @@ def hop_table(placement: str, result: dict[str, Any]) -> str:
         for name, of in result[way].items():
             low, high = of["ratio_quartiles"]
             numbers = f"p50 {of['p50_us']:7.1f} us  p99 {of['p99_us']:8.1f} us"
-            lines.append(f"  {way:13} {name:20} {numbers}  ratio {of['ratio']:.3f} ({low:.3f} to {high:.3f})")
+            lines.append(
+                f"  {way:13} {name:20} {numbers}  ratio {of['ratio']:.3f} ({low:.3f} to {high:.3f})"
+            )
     for way, lanes in result["beside"].items():
         shares = ", ".join(f"{name} {of['ratio']:.3f}" for name, of in lanes.items())
         lines.append(f"  a thread beside a receiver of {way} chunks gets on at: {shares}")
@@ -347,7 +385,9 @@ def hop_table(placement: str, result: dict[str, Any]) -> str:
 def main(given: Sequence[str]) -> int:
     p = parser("connectors --parts hops", __doc__)
     p.add_argument("lanes", nargs="*", help="parts of lane names; default: all")
-    p.add_argument("--quick", action="store_true", help="three rounds instead of 12 (paced: 8 instead of 24)")
+    p.add_argument(
+        "--quick", action="store_true", help="three rounds instead of 12 (paced: 8 instead of 24)"
+    )
     p.add_argument("--placement", choices=list(PLACEMENTS), default="free", help="of the table")
     p.add_argument("--only", choices=("table", "paced"), help="(default: both)")
     args = p.parse_args(given)
@@ -360,7 +400,9 @@ def main(given: Sequence[str]) -> int:
         chance = random.Random(0)
         result["hops"] = {}
         for placement in PLACEMENTS:
-            result["hops"][placement] = found = measure_hops(placement, 8 if args.quick else 24, chance)
+            result["hops"][placement] = found = measure_hops(
+                placement, 8 if args.quick else 24, chance
+            )
             print(hop_table(placement, found), flush=True)
             write(args.out, result)
     return 0
@@ -380,14 +422,22 @@ def run_table(wanted: list[str], placement: str, rounds: int) -> dict[str, Any]:
         print(f"{claim}: {ratio}")
     middles = {claim: ratio.middle for claim, ratio in claims.items()}
     quartiles = {claim: [ratio.low, ratio.high] for claim, ratio in claims.items()}
-    return {"placement": placement, "ratios": middles, "quartiles": quartiles, "lanes": _lanes(tracks)}
+    return {
+        "placement": placement,
+        "ratios": middles,
+        "quartiles": quartiles,
+        "lanes": _lanes(tracks),
+    }
 
 
 def _lanes(tracks: list[Track]) -> dict[str, Any]:
     return {
         track.name: {
             _words(size): {
-                "hop_us": {"p50": quantile(track.hops_us[size], 0.5), "p99": quantile(track.hops_us[size], 0.99)},
+                "hop_us": {
+                    "p50": quantile(track.hops_us[size], 0.5),
+                    "p99": quantile(track.hops_us[size], 0.99),
+                },
                 "gb_s": quantile(track.stream_gb_s[size], 0.5),
                 "faults_per_message": quantile(track.faults[size], 0.5),
                 "hop_us_p50_by_round": [quantile(burst, 0.5) for burst in track.bursts_us[size]],

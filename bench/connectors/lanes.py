@@ -1,4 +1,5 @@
-"""Ways to move a payload to another process: our connectors, and plain sockets. Used by the program `connectors`."""
+"""Ways to move a payload to another process: our connectors, and plain sockets. Used by the program
+`connectors`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 SLOT_BYTES = (8 << 20) + (1 << 16)
-OPTIONS = LinkOptions(slots=4, slot_bytes=SLOT_BYTES, secret=bytes(SECRET_BYTES))  # the same in both processes
+OPTIONS = LinkOptions(
+    slots=4, slot_bytes=SLOT_BYTES, secret=bytes(SECRET_BYTES)
+)  # the same in both processes
 WAIT_S = 60.0
 LOOK_US = 100
 _LENGTH = struct.Struct("<Q")
@@ -85,8 +88,8 @@ class UnixSocket:
 
 
 class UnixTensor(UnixSocket):
-    """The least that moves a tensor: its bytes after their length, received as a view. There is no type, owner or
-    order, and nothing is checked."""
+    """The least that moves a tensor: its bytes after their length, received as a view. There is no
+    type, owner or order, and nothing is checked."""
 
     def connect(self, address: str) -> None:
         super().connect(address)
@@ -101,8 +104,8 @@ class UnixTensor(UnixSocket):
 
 
 class UnixChunk(UnixSocket):
-    """The same with the wire format: encode into the buffer, send it, decode as views. It may cache views of its
-    buffers as a slot does, so that only the transport differs, not the format."""
+    """The same with the wire format: encode into the buffer, send it, decode as views. It may cache
+    views of its buffers as a slot does, so that only the transport differs, not the format."""
 
     def __init__(self) -> None:
         self._chunks = Chunks()

@@ -1,9 +1,10 @@
-"""The released configuration with random weights: how long loading takes, and one request from text to sound.
+"""The released configuration with random weights: how long loading takes, and one request from text
+to sound.
 
     python -m bench engine --parts fullsize --out bench/results/fullsize_h200.json
 
-Runs through the plain driver, without scheduler and graphs. Checks that everything loads, fits and runs, and that the
-waveform is finite and as long as its frames say."""
+Runs through the plain driver, without scheduler and graphs. Checks that everything loads, fits and
+runs, and that the waveform is finite and as long as its frames say."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def prompt(kind: str, config: OmniConfig) -> Prompt:
         media["audios"] = (AudioClip.of(rng.standard_normal((128, 1000)).astype(np.float32) * 0.5),)
         body = [t.audio_start, *[t.audio_pad] * audio_tokens(1000), 151670, *body[:10]]
     if kind == "image":
-        media["images"] = (Patches.of(rng.standard_normal((40 * 40, 1536)).astype(np.float32), (1, 40, 40)),)
+        media["images"] = (
+            Patches.of(rng.standard_normal((40 * 40, 1536)).astype(np.float32), (1, 40, 40)),
+        )
         body = [t.vision_start, *[t.image_pad] * 400, 151653, *body[:10]]
     ids = [t.im_start, t.user, 198, *body, t.im_end, 198, t.im_start, t.assistant, 198]
     return Prompt(tuple(ids), **media)
@@ -52,12 +55,16 @@ def main(given: Sequence[str]) -> int:
     models = Models.open(source)
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
-    params = sum(p.numel() for m in (models.thinker, models.talker, models.code2wav) for p in m.parameters())
+    params = sum(
+        p.numel() for m in (models.thinker, models.talker, models.code2wav) for p in m.parameters()
+    )
     result: dict[str, Any] = {"env": describe(), "parameters": params, "load_s": loaded, "runs": []}
     result["memory_gib"] = torch.cuda.memory_allocated() / 2**30
     print(f"{params:,} parameters in {loaded:.1f} s, {result['memory_gib']:.1f} GiB", flush=True)
     for kind in ("text", "text", "audio", "image"):
-        options = replace(Options().seeded(1), max_text_tokens=args.text_tokens, max_frames=args.frames)
+        options = replace(
+            Options().seeded(1), max_text_tokens=args.text_tokens, max_frames=args.frames
+        )
         begin = time.perf_counter()
         first: dict[str, float] = {}
         ids, frames, samples = [], [], []

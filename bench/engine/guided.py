@@ -1,11 +1,14 @@
-"""What an answer by a grammar costs: its own steps, and those of answers beside it, at 1, 8 and 32 rows.
+"""What an answer by a grammar costs: its own steps, and those of answers beside it, at 1, 8 and 32
+rows.
 
-    python -m bench engine --parts guided                                   # the tiny model, on any machine
-    python -m bench engine --parts guided --model released --out bench/results/guided_h200.json
+    python -m bench engine --parts guided                                   # the tiny model, on any
+    machine python -m bench engine --parts guided --model released --out
+    bench/results/guided_h200.json
 
-In each round N text answers of a fixed length run together, twice: once all of them free, once with one of them guided
-by a schema that never ends it. Both take turns, so that other load on the machine hits both. Shown are medians over the
-rounds of the time per token: of the free answers in both kinds of round, and of the guided one."""
+In each round N text answers of a fixed length run together, twice: once all of them free, once with
+one of them guided by a schema that never ends it. Both take turns, so that other load on the
+machine hits both. Shown are medians over the rounds of the time per token: of the free answers in
+both kinds of round, and of the guided one."""
 
 from __future__ import annotations
 
@@ -23,9 +26,12 @@ from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import TextDelta
-from stretto.messages.params import Params
+from stretto.params import Params
 
-ENDLESS = 'start: %json {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 100000}\n'
+ENDLESS = (
+    'start: %json {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": '
+    "100000}\n"
+)
 ASK = [{"role": "user", "content": "Hello, what is the weather like in the city?"}]
 
 
@@ -51,13 +57,17 @@ async def measure(engine: PipelineEngine, rows: int, rounds: int, tokens: int) -
     own: list[list[float]] = []
     for turn in range(rounds + 1):  # the first is for warmth
         alone = await asyncio.gather(*(answer(engine, free) for _ in range(rows)))
-        first, *others = await asyncio.gather(answer(engine, guided), *(answer(engine, free) for _ in range(rows - 1)))
+        first, *others = await asyncio.gather(
+            answer(engine, guided), *(answer(engine, free) for _ in range(rows - 1))
+        )
         if turn:
             plain.append(alone)
             own.append([first])
             beside += [others] if others else []
     samples = {"free_s": plain, "guided_s": own} | ({"beside_s": beside} if beside else {})
-    found = {name: statistics.median(map(statistics.median, values)) for name, values in samples.items()}
+    found = {
+        name: statistics.median(map(statistics.median, values)) for name, values in samples.items()
+    }
     return found | {"samples": samples}
 
 
@@ -67,7 +77,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         async with PipelineEngine.open(directory, engine_config(args)) as engine:
             for rows in args.rows:
                 found[str(rows)] = one = await measure(engine, rows, args.rounds, args.tokens)
-                shown = [f"{name[:-2]} {1000 * value:.3f} ms" for name, value in one.items() if name != "samples"]
+                shown = [
+                    f"{name[:-2]} {1000 * value:.3f} ms"
+                    for name, value in one.items()
+                    if name != "samples"
+                ]
                 print(f"{rows} rows: {', '.join(shown)}", flush=True)
     return {"env": describe(), "arguments": arguments(args), "rows": found}
 
@@ -75,8 +89,12 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 def main(given: Sequence[str]) -> int:
     p = parser("engine --parts guided", __doc__)
     p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N")
-    p.add_argument("--rounds", type=int, default=5, metavar="N", help="of each kind (default: %(default)s)")
-    p.add_argument("--tokens", type=int, default=120, metavar="N", help="of each answer (default: %(default)s)")
+    p.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of each kind (default: %(default)s)"
+    )
+    p.add_argument(
+        "--tokens", type=int, default=120, metavar="N", help="of each answer (default: %(default)s)"
+    )
     add_engine_arguments(p)
     args = p.parse_args(given)
     write(args.out, asyncio.run(run(args)))

@@ -1,13 +1,15 @@
-"""The fault matrix: kill -9 of hosts at seeded moments with eight requests in flight, on the tiny model.
+"""The fault matrix: kill -9 of hosts at seeded moments with eight requests in flight, on the tiny
+model.
 
     python -m bench faults --parts kills --kills 300 --out bench/results/faults.json
 
-A moment is counted in events: the host is killed when the callers have seen the n-th event of the batch. Some kills are
-followed by the kill of another host while the first comes back. After each kill, every caller must have one of our
-errors or its exact answer within the deadline, a new request must be exact, and nothing may be held: requests, blocks,
-vocoder slots, inboxes, outboxes and link slots in the hosts; descriptors, tasks, children and host objects here; names
-in /dev/shm. The orchestrator's memory must be flat over the second half of the kills, as in the part `soak`, or grow by
-less than 4 KiB a kill (1.2 MiB in 300)."""
+A moment is counted in events: the host is killed when the callers have seen the n-th event of the
+batch. Some kills are followed by the kill of another host while the first comes back. After each
+kill, every caller must have one of our errors or its exact answer within the deadline, a new
+request must be exact, and nothing may be held: requests, blocks, vocoder slots, inboxes, outboxes
+and link slots in the hosts; descriptors, tasks, children and host objects here; names in /dev/shm.
+The orchestrator's memory must be flat over the second half of the kills, as in the part `soak`, or
+grow by less than 4 KiB a kill (1.2 MiB in 300)."""
 
 from __future__ import annotations
 
@@ -25,14 +27,25 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import LEAST_SAMPLES, POLL_S, Answer, Case, Census, Memory, on_tiny, prepared, settle, trend
+from bench.harness.leaks import (
+    LEAST_SAMPLES,
+    POLL_S,
+    Answer,
+    Case,
+    Census,
+    Memory,
+    on_tiny,
+    prepared,
+    settle,
+    trend,
+)
 from bench.harness.results import judged, parser, progress, quantile
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.local_host import HostProcess
 from stretto.errors import StrettoError
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import Params
 
 STAGES = PIPELINE.names
 IN_FLIGHT = 8
@@ -58,7 +71,9 @@ class Kill:
         found += [] if self.probe_exact else ["the request after the restart was not exact"]
         found += ["callers past the deadline"] if "late" in self.outcomes else []
         answered = sum(self.outcomes.values())
-        return found + ([f"{answered} of {IN_FLIGHT} callers were answered"] if answered != IN_FLIGHT else [])
+        return found + (
+            [f"{answered} of {IN_FLIGHT} callers were answered"] if answered != IN_FLIGHT else []
+        )
 
 
 class Counted:
@@ -75,7 +90,9 @@ class Counted:
     async def one(self, case: Case) -> tuple[str, float]:
         answer = Answer()
         try:
-            async for event in self.engine.generate(case.messages, modalities=case.modalities, params=case.params):
+            async for event in self.engine.generate(
+                case.messages, modalities=case.modalities, params=case.params
+            ):
                 answer.take(event)
                 self.reached()
         except StrettoError as e:
@@ -83,7 +100,9 @@ class Counted:
         return case.problem(answer) or "exact", time.monotonic()
 
 
-async def kill_once(engine: PipelineEngine, pool: list[Case], index: int, total: int, deadline: float) -> Kill:
+async def kill_once(
+    engine: PipelineEngine, pool: list[Case], index: int, total: int, deadline: float
+) -> Kill:
     rng = random.Random(index)
     victim = index % 3
     kill = Kill(STAGES[victim], rng.randrange(total))
@@ -176,7 +195,9 @@ async def matrix(model: Path, kills: int, deadline: float) -> dict[str, Any]:
     return {"env": env} | report(records, dry.seen, census, memory)
 
 
-def report(records: list[Kill], events: int, census: dict[str, Census], memory: Memory) -> dict[str, Any]:
+def report(
+    records: list[Kill], events: int, census: dict[str, Census], memory: Memory
+) -> dict[str, Any]:
     total: Counter[str] = sum((Counter(k.outcomes) for k in records), Counter())
     errors = [k.seconds_to_last_error for k in records if k.seconds_to_last_error is not None]
     ready = [k.seconds_to_ready for k in records]
@@ -197,7 +218,10 @@ def report(records: list[Kill], events: int, census: dict[str, Census], memory: 
         "orchestrator_mib": asdict(grown) | {"flat": grown.flat(FLAT)},
         "problems": problems,
         "census": {name: asdict(c) for name, c in census.items()},
-        "raw": {"kills": [asdict(k) for k in records], "orchestrator_bytes": memory.taken[:, 1].tolist()},
+        "raw": {
+            "kills": [asdict(k) for k in records],
+            "orchestrator_bytes": memory.taken[:, 1].tolist(),
+        },
     }
 
 
@@ -208,7 +232,12 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def main(given: Sequence[str]) -> int:
     p = parser("faults --parts kills", __doc__)
     p.add_argument("--kills", type=int, default=300)
-    p.add_argument("--deadline", type=float, default=60.0, help="seconds within which every caller must be answered")
+    p.add_argument(
+        "--deadline",
+        type=float,
+        default=60.0,
+        help="seconds within which every caller must be answered",
+    )
     args = p.parse_args(given)
     if args.kills < LEAST_SAMPLES:
         p.error(f"at least {LEAST_SAMPLES} kills: fewer do not tell whether memory grows")

@@ -1,16 +1,20 @@
-"""The soak of a server: thousands of visits of all kinds over HTTP and WebSockets, and nothing is held in the end.
+"""The soak of a server: thousands of visits of all kinds over HTTP and WebSockets, and nothing is
+held in the end.
 
-    python -m bench faults --parts server --requests 20000 --sessions 2000 --out bench/results/soak_server.json
+    python -m bench faults --parts server --requests 20000 --sessions 2000 --out
+    bench/results/soak_server.json
 
-`stretto serve` on the tiny model, in processes of its own, is asked for everything that it does (`visitors.py`): text,
-speech, structure, tools, media, transcriptions, what is refused; realtime sessions with answers that are cancelled and
-interrupted, live speech; and clients that leave while connecting, in headers, in bodies, before and in an answer.
-On the way the descriptors, threads, memory files and segments of every process are noted, and its memory. Problems are:
-an answer that failed and was not its client's doing; a process that has more descriptors than after the warm-up, or
-has been replaced; more than `SLACK` threads more, as pools grow to their size by need; memory files and segments; and
-memory that is not flat: a line through the second half of its samples rises by more than 0.1 KiB for a request, and not
-by chance (as in the part `soak`). That is judged from 10,000 visits on, so a run in pieces judges only the rest.
-`--tree` runs the server of another checkout."""
+`stretto serve` on the tiny model, in processes of its own, is asked for everything that it does
+(`visitors.py`): text, speech, structure, tools, media, transcriptions, what is refused; realtime
+sessions with answers that are cancelled and interrupted, live speech; and clients that leave while
+connecting, in headers, in bodies, before and in an answer. On the way the descriptors, threads,
+memory files and segments of every process are noted, and its memory. Problems are: an answer that
+failed and was not its client's doing; a process that has more descriptors than after the warm-up,
+or has been replaced; more than `SLACK` threads more, as pools grow to their size by need; memory
+files and segments; and memory that is not flat: a line through the second half of its samples rises
+by more than 0.1 KiB for a request, and not by chance (as in the part `soak`). That is judged from
+10,000 visits on, so a run in pieces judges only the rest. `--tree` runs the server of another
+checkout."""
 
 from __future__ import annotations
 
@@ -39,12 +43,17 @@ from stretto.models.qwen3_omni.tiny import write_tiny
 
 FLAT = 0.1  # KiB for each request
 FILLED = 10_000
-"""Visits below which memory is printed and not judged: links remember the last 4,096 requests that are over, and a
-library keeps something for each shape of a step that it meets first."""
+"""Visits below which memory is printed and not judged: links remember the last 4,096 requests that
+are over, and a library keeps something for each shape of a step that it meets first."""
 SAMPLES = 200
 SLACK = 8  # threads of pools that grow by need
 LEAVE_SHARE = 0.35  # of requests, by clients that do not wait for the end
-COSTLY = {"large_sound": 0.2, "video_in": 0.3, "spoken": 0.5, "recalled": 0.5}  # how often, of the others
+COSTLY = {
+    "large_sound": 0.2,
+    "video_in": 0.3,
+    "spoken": 0.5,
+    "recalled": 0.5,
+}  # how often, of the others
 SETTLE_S = 60.0
 
 
@@ -53,7 +62,9 @@ def plan(num_requests: int, num_sessions: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     whole = [name for name in KINDS if name not in SESSIONS and name not in LEAVING]
     num_leaving = int(LEAVE_SHARE * num_requests)
-    names = rng.choices(whole, [COSTLY.get(name, 1.0) for name in whole], k=num_requests - num_leaving)
+    names = rng.choices(
+        whole, [COSTLY.get(name, 1.0) for name in whole], k=num_requests - num_leaving
+    )
     names += rng.choices(LEAVING, k=num_leaving) + rng.choices(SESSIONS, k=num_sessions)
     rng.shuffle(names)
     return names
@@ -70,12 +81,15 @@ def numbered(tree: Tree) -> dict[str, int]:
 
 
 async def settle(pid: int, before: Tree | None) -> Tree:
-    """The processes when nobody is served: nothing is more than before, or (at first) nothing changes any more."""
+    """The processes when nobody is served: nothing is more than before, or (at first) nothing
+    changes any more."""
     until, last = time.monotonic() + SETTLE_S, Tree.of(pid)
     while time.monotonic() < until:
         await asyncio.sleep(0.5)
         now = Tree.of(pid)
-        if not (before or last).growth(now) and (before is not None or now.counts() == last.counts()):
+        if not (before or last).growth(now) and (
+            before is not None or now.counts() == last.counts()
+        ):
             return now
         last = now
     return last
@@ -88,7 +102,9 @@ async def soak(server: Server, args: argparse.Namespace, key: str) -> dict[str, 
     pid = server.process.pid
     failures: list[str] = []
     for _ in range(2):
-        warm = await visits(visitor, plan(args.warmup, args.warmup // 5, args.seed - 1) + list(KINDS), args.at_once)
+        warm = await visits(
+            visitor, plan(args.warmup, args.warmup // 5, args.seed - 1) + list(KINDS), args.at_once
+        )
         failures += [f"warm-up: {failure}" for v in warm for failure in v.failures]
     before = await settle(pid, None)
     todo = plan(args.requests, args.sessions, args.seed)
@@ -129,12 +145,16 @@ def report(
     problems = [*failures[:100]]
     problems += [f"{len(failures)} visits failed"] if failures else []
     problems += (
-        [f"{len(todo) - ended.total()} visits were not made: the time was up"] if ended.total() < len(todo) else []
+        [f"{len(todo) - ended.total()} visits were not made: the time was up"]
+        if ended.total() < len(todo)
+        else []
     )
     problems += before.growth(after)
     old, new = before.by_name("threads"), after.by_name("threads")
     problems += [
-        f"{name}: {old.get(name, 0)} threads, then {n}" for name, n in new.items() if n > old.get(name, 0) + SLACK
+        f"{name}: {old.get(name, 0)} threads, then {n}"
+        for name, n in new.items()
+        if n > old.get(name, 0) + SLACK
     ]
     if len(todo) >= FILLED:
         problems += [f"{name} is not flat: {t}" for name, t in trends.items() if not t.flat(FLAT)]
@@ -149,7 +169,10 @@ def report(
         "before": before.told(),
         "after": after.told(),
         "problems": problems,
-        "raw": [{"visits": number, "at_s": tree.at - samples[0][1].at, **tree.told()} for number, tree in samples],
+        "raw": [
+            {"visits": number, "at_s": tree.at - samples[0][1].at, **tree.told()}
+            for number, tree in samples
+        ],
     }
 
 
@@ -158,12 +181,24 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--requests", type=int, default=20_000)
     p.add_argument("--sessions", type=int, default=2_000)
     p.add_argument("--at-once", type=int, default=8)
-    p.add_argument("--warmup", type=int, default=600, metavar="N", help="requests, and a fifth as many sessions; twice")
+    p.add_argument(
+        "--warmup",
+        type=int,
+        default=600,
+        metavar="N",
+        help="requests, and a fifth as many sessions; twice",
+    )
     p.add_argument("--seed", type=int, default=1, help="for runs in pieces, a different one each")
-    p.add_argument("--placement", default="two", help="of the server's stages (default: %(default)s)")
-    p.add_argument("--limit-s", type=float, default=14400.0, help="stop asking after so many seconds")
+    p.add_argument(
+        "--placement", default="two", help="of the server's stages (default: %(default)s)"
+    )
+    p.add_argument(
+        "--limit-s", type=float, default=14400.0, help="stop asking after so many seconds"
+    )
     p.add_argument("--tree", type=Path, default=ROOT, metavar="CHECKOUT", help="whose server it is")
-    p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
+    p.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last"
+    )
     args = p.parse_args(given)
     if args.requests + args.sessions < LEAST_SAMPLES:
         p.error(f"at least {LEAST_SAMPLES} visits: fewer do not tell whether memory grows")
@@ -175,5 +210,10 @@ def main(given: Sequence[str]) -> int:
         with serving(settings, Path(folder) / "tiny", Path(folder), tree=tree) as server:
             server.wait(300)
             found = asyncio.run(soak(server, args, key))
-    more = {"env": describe(), "tree": sources(tree), "placement": args.placement, "at_once": args.at_once}
+    more = {
+        "env": describe(),
+        "tree": sources(tree),
+        "placement": args.placement,
+        "at_once": args.at_once,
+    }
     return judged(args.out, more | found)

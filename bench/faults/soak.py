@@ -1,13 +1,15 @@
-"""The soak: thousands of mixed requests on the tiny model, a dozen at a time, and not one wrong sample.
+"""The soak: thousands of mixed requests on the tiny model, a dozen at a time, and not one wrong
+sample.
 
     python -m bench faults --parts soak --requests 20000 --out bench/results/soak.json
 
-Requests come from a small pool whose answers the plain driver has given beforehand: text-only, spoken, with sound and
-pictures. Some are cancelled at a seeded event (by closing the iterator, or by cancelling the task that reads it). Some
-have a slow listener, who pauses between events until the engine throttles the request. At the end nothing may be held,
-every answer must have been exact and in time, and no process may have grown. **Flat** means: a line through the second
-half of a process's memory samples has a slope that is not above 0 with 95 % confidence, or is below 0.05 KiB per
-request (1 MiB in 20,000)."""
+Requests come from a small pool whose answers the plain driver has given beforehand: text-only,
+spoken, with sound and pictures. Some are cancelled at a seeded event (by closing the iterator, or
+by cancelling the task that reads it). Some have a slow listener, who pauses between events until
+the engine throttles the request. At the end nothing may be held, every answer must have been exact
+and in time, and no process may have grown. **Flat** means: a line through the second half of a
+process's memory samples has a slope that is not above 0 with 95 % confidence, or is below 0.05 KiB
+per request (1 MiB in 20,000)."""
 
 from __future__ import annotations
 
@@ -23,16 +25,39 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import LEAST_SAMPLES, Answer, Case, Census, Memory, on_tiny, prepared, settle, trend
+from bench.harness.leaks import (
+    LEAST_SAMPLES,
+    Answer,
+    Case,
+    Census,
+    Memory,
+    on_tiny,
+    prepared,
+    settle,
+    trend,
+)
 from bench.harness.results import judged, parser, progress
 from stretto.config.engine import EngineConfig, HostSettings, parse_placement, places
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk
-from stretto.messages.params import ChunkSizes, Params
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import ChunkSizes, Params
 
 STAGES = PIPELINE.names
-LENGTHS = [(4, 6), (6, 4), (2, 5), (5, 6), (3, 3), (6, 6), (4, 2), (2, 6), (6, 5), (4, 4), (6, 2), (3, 2)]
+LENGTHS = [
+    (4, 6),
+    (6, 4),
+    (2, 5),
+    (5, 6),
+    (3, 3),
+    (6, 6),
+    (4, 2),
+    (2, 6),
+    (6, 5),
+    (4, 4),
+    (6, 2),
+    (3, 2),
+]
 SILENT = 3
 KINDS = {"whole": 55, "closed": 12, "cancelled": 13, "slow": 20}  # of a hundred
 BUFFERED_S = 0.1  # sound that may wait for a slow listener: little more than a frame
@@ -52,7 +77,9 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-async def one(engine: PipelineEngine, case: Case, kind: str, rng: random.Random, tally: Tally, deadline: float) -> None:
+async def one(
+    engine: PipelineEngine, case: Case, kind: str, rng: random.Random, tally: Tally, deadline: float
+) -> None:
     tally.kinds[kind] += 1
     answer = Answer()
     stop = rng.randrange(6) if kind in ("closed", "cancelled") else None
@@ -94,9 +121,10 @@ async def one(engine: PipelineEngine, case: Case, kind: str, rng: random.Random,
 
 
 async def warm(engine: PipelineEngine, pool: list[Case], deadline: float) -> None:
-    """Fill what is filled once. Each case, alone; then groups of requests whose frames come in groups, so that the
-    vocoder meets (almost) all shapes of its steps: the first of each makes the library keep 1 to 3 MiB of its own. Then
-    requests that are left at their first word, since links remember those that are over."""
+    """Fill what is filled once. Each case, alone; then groups of requests whose frames come in
+    groups, so that the vocoder meets (almost) all shapes of its steps: the first of each makes the
+    library keep 1 to 3 MiB of its own. Then requests that are left at their first word, since links
+    remember those that are over."""
     tally, rng = Tally(), random.Random(0)
     for case in pool:
         await one(engine, case, "whole", rng, tally, deadline)
@@ -107,7 +135,9 @@ async def warm(engine: PipelineEngine, pool: list[Case], deadline: float) -> Non
             packets = ChunkSizes(frames, frames, None)
             batch = [spoken[i % len(spoken)] for i in range(together)]
             batch = [replace(case, params=replace(case.params, packets=packets)) for case in batch]
-            await asyncio.gather(*(one(engine, case, "whole", rng, tally, deadline) for case in batch))
+            await asyncio.gather(
+                *(one(engine, case, "whole", rng, tally, deadline) for case in batch)
+            )
             asked += together
     assert tally.exact == asked, tally.wrong
     numbers = iter(progress(range(OVER), "warming up"))
@@ -127,7 +157,9 @@ async def soak(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     params = Params(want_codes=True, packets=ChunkSizes(1, 2, 2))
     pool, env = prepared(model, params, LENGTHS, SILENT)
     placement = parse_placement(args.placement)
-    config = EngineConfig(placement=placement, max_buffered_s=BUFFERED_S, host=HostSettings(max_rows=ROWS))
+    config = EngineConfig(
+        placement=placement, max_buffered_s=BUFFERED_S, host=HostSettings(max_rows=ROWS)
+    )
     tally, every = Tally(), max(1, args.requests // SAMPLES)
     names = ["orchestrator", *(place.name for place in places(placement, STAGES))]
     memory = Memory.of(names, 2 + args.requests // every)
@@ -156,13 +188,21 @@ async def soak(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         end = Census.take(engine)
     await asyncio.sleep(0.05)  # transports close in the loop's next turns
     census = {"before": before, "start": start, "end": end, "after": Census.take()}
-    return {"env": env, "placement": args.placement, "at_once": args.at_once, "asked": args.requests} | report(
-        tally, memory, census, held, seconds, args.requests
-    )
+    return {
+        "env": env,
+        "placement": args.placement,
+        "at_once": args.at_once,
+        "asked": args.requests,
+    } | report(tally, memory, census, held, seconds, args.requests)
 
 
 def report(
-    tally: Tally, memory: Memory, census: dict[str, Census], held: list[str], seconds: float, asked: int
+    tally: Tally,
+    memory: Memory,
+    census: dict[str, Census],
+    held: list[str],
+    seconds: float,
+    asked: int,
 ) -> dict[str, Any]:
     done = sum(tally.kinds.values())
     at = memory.taken[:, 0]
@@ -201,8 +241,15 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--requests", type=int, default=20_000)
     p.add_argument("--at-once", type=int, default=12)
     p.add_argument("--placement", default="processes")
-    p.add_argument("--deadline", type=float, default=120.0, help="seconds within which a request must be answered")
-    p.add_argument("--limit-s", type=float, default=14400.0, help="stop asking after so many seconds")
+    p.add_argument(
+        "--deadline",
+        type=float,
+        default=120.0,
+        help="seconds within which a request must be answered",
+    )
+    p.add_argument(
+        "--limit-s", type=float, default=14400.0, help="stop asking after so many seconds"
+    )
     args = p.parse_args(given)
     if args.requests < LEAST_SAMPLES:
         p.error(f"at least {LEAST_SAMPLES} requests: fewer do not tell whether memory grows")

@@ -1,7 +1,8 @@
-"""Clients of every kind, for a soak of a running server: they ask, wait for the right status, and leave at any moment.
+"""Clients of every kind, for a soak of a running server: they ask, wait for the right status, and
+leave at any moment.
 
-Used by the part `server` and by the small soak of the test suite. A visitor counts how each visit ended; what was not
-the client's own doing is a failure. Imports no torch."""
+Used by the part `server` and by the small soak of the test suite. A visitor counts how each visit
+ended; what was not the client's own doing is a failure. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from bench.harness.sockets import FAILURES, TEXT, Answer, Closed, Http, Refused, Socket, connect, frame, websocket
+from bench.harness.sockets import (
+    FAILURES,
+    TEXT,
+    Answer,
+    Closed,
+    Http,
+    Refused,
+    Socket,
+    connect,
+    frame,
+    websocket,
+)
 from bench.hostile import bodies
 from tests.server.realtime.sounds import b64, pcm, silence, speech
 
@@ -25,11 +37,28 @@ LIVE, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"
 TRANSCRIPTIONS, VOICES = "/v1/audio/transcriptions", "/v1/audio/voices"
 PATIENCE_S = 120.0  # only what hangs takes this long
 SOON_S = 0.05  # within which a client that does not wait leaves
-SPOKEN: dict[str, Any] = {"modalities": ["text", "audio"], "min_audio_frames": 3, "max_audio_frames": 3}
+SPOKEN: dict[str, Any] = {
+    "modalities": ["text", "audio"],
+    "min_audio_frames": 3,
+    "max_audio_frames": 3,
+}
 STREAMED: dict[str, Any] = {"stream": True, "audio": {"format": "pcm16"}}
-LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "min_audio_frames": 60, "max_audio_frames": 60}
-SHAPE = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-TOOL = {"type": "function", "function": {"name": "look", "description": "look up", "parameters": SHAPE}}
+LONG: dict[str, Any] = {
+    "max_tokens": 60,
+    "ignore_eos": True,
+    "min_audio_frames": 60,
+    "max_audio_frames": 60,
+}
+SHAPE = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "look up", "parameters": SHAPE},
+}
 
 
 class Wrong(Exception):
@@ -65,7 +94,9 @@ def video() -> str:
         stream.width = stream.height = 64
         stream.pix_fmt = "yuv420p"
         for i in range(4):
-            shown = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 40 * i, np.uint8), format="rgb24")
+            shown = av.VideoFrame.from_ndarray(
+                np.full((64, 64, 3), 40 * i, np.uint8), format="rgb24"
+            )
             shown.pts = i
             container.mux(stream.encode(shown))
         container.mux(stream.encode())
@@ -109,20 +140,29 @@ class Visitor:
     # -- whole requests
 
     async def ask(
-        self, path: str, body: Any, want: int = 200, kind: str = "application/json", key: str | None = None
+        self,
+        path: str,
+        body: Any,
+        want: int = 200,
+        kind: str = "application/json",
+        key: str | None = None,
     ) -> Answer:
         async with Http(self.port, self.key if key is None else key) as http:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             answer = await http.request("POST", path, data, content_type=kind)
         if answer.status != want:
-            raise Wrong(f"{answer.status} instead of {want}: {answer.body[:200].decode(errors='replace')}")
+            raise Wrong(
+                f"{answer.status} instead of {want}: {answer.body[:200].decode(errors='replace')}"
+            )
         return answer
 
     async def talk(self, content: Any, **more: Any) -> str:
         answer = await self.ask(CHAT, question(content, **more))
         if more.get("stream"):
             if b"data: [DONE]" not in answer.body or b'"error":' in answer.body:
-                raise Wrong(f"a stream that ended early: {answer.body[-200:].decode(errors='replace')}")
+                raise Wrong(
+                    f"a stream that ended early: {answer.body[-200:].decode(errors='replace')}"
+                )
         elif len(answer.json["choices"]) != more.get("n", 1):
             raise Wrong(f"{len(answer.json['choices'])} choices")
         return "200"
@@ -160,7 +200,9 @@ async def streamed(v: Visitor) -> str:
 
 @kind
 async def spoken(v: Visitor) -> str:
-    return await v.talk("Say it", **SPOKEN, audio={"format": v.rng.choice(["wav", "mp3", "flac", "opus"])})
+    return await v.talk(
+        "Say it", **SPOKEN, audio={"format": v.rng.choice(["wav", "mp3", "flac", "opus"])}
+    )
 
 
 @kind
@@ -176,7 +218,10 @@ async def several(v: Visitor) -> str:
 @kind
 async def structured(v: Visitor) -> str:
     shape = {**SHAPE, "title": str(v.rng.random())}
-    await v.talk("As JSON", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": shape}})
+    await v.talk(
+        "As JSON",
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": shape}},
+    )
     return "200"
 
 
@@ -202,12 +247,16 @@ async def sound_in(v: Visitor) -> str:
 
 @kind
 async def picture_in(v: Visitor) -> str:
-    return await v.talk([bodies.picture(picture(), "png"), {"type": "text", "text": "What is that?"}])
+    return await v.talk(
+        [bodies.picture(picture(), "png"), {"type": "text", "text": "What is that?"}]
+    )
 
 
 @kind
 async def video_in(v: Visitor) -> str:
-    return await v.talk([{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{video()}"}}])
+    return await v.talk(
+        [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{video()}"}}]
+    )
 
 
 @kind
@@ -225,7 +274,12 @@ async def read_aloud(v: Visitor) -> str:
 
 @kind
 async def read_as_events(v: Visitor) -> str:
-    body = {"input": "Good day", "stream_format": "sse", "response_format": "pcm", "max_audio_frames": 4}
+    body = {
+        "input": "Good day",
+        "stream_format": "sse",
+        "response_format": "pcm",
+        "max_audio_frames": 4,
+    }
     answer = await v.ask(SPEECH, body)
     if b"speech.audio.done" not in answer.body:
         raise Wrong("a stream that ended early")
@@ -274,7 +328,8 @@ async def refused(v: Visitor) -> str:
         (CHAT, fine, 401, "wrong"),
         (SPEECH, {"input": ""}, 400, None),
         ("/v1/nothing", fine, 404, None),
-        (CHAT, {**fine, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400,
+        (CHAT, {**fine, "response_format": {"type": "json_schema",
+        "json_schema": {"schema": {"type": "x"}}}}, 400,
          None),
     ]  # fmt: skip
     path, body, want, key = v.rng.choice(choices)
@@ -297,7 +352,10 @@ def leaving(name: str) -> Callable[[Visit], Visit]:
 def requests(v: Visitor) -> tuple[str, bytes, str]:
     """One that may be left: path, body, content type."""
     json_, stream = "application/json", {**SPOKEN, **STREAMED, **LONG}
-    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**SHAPE, "title": str(v.rng.random())}}}
+    shape = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {**SHAPE, "title": str(v.rng.random())}},
+    }
     return v.rng.choice([
         (CHAT, _json(question("Hello", **LONG)), json_),
         (CHAT, _json(question("Hello", **stream)), json_),
@@ -364,7 +422,12 @@ async def in_answer(v: Visitor) -> str:
     """After some pieces of a stream."""
     content = v.rng.choice(["Hello", [bodies.sound(clip())]])
     async with Http(v.port, v.key, limit=1 << 16) as http:
-        await http.send("POST", CHAT, [_json(question(content, **{**SPOKEN, **STREAMED, **LONG}))], "application/json")
+        await http.send(
+            "POST",
+            CHAT,
+            [_json(question(content, **{**SPOKEN, **STREAMED, **LONG}))],
+            "application/json",
+        )
         answer = await http.begin()
         if answer.status != 200:
             raise Wrong(str(answer.status))
@@ -404,7 +467,9 @@ async def responded(socket: Socket, *want: str) -> str:
     done = await socket.until("response.done")
     status: str = done["response"]["status"]
     if status not in want:
-        raise Wrong(f"a response was {status}: {json.dumps(done['response'].get('status_details'))}")
+        raise Wrong(
+            f"a response was {status}: {json.dumps(done['response'].get('status_details'))}"
+        )
     return status
 
 
@@ -447,7 +512,9 @@ async def cancelled(v: Visitor) -> str:
         await socket.send({"type": "response.cancel"})
         done = await socket.until(*ANSWER)
         await socket.send(item("And now?"))
-        await socket.send({"type": "response.create", "response": {"max_output_tokens": 4, "max_audio_frames": 4}})
+        await socket.send(
+            {"type": "response.create", "response": {"max_output_tokens": 4, "max_audio_frames": 4}}
+        )
         await responded(socket, "completed", "incomplete", "cancelled")
     finally:
         socket.close()
@@ -476,7 +543,9 @@ async def interrupted(v: Visitor) -> str:
 async def read_live(v: Visitor) -> str:
     """Speech while the text is written."""
     async with websocket(v.port, LIVE, v.key) as socket:
-        await socket.send({"type": "session.config", "response_format": "pcm", "max_audio_frames": 6})
+        await socket.send(
+            {"type": "session.config", "response_format": "pcm", "max_audio_frames": 6}
+        )
         for word in ("Good ", "day ", "to ", "you"):
             await socket.send({"type": "input.text", "text": word})
         await socket.send({"type": "input.done"})
@@ -490,7 +559,9 @@ async def left_live(v: Visitor) -> str:
     stop = v.rng.randrange(5)
     async with websocket(v.port, LIVE, v.key) as socket:
         if stop > 0:
-            await socket.send({"type": "session.config", "response_format": "pcm", "max_audio_frames": 60})
+            await socket.send(
+                {"type": "session.config", "response_format": "pcm", "max_audio_frames": 60}
+            )
         if stop > 1:
             await socket.send({"type": "input.text", "text": "Good day to you all, and "})
         if stop > 2:
@@ -525,7 +596,9 @@ async def left_session(v: Visitor) -> str:
     return "left"
 
 
-async def visits(make: Callable[[int], Visitor], kinds: Iterable[str], at_once: int) -> list[Visitor]:
+async def visits(
+    make: Callable[[int], Visitor], kinds: Iterable[str], at_once: int
+) -> list[Visitor]:
     """All of them, so many at once; gives those who came."""
     todo, came = iter(kinds), [make(i) for i in range(at_once)]
 

@@ -1,1 +1,2 @@
-"""Damaged and nonsensical input: everything that crosses a process, and events over /v1/realtime."""
+"""Damaged and nonsensical input: everything that crosses a process, and events over
+/v1/realtime."""

@@ -1,7 +1,9 @@
-"""Chunks for the wire decoder: each must be refused, or be a chunk in its one encoding. Part of the program `fuzz`.
+"""Chunks for the wire decoder: each must be refused, or be a chunk in its one encoding. Part of the
+program `fuzz`.
 
-Half of the mutants are blind (bits, bytes, cuts, splices), half are repaired: the header is decoded, changed and
-encoded again with the right lengths and checksums, so that they pass the checks that stop the blind ones."""
+Half of the mutants are blind (bits, bytes, cuts, splices), half are repaired: the header is
+decoded, changed and encoded again with the right lengths and checksums, so that they pass the
+checks that stop the blind ones."""
 
 from __future__ import annotations
 
@@ -21,14 +23,34 @@ from stretto.transport import wire
 from stretto.transport.contract import ChunkHeader, Corrupt, VersionMismatch
 from stretto.types import Mark, RequestId, Span
 
-INTERESTING = [0, 1, 2, 63, 64, 65, 127, 128, 255, 256, 4095, 2**15, 2**16, 2**30, 2**31, 2**32 - 1, 2**53, 2**63]
+INTERESTING = [
+    0,
+    1,
+    2,
+    63,
+    64,
+    65,
+    127,
+    128,
+    255,
+    256,
+    4095,
+    2**15,
+    2**16,
+    2**30,
+    2**31,
+    2**32 - 1,
+    2**53,
+    2**63,
+]
 REST = struct.Struct("<HHIIQQQQ")  # the prefix behind its checksum
 NAMES = ["ids", "", "x" * 64, "x" * 65, "a/b", "..", "é", "ids\n"]
 DTYPES = [*(str(dtype.value) for dtype in wire.DTYPES), "float8_e4m3fn", "object", "", "int128"]
 
 
 def golden() -> list[bytes]:
-    """Chunks of every shape: no tensors, one, many, every dtype, scalar, empty; with and without a checksum."""
+    """Chunks of every shape: no tensors, one, many, every dtype, scalar, empty; with and without a
+    checksum."""
     torch.manual_seed(0)
     r = RequestId("r-42")
     rows = {
@@ -36,7 +58,9 @@ def golden() -> list[bytes]:
         "media": torch.tensor([[5, 6]]),
         "hidden": torch.randn(1, 32).to(torch.bfloat16),
     }
-    kinds = {f"t{i}": torch.randint(0, 2, (3,)).to(dtype) for i, dtype in enumerate(wire.DTYPES.values())}
+    kinds = {
+        f"t{i}": torch.randint(0, 2, (3,)).to(dtype) for i, dtype in enumerate(wire.DTYPES.values())
+    }
     shapes = {
         "scalar": torch.tensor(1.5),
         "none": torch.empty(0, 8),
@@ -44,12 +68,18 @@ def golden() -> list[bytes]:
     }
     chunks = [
         wire.chunk(r, Span(9, 9), Mark.REQUEST_END, {}, seq=3),
-        wire.chunk(r, Span(0, 4), Mark.MORE, {"codes": torch.arange(64, dtype=torch.int32).view(4, 16)}),
+        wire.chunk(
+            r, Span(0, 4), Mark.MORE, {"codes": torch.arange(64, dtype=torch.int32).view(4, 16)}
+        ),
         wire.chunk(r, Span(4, 6), Mark.REQUEST_END, rows, seq=2),
         wire.chunk(r, Span(0, 3), Mark.MORE, kinds),
         wire.chunk(r, Span(0, 1), Mark.MORE, shapes, seq=2**40),
     ]
-    return [bytes(wire.encode(chunk, checksum=checksum)) for chunk in chunks for checksum in (False, True)]
+    return [
+        bytes(wire.encode(chunk, checksum=checksum))
+        for chunk in chunks
+        for checksum in (False, True)
+    ]
 
 
 def blind(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
@@ -82,9 +112,12 @@ def blind(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
 
 
 def mended(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
-    """Changes of the header's or the prefix's meaning, with lengths and checksums made right again."""
+    """Changes of the header's or the prefix's meaning, with lengths and checksums made right
+    again."""
     flags, mark, length, _crc, blobs, *counters = REST.unpack_from(data, 12)
-    head: dict[str, Any] = msgspec.msgpack.decode(data[wire.PREFIX_BYTES : wire.PREFIX_BYTES + length])
+    head: dict[str, Any] = msgspec.msgpack.decode(
+        data[wire.PREFIX_BYTES : wire.PREFIX_BYTES + length]
+    )
     area = bytearray(data[len(data) - blobs :]) if blobs else bytearray()
     for _ in range(rng.choice((1, 1, 2, 3))):
         _twist(rng, head, area)
@@ -97,7 +130,9 @@ def mended(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
         pad = rng.randbytes(len(pad))
     if rng.random() < 0.05:
         flags = rng.randrange(2**16)
-    crc = zlib.crc32(area) if flags & 1 and area and rng.random() < 0.9 else rng.choice((0, 0, 0, 7))
+    crc = (
+        zlib.crc32(area) if flags & 1 and area and rng.random() < 0.9 else rng.choice((0, 0, 0, 7))
+    )
     if rng.random() < 0.1:
         mark = rng.choice((0, 1, 2, 3, 2**16 - 1))
     if rng.random() < 0.1:
@@ -110,7 +145,11 @@ def mended(rng: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
 
 def _twist(rng: random.Random, head: dict[str, Any], area: bytearray) -> None:
     table = head.get("tensors")
-    entry = rng.choice(table) if isinstance(table, list) and table and isinstance(table[0], dict) else None
+    entry = (
+        rng.choice(table)
+        if isinstance(table, list) and table and isinstance(table[0], dict)
+        else None
+    )
     match rng.randrange(9):
         case 0:
             head[rng.choice(list(head))] = _value(rng)
@@ -121,7 +160,9 @@ def _twist(rng: random.Random, head: dict[str, Any], area: bytearray) -> None:
         case 3 if entry is not None:
             entry[rng.choice(("name", "dtype", "shape", "offset", "extra"))] = _value(rng)
         case 4 if entry is not None and isinstance(entry.get("shape"), list):
-            entry["shape"] = [rng.choice((-1, 0, 1, 2, 3, *INTERESTING)) for _ in range(rng.randrange(10))]
+            entry["shape"] = [
+                rng.choice((-1, 0, 1, 2, 3, *INTERESTING)) for _ in range(rng.randrange(10))
+            ]
         case 5 if entry is not None:
             entry["offset"] = rng.choice((0, 64, 128, 192, -64, 1, len(area), 2**40))
         case 6 if isinstance(table, list):
@@ -141,7 +182,9 @@ def _value(rng: random.Random) -> Any:
         lambda: -rng.choice(INTERESTING),
         lambda: rng.choice(NAMES),
         lambda: rng.choice(DTYPES),
-        lambda: rng.choice((None, True, 1.0, float("nan"), b"ids", [], {}, [1, 2], [[]], {"name": "ids"})),
+        lambda: rng.choice(
+            (None, True, 1.0, float("nan"), b"ids", [], {}, [1, 2], [[]], {"name": "ids"})
+        ),
         lambda: [rng.choice(INTERESTING) for _ in range(rng.randrange(5))],
     ]
     return rng.choice(picks)()
@@ -162,7 +205,8 @@ def _respell(rng: random.Random, raw: bytes) -> bytes:
 
 
 def judge(data: bytes, corpus: dict[bytes, ChunkHeader], was_blind: bool) -> str:
-    """The outcome's name. Raises AssertionError if a rule is broken, or whatever escaped from the decoder."""
+    """The outcome's name. Raises AssertionError if a rule is broken, or whatever escaped from the
+    decoder."""
     try:
         chunk = wire.decode(bytearray(data))
     except VersionMismatch:
@@ -180,7 +224,9 @@ def judge(data: bytes, corpus: dict[bytes, ChunkHeader], was_blind: bool) -> str
     return "accepted: another valid chunk"
 
 
-def fuzz(inputs: int, seed: int, step: Callable[[], None] = lambda: None) -> tuple[Counter[str], float]:
+def fuzz(
+    inputs: int, seed: int, step: Callable[[], None] = lambda: None
+) -> tuple[Counter[str], float]:
     """How often each outcome came, and the longest that one input took."""
     rng, corpus, outcomes, longest = random.Random(seed), golden(), Counter[str](), 0.0
     headers = {data: wire.decode(bytearray(data)).header for data in corpus}

@@ -1,13 +1,14 @@
-"""Fuzzes the control messages between the orchestrator and its hosts, including valid messages that make no sense. For
-wire.py.
+"""Fuzzes the control messages between the orchestrator and its hosts, including valid messages that
+make no sense. For wire.py.
 
-The corpus is what a real host receives and sends while it answers one request. Half of the mutants are blind (bytes
-are changed). In the other half a value somewhere in the message becomes another one, mostly of its type. What can still
-be read goes to a whole host with real stages, driven in this thread (messages about links also to a host that has only
-the talker, and so has ends of links), or to an engine with simulated hosts (played.py).
+The corpus is what a real host receives and sends while it answers one request. Half of the mutants
+are blind (bytes are changed). In the other half a value somewhere in the message becomes another
+one, mostly of its type. What can still be read goes to a whole host with real stages, driven in
+this thread (messages about links also to a host that has only the talker, and so has ends of
+links), or to an engine with simulated hosts (played.py).
 
-Only our own errors may be raised, and only where the process is to end. No request may be left, the host must still
-answer exactly, and the engine must still serve."""
+Only our own errors may be raised, and only where the process is to end. No request may be left, the
+host must still answer exactly, and the engine must still serve."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bench.fuzz.mutants import IDS, LINKS, LOOK_EVERY, PARAMS, Frame, Said, changed, named, prefixes, readable
+from bench.fuzz.mutants import (
+    IDS,
+    LINKS,
+    LOOK_EVERY,
+    PARAMS,
+    Frame,
+    Said,
+    changed,
+    named,
+    prefixes,
+    readable,
+)
 from bench.fuzz.played import from_host
 from bench.harness.host import STAGES, admission, configure
 from bench.harness.leaks import CHATS, held
@@ -61,8 +73,11 @@ from stretto.transport.contract import LinkOptions
 from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, RequestId
 
-ROUND = 0.03  # how often a host has a round after a message: a round is a step of the models, and those are slow
-SETTINGS = HostSettings(max_rows=4, max_waiting=8, max_context=512, blocks={"thinker": 64, "talker": 64})
+# how often a host has a round after a message: a round is a step of the models, and those are slow
+ROUND = 0.03
+SETTINGS = HostSettings(
+    max_rows=4, max_waiting=8, max_context=512, blocks={"thinker": 64, "talker": 64}
+)
 
 SECRET = bytes(SECRET_BYTES)
 SAID = Text | Codes | Pcm
@@ -103,12 +118,18 @@ class Told:
     @classmethod
     def make(cls, model: Path) -> Told:
         reports: list[tuple[FromHost, bytes]] = []
-        host = Host(configure(str(model), STAGES, SETTINGS), SETTINGS, lambda m, blob: reports.append((m, blob)))
+        host = Host(
+            configure(str(model), STAGES, SETTINGS),
+            SETTINGS,
+            lambda m, blob: reports.append((m, blob)),
+        )
         half = Host(configure(str(model), ["talker"], SETTINGS), SETTINGS, lambda m, blob: None)
         for each in (host, half):
             each.load()
         receiver = Registry().get("shm").listen("fuzz", LinkOptions(secret=SECRET))
-        told = cls(host, half, reports, admissions(model), msgspec.msgpack.encode(receiver.endpoint))
+        told = cls(
+            host, half, reports, admissions(model), msgspec.msgpack.encode(receiver.endpoint)
+        )
         told.right = told.answer()
         return told
 
@@ -166,7 +187,11 @@ class Told:
         self.host.handle(msgspec.structs.replace(admit, request=id), blob)
         self.run()
         assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
-        return [(msgspec.structs.replace(m, request=IDS[0]), b) for m, b in self.reports if isinstance(m, SAID)]
+        return [
+            (msgspec.structs.replace(m, request=IDS[0]), b)
+            for m, b in self.reports
+            if isinstance(m, SAID)
+        ]
 
     def run(self) -> None:
         for _ in range(500):
@@ -175,7 +200,8 @@ class Told:
         raise AssertionError("the host does not come to rest")
 
     def look(self) -> None:
-        """Cancel all requests and remove all links: then nothing may be held, and the next answer must be right."""
+        """Cancel all requests and remove all links: then nothing may be held, and the next answer
+        must be right."""
         for id in self.seen:
             self.take(encode(Cancel(id))[PREFIX.size :], b"")
         self.seen.clear()
@@ -198,7 +224,10 @@ def same(ours: Said, theirs: Said) -> bool:
             return False
     texts = [[i for m, _ in said if isinstance(m, Text) for i in m.ids] for said in (ours, theirs)]
     codes = [b"".join(b for m, b in said if isinstance(m, Codes)) for said in (ours, theirs)]
-    waves = [np.frombuffer(b"".join(b for m, b in said if isinstance(m, Pcm)), np.float32) for said in (ours, theirs)]
+    waves = [
+        np.frombuffer(b"".join(b for m, b in said if isinstance(m, Pcm)), np.float32)
+        for said in (ours, theirs)
+    ]
     return (
         texts[0] == texts[1]
         and codes[0] == codes[1]
@@ -251,4 +280,6 @@ def fuzz_control(inputs: int, seed: int, step: Callable[[], None]) -> Counter[st
         outcomes = prefixes(random.Random(seed), inputs // 10)
         told = Told.make(model)
         outcomes += to_host(told, inputs // 2, seed, step)
-        return outcomes + asyncio.run(from_host(model, told.right, inputs - inputs // 2, seed, step))
+        return outcomes + asyncio.run(
+            from_host(model, told.right, inputs - inputs // 2, seed, step)
+        )

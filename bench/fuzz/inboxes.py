@@ -1,7 +1,8 @@
-"""Chunks of few requests in no order, some of them damaged, for a link's inboxes. Part of the program `fuzz`.
+"""Chunks of few requests in no order, some of them damaged, for a link's inboxes. Part of the
+program `fuzz`.
 
-Announcements and ends come in between. What comes out must be in order, and every chunk must be released exactly
-once."""
+Announcements and ends come in between. What comes out must be in order, and every chunk must be
+released exactly once."""
 
 from __future__ import annotations
 
@@ -109,7 +110,9 @@ def fuzz_inboxes(inputs: int, seed: int, step: Callable[[], None]) -> Counter[st
             what = "refused"
         except (Gap, Unannounced) as error:
             what = type(error).__name__.lower()
-            reader.boxes.forget(error.request or RequestId(""))  # as a stage does with a request that fails
+            reader.boxes.forget(
+                error.request or RequestId("")
+            )  # as a stage does with a request that fails
             reader.given.pop(error.request or RequestId(""), None)
         reader.check()
         if what != "no chunk":

@@ -1,4 +1,5 @@
-"""Damaged control messages: bytes changed blindly, or values changed in their meaning. For control.py."""
+"""Damaged control messages: bytes changed blindly, or values changed in their meaning. For
+control.py."""
 
 from __future__ import annotations
 
@@ -13,19 +14,23 @@ import msgspec
 from bench.harness.host import STAGES
 from stretto.errors import WireError
 from stretto.messages.hosts import Configure
-from stretto.messages.params import Params
 from stretto.messages.requests import PREFIX, encode, lengths
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import Params
 from stretto.types import RequestId
 
 LINKS = [link.name for link in PIPELINE.links]
 NUMBERS = [0, 1, 2, 3, 7, 15, 16, 100, 255, 4096, 2**15, 2**31, 2**32, 2**40, 2**53, 2**63 - 1]
 FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 1e308, float("nan"), float("inf"), -float("inf")]
 WORDS = ["", *STAGES, "host", *LINKS, "a>b", ">", "shm", "none", "stop", "length", "é", "x" * 99]
-DEEP = encode(Configure("", "", (), {"": None}, ()))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"  # maps in maps
+DEEP = (
+    encode(Configure("", "", (), {"": None}, ()))[PREFIX.size : -1] + b"\x81\xa0" * 5000 + b"\xc0"
+)  # maps in maps
 
 IDS = [RequestId(f"r{i}") for i in range(6)]
-PARAMS = Params(max_text_tokens=3, max_frames=3, seed=1, temperature=0.0, greedy_speech=True, want_codes=True)
+PARAMS = Params(
+    max_text_tokens=3, max_frames=3, seed=1, temperature=0.0, greedy_speech=True, want_codes=True
+)
 LOOK_EVERY = 1000  # inputs between two looks at everything
 
 Frame = tuple[bytes, bytes]  # header, blob
@@ -47,7 +52,9 @@ def changed(rng: random.Random, corpus: list[Frame], ids: list[RequestId]) -> Fr
             twist(rng, said)
         header = msgspec.msgpack.encode(said)
     if blob and rng.random() < 0.2:
-        blob = rng.choice((b"", blob[: rng.randrange(len(blob))], blob + rng.randbytes(rng.randrange(9))))
+        blob = rng.choice(
+            (b"", blob[: rng.randrange(len(blob))], blob + rng.randbytes(rng.randrange(9)))
+        )
     return header, blob
 
 
@@ -102,7 +109,9 @@ def other(rng: random.Random, value: Any) -> Any:
         case bool():
             return not value
         case int():
-            near = [v for v in (value + 1, value - 1) if -(2**63) <= v < 2**64]  # as far as the encoding goes
+            near = [
+                v for v in (value + 1, value - 1) if -(2**63) <= v < 2**64
+            ]  # as far as the encoding goes
             return rng.choice((*near, rng.choice(NUMBERS), -rng.choice(NUMBERS)))
         case float():
             return rng.choice(FLOATS)
@@ -111,7 +120,9 @@ def other(rng: random.Random, value: Any) -> Any:
         case bytes():
             return rng.choice((b"", value[:-1], value + b"x", rng.randbytes(16)))
         case list():
-            return rng.choice(([], value * 2, value[:1], value[::-1], [rng.choice(NUMBERS) for _ in range(4)]))
+            return rng.choice(
+                ([], value * 2, value[:1], value[::-1], [rng.choice(NUMBERS) for _ in range(4)])
+            )
         case dict():
             return {}
         case _:
@@ -125,7 +136,9 @@ def readable(decode: Callable[[bytes], Any], header: bytes) -> Any:
     except WireError:
         return None
     again = encode(message)[PREFIX.size :]
-    assert encode(decode(again))[PREFIX.size :] == again, "a message that is not itself once it is encoded"
+    assert encode(decode(again))[PREFIX.size :] == again, (
+        "a message that is not itself once it is encoded"
+    )
     return message
 
 
@@ -133,7 +146,11 @@ def prefixes(rng: random.Random, inputs: int) -> Counter[str]:
     """Lengths of frames: within the limits, or refused."""
     outcomes: Counter[str] = Counter()
     for _ in range(inputs):
-        data = PREFIX.pack(rng.choice(NUMBERS) % 2**32, rng.choice(NUMBERS) % 2**32) if rng.random() < 0.5 else None
+        data = (
+            PREFIX.pack(rng.choice(NUMBERS) % 2**32, rng.choice(NUMBERS) % 2**32)
+            if rng.random() < 0.5
+            else None
+        )
         try:
             lengths(data or rng.randbytes(PREFIX.size))
             outcomes["frame: accepted"] += 1
@@ -147,4 +164,6 @@ def named(index: int, what: str, header: bytes, blob: bytes) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SystemExit(f"input {index} {what}: {error!r}\n{header.hex()}\nwith a blob of {len(blob)}") from error
+        raise SystemExit(
+            f"input {index} {what}: {error!r}\n{header.hex()}\nwith a blob of {len(blob)}"
+        ) from error

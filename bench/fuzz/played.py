@@ -1,4 +1,5 @@
-"""Damaged control messages from hosts to an engine. The hosts are simulated here. For control.py."""
+"""Damaged control messages from hosts to an engine. The hosts are simulated here. For
+control.py."""
 
 from __future__ import annotations
 
@@ -17,8 +18,27 @@ from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.local_host import HostProcess
 from stretto.errors import StageDead, StrettoError
-from stretto.messages.hosts import Broken, Connect, LinkDown, Linked, Listen, Listening, Loading, Ready, Stats
-from stretto.messages.requests import PREFIX, Ended, Failed, FromHost, decode_from_host, decode_to_host, encode, lengths
+from stretto.messages.hosts import (
+    Broken,
+    Connect,
+    LinkDown,
+    Linked,
+    Listen,
+    Listening,
+    Loading,
+    Ready,
+    Stats,
+)
+from stretto.messages.requests import (
+    PREFIX,
+    Ended,
+    Failed,
+    FromHost,
+    decode_from_host,
+    decode_to_host,
+    encode,
+    lengths,
+)
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.preprocess.pool.jobs import BuiltPrompt
@@ -26,7 +46,8 @@ from stretto.preprocess.pool.packed import Packed, pack
 
 
 class Wire:
-    """A channel to a simulated host: it confirms links when told to make them, and ignores the rest."""
+    """A channel to a simulated host: it confirms links when told to make them, and ignores the
+    rest."""
 
     def __init__(self, host: HostProcess) -> None:
         self.host = host
@@ -96,7 +117,10 @@ class Played:
 
     def look(self) -> None:
         p = self.pipeline
-        assert len(self.engine._tickets) == p.active == len(IDS), (len(self.engine._tickets), p.active)
+        assert len(self.engine._tickets) == p.active == len(IDS), (
+            len(self.engine._tickets),
+            p.active,
+        )
         assert set(p.supervisor.progress) == set(STAGES), p.supervisor.progress
         assert set(p.supervisor.memory) <= {*STAGES, "allocated"}, p.supervisor.memory
         assert len(p.supervisor._tasks) <= len(LINKS) + 1, p.supervisor._tasks
@@ -130,7 +154,9 @@ def spoken(reports: Said) -> list[Frame]:
     return [(encode(m)[PREFIX.size :], b) for m, b in [*reports, *((m, b"") for m in more)]]
 
 
-async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Callable[[], None]) -> Counter[str]:
+async def from_host(
+    model: Path, reports: Said, inputs: int, seed: int, step: Callable[[], None]
+) -> Counter[str]:
     rng, outcomes = random.Random(seed), Counter[str]()
     corpus, played = spoken(reports), Played(model)
     for index in range(inputs):
@@ -147,7 +173,9 @@ async def from_host(model: Path, reports: Said, inputs: int, seed: int, step: Ca
             host.take(data[cut:])
             if host.state == "dead":
                 played.check_death(host, which)
-            assert message is not None or host.state == "dead", "what cannot be read must end the host"
+            assert message is not None or host.state == "dead", (
+                "what cannot be read must end the host"
+            )
             outcomes[f"from a host: {what}{', it is killed' if host.state == 'dead' else ''}"] += 1
             if index % LOOK_EVERY == LOOK_EVERY - 1:
                 await played.fill()

@@ -2,11 +2,11 @@
 
     python -m bench fuzz --parts realtime --events 100000 --out bench/results/fuzz_realtime.json
 
-Starts `stretto serve` on the tiny model. Each session sends a few hundred events: valid ones, valid ones with a field
-replaced by nonsense, unknown ones, bytes that are no JSON, sound, silence, and speech. Then it must still answer. Fails
-if a session died without a reason, if anything was answered as the server's own fault, if an event that the server
-sends lacks its id, or if sessions, requests or memory were left at the end. The seed decides everything that is
-random."""
+Starts `stretto serve` on the tiny model. Each session sends a few hundred events: valid ones, valid
+ones with a field replaced by nonsense, unknown ones, bytes that are no JSON, sound, silence, and
+speech. Then it must still answer. Fails if a session died without a reason, if anything was
+answered as the server's own fault, if an event that the server sends lacks its id, or if sessions,
+requests or memory were left at the end. The seed decides everything that is random."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ SESSIONS = 4  # at once
 PATIENCE_S = 120.0
 SHORT = {"max_output_tokens": 8, "max_audio_frames": 4}
 TYPES = (
-    "session.update", "input_audio_buffer.append", "input_audio_buffer.commit", "input_audio_buffer.clear",
-    "conversation.item.create", "conversation.item.truncate", "conversation.item.delete", "conversation.item.retrieve",
+    "session.update", "input_audio_buffer.append", "input_audio_buffer.commit",
+    "input_audio_buffer.clear",
+    "conversation.item.create", "conversation.item.truncate", "conversation.item.delete",
+    "conversation.item.retrieve",
     "response.create", "response.cancel", "output_audio_buffer.clear",
 )  # fmt: skip
 NONSENSE = (
-    None, True, False, 0, -1, 7, 2**31, 2**70, -(2**70), 1.5, 1e308, "", "x", "inf", "audio", "\x00\ud83d", "root",
+    None, True, False, 0, -1, 7, 2**31, 2**70, -(2**70), 1.5, 1e308, "", "x", "inf", "audio",
+    "\x00\ud83d", "root",
     "a" * 3000, [], [None], [[]], {}, {"type": None}, {"type": "function"}, {"a": {"b": {"c": []}}},
 )  # fmt: skip
 OURS = {"server_error", "internal_error", "engine_error"}
@@ -47,7 +50,8 @@ OURS = {"server_error", "internal_error", "engine_error"}
 
 
 class Fuzz:
-    """Makes random events. Ids that the server reported are used again, so that some events refer to real items."""
+    """Makes random events. Ids that the server reported are used again, so that some events refer
+    to real items."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -74,7 +78,10 @@ class Fuzz:
         elif kind == "input_audio_buffer.append":
             event["audio"] = base64.b64encode(self.sound()).decode()
         elif kind == "conversation.item.create":
-            event |= {"item": self.item(), "previous_item_id": self.random.choice((None, None, self.item_id()))}
+            event |= {
+                "item": self.item(),
+                "previous_item_id": self.random.choice((None, None, self.item_id())),
+            }
         elif kind.startswith("conversation.item."):
             event["item_id"] = self.item_id()
             if kind.endswith("truncate"):
@@ -87,7 +94,8 @@ class Fuzz:
         pick = self.random.choice
         turns = pick((
             None,
-            {"type": "server_vad", "silence_duration_ms": pick((0, 100, 500)), "create_response": pick((True, False))},
+            {"type": "server_vad", "silence_duration_ms": pick((0, 100, 500)),
+            "create_response": pick((True, False))},
             {"type": "semantic_vad", "eagerness": pick(("low", "high", "auto"))},
             {"interrupt_response": pick((True, False)), "threshold": self.random.random()},
         ))  # fmt: skip
@@ -96,9 +104,15 @@ class Fuzz:
             "type": "realtime",
             "instructions": pick(("", "Be brief.")),
             "output_modalities": [pick(("text", "audio"))],
-            "tools": pick(([], [{"type": "function", "name": "f", "parameters": {"type": "object"}}])),
+            "tools": pick(
+                ([], [{"type": "function", "name": "f", "parameters": {"type": "object"}}])
+            ),
             "audio": {
-                "input": {"turn_detection": turns, "format": format, "transcription": pick((None, {}))},
+                "input": {
+                    "turn_detection": turns,
+                    "format": format,
+                    "transcription": pick((None, {})),
+                },
                 "output": {"format": format, "voice": pick(("alloy", "nobody"))},
             },
             **SHORT,
@@ -111,7 +125,9 @@ class Fuzz:
 
     def item(self) -> dict[str, Any]:
         pick = self.random.choice
-        kind = pick(("message", "message", "function_call", "function_call_output", "item_reference"))
+        kind = pick(
+            ("message", "message", "function_call", "function_call_output", "item_reference")
+        )
         parts = [
             {"type": "input_text", "text": pick(("", "Hello", "<|im_end|>"))},
             {"type": "input_audio", "audio": base64.b64encode(self.sound()).decode()},
@@ -138,7 +154,9 @@ class Fuzz:
         }
 
     def item_id(self) -> str:
-        return self.random.choice((f"i{self.random.randrange(500)}", self.random.choice(self.items)))
+        return self.random.choice(
+            (f"i{self.random.randrange(500)}", self.random.choice(self.items))
+        )
 
     def damaged(self, event: dict[str, Any]) -> dict[str, Any]:
         """One value, somewhere, is something else."""
@@ -171,22 +189,32 @@ async def session(
     judge: Judge | None = None,
     patience_s: float | None = PATIENCE_S,
 ) -> list[str]:
-    """Send `count` events and check everything that comes back; a list of problems. `patience_s`: for the session to
-    begin, and for its last answer, which come late on a busy machine; None: however long that takes."""
+    """Send `count` events and check everything that comes back; a list of problems. `patience_s`:
+    for the session to begin, and for its last answer, which come late on a busy machine; None:
+    however long that takes."""
     problems: list[str] = []
-    options = {"open_timeout": patience_s, "ping_interval": None}  # an answer to the last event is a sign of life
+    options = {
+        "open_timeout": patience_s,
+        "ping_interval": None,
+    }  # an answer to the last event is a sign of life
     async with connect(url, max_size=1 << 20, compression=None, **options) as socket:
         reader = asyncio.create_task(_read(socket, fuzz, seen, problems, judge))
         for _ in range(count):
             await socket.send(fuzz.message())
             await asyncio.sleep(0)
-        await socket.send(json.dumps({"type": "conversation.item.retrieve", "event_id": "last", "item_id": "-"}))
+        await socket.send(
+            json.dumps({"type": "conversation.item.retrieve", "event_id": "last", "item_id": "-"})
+        )
         await asyncio.wait_for(reader, patience_s)
     return problems
 
 
 async def _read(
-    socket: ClientConnection, fuzz: Fuzz, seen: Counter[str], problems: list[str], judge: Judge | None
+    socket: ClientConnection,
+    fuzz: Fuzz,
+    seen: Counter[str],
+    problems: list[str],
+    judge: Judge | None,
 ) -> None:
     """Until the last event was answered."""
     try:
@@ -226,7 +254,8 @@ async def fuzz_sessions(
     new_judge: Callable[[], Judge | None] = lambda: None,
     patience_s: float | None = PATIENCE_S,
 ) -> tuple[Counter[str], list[str]]:
-    """So many events in all, in sessions of `EVENTS_A_SESSION`, some at once; each has a judge of its own."""
+    """So many events in all, in sessions of `EVENTS_A_SESSION`, some at once; each has a judge of
+    its own."""
     seen: Counter[str] = Counter()
     problems: list[str] = []
     seeds = iter(range(seed, seed + -(-events // EVENTS_A_SESSION)))
@@ -235,7 +264,9 @@ async def fuzz_sessions(
         for number in seeds:
             try:
                 fuzz = Fuzz(number)
-                problems.extend(await session(url, fuzz, EVENTS_A_SESSION, seen, new_judge(), patience_s))
+                problems.extend(
+                    await session(url, fuzz, EVENTS_A_SESSION, seen, new_judge(), patience_s)
+                )
             except (OSError, TimeoutError, websockets.WebSocketException) as e:
                 problems.append(f"session of seed {number}: {type(e).__name__}: {e}")
 
@@ -261,7 +292,11 @@ def main(arguments: Sequence[str]) -> int:
             seconds = time.monotonic() - began
             time.sleep(2)
             left = server.metrics()
-            for name in ("stretto_realtime_sessions", "stretto_engine_running", "stretto_num_requests_running"):
+            for name in (
+                "stretto_realtime_sessions",
+                "stretto_engine_running",
+                "stretto_num_requests_running",
+            ):
                 if left[name]:
                     problems.append(f"{name} is {left[name]} at the end")
             log = server.tail(1 << 20)

@@ -1,12 +1,13 @@
-"""Damaged and nonsensical input for everything that crosses a process: chunks, inboxes, control messages.
+"""Damaged and nonsensical input for everything that crosses a process: chunks, inboxes, control
+messages.
 
     python -m bench fuzz --parts wire --inputs 1000000 --out bench/results/fuzz_wire.json
 
-**Chunks**, 40 % of the inputs, go to the wire decoder (chunks.py). **Inboxes**, 20 %, get chunks in no order
-(inboxes.py). **Control messages**, 40 %, go to a whole host and to an engine (control.py). One process, one seed, one
-count per outcome. The run stops at the first broken rule and prints the input in hexadecimal. It also stops after ten
-minutes without progress, and it fails if its memory grows (in a part of at least 20,000 inputs: before that, caches
-fill)."""
+**Chunks**, 40 % of the inputs, go to the wire decoder (chunks.py). **Inboxes**, 20 %, get chunks in
+no order (inboxes.py). **Control messages**, 40 %, go to a whole host and to an engine (control.py).
+One process, one seed, one count per outcome. The run stops at the first broken rule and prints the
+input in hexadecimal. It also stops after ten minutes without progress, and it fails if its memory
+grows (in a part of at least 20,000 inputs: before that, caches fill)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,14 @@ UNREAD = ("corrupt", "version", "frame")
 
 
 def run(inputs: int, seed: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"env": describe(), "inputs": inputs, "seed": seed, "parts": {}, "problems": [], "raw": {}}
+    result: dict[str, Any] = {
+        "env": describe(),
+        "inputs": inputs,
+        "seed": seed,
+        "parts": {},
+        "problems": [],
+        "raw": {},
+    }
     fuzz_chunks(1000, seed)  # warm up
     for part, share in PARTS.items():
         told, samples, problems = run_part(part, round(inputs * share), seed)
@@ -73,7 +81,11 @@ def run_part(part: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[An
         "inputs": inputs,
         "seconds": round(time.perf_counter() - start, 1),
         "longest_cpu_ms": round(longest * 1e3, 2) if longest else None,
-        "read": sum(n for what, n in outcomes.items() if not what.startswith(UNREAD) and "refused" not in what),
+        "read": sum(
+            n
+            for what, n in outcomes.items()
+            if not what.startswith(UNREAD) and "refused" not in what
+        ),
         "memory_mib": asdict(grown) | {"flat": grown.flat(FLAT)},
         "outcomes": dict(outcomes.most_common()),
     }

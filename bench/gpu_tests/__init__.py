@@ -3,11 +3,12 @@
     python -m bench gpu_tests                             # writes bench/results/gpu_tests_h200.txt
     python -m bench gpu_tests --out FILE --limit 470      # elsewhere, cut after so many seconds
 
-Three parts: the GPU's own tests and the kernels'; the parity suite through the kernels (float32, sizes that they take,
-the same oracles as on a CPU); and what needs the GPU to itself, one test after another (marker `alone`). The first two
-run in several processes that share the GPU and Triton's cache. The record is written anew every few seconds, so a
-run that is cut (by its own limit, SIGTERM or SIGINT) leaves one that says so. Exits with 1 unless every part ran to its
-end and no test failed. Where there is no git repository, the file COMMIT says what git would (see
+Three parts: the GPU's own tests and the kernels'; the parity suite through the kernels (float32,
+sizes that they take, the same oracles as on a CPU); and what needs the GPU to itself, one test
+after another (marker `alone`). The first two run in several processes that share the GPU and
+Triton's cache. The record is written anew every few seconds, so a run that is cut (by its own
+limit, SIGTERM or SIGINT) leaves one that says so. Exits with 1 unless every part ran to its end and
+no test failed. Where there is no git repository, the file COMMIT says what git would (see
 bench/harness/env.py)."""
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ PARITY = ("tests/models", "tests/stage/test_stage.py", "tests/stage/test_codec.p
 PARTS = (
     Part("GPU and kernels", OWN, "not alone", 240),
     Part("parity, kernels forced", PARITY, "not alone", 110, env=FORCED),
-    Part("one by one", (*OWN, *PARITY), "alone", 25, parallel=False, env={"STRETTO_TEST_DEVICE": "cuda"}),
+    Part(
+        "one by one",
+        (*OWN, *PARITY),
+        "alone",
+        25,
+        parallel=False,
+        env={"STRETTO_TEST_DEVICE": "cuda"},
+    ),
 )
 
 
@@ -76,7 +84,9 @@ class Ran:
                 continue
             test = found.setdefault(note["test"], {"end": None, "seconds": 0.0, "text": ""})
             test["seconds"] += note.get("seconds", 0.0)
-            if note["what"] in ("failed", "error", "skipped") or (note["what"] == "passed" and test["end"] is None):
+            if note["what"] in ("failed", "error", "skipped") or (
+                note["what"] == "passed" and test["end"] is None
+            ):
                 test["end"] = note["what"] if test["end"] != "failed" else "failed"
                 test["text"] += note.get("text", "")
         return found
@@ -90,16 +100,22 @@ def run(ran: Ran, until: float, write: Callable[[], None]) -> None:
     """One part, to its end or to `until`; `write` is called every few seconds."""
     part = ran.part
     command = [
-        sys.executable, "-m", "pytest", *part.paths, "-m", part.marked, "-q", "--tb=short", "-p", "no:cacheprovider",
+        sys.executable, "-m", "pytest", *part.paths, "-m", part.marked, "-q", "--tb=short", "-p",
+        "no:cacheprovider",
         "-p", "bench.gpu_tests.notes", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
     ]  # fmt: skip
     if ran.workers > 1:
         command += ["-n", str(ran.workers), "--dist", "worksteal"]
-    paths = [str(ROOT), *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    paths = [
+        str(ROOT),
+        *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p),
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | part.env
     print(f"--- {part.name}: {ran.workers} processes", flush=True)
     begin = written = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)  # its workers end with it
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, start_new_session=True
+    )  # its workers end with it
     try:
         while process.poll() is None:
             now = time.monotonic()
@@ -111,7 +127,11 @@ def run(ran: Ran, until: float, write: Callable[[], None]) -> None:
                 write()
                 written = now
             time.sleep(0.2)
-        ran.state = "complete" if process.returncode in (0, 1) else f"pytest ended with {process.returncode}"
+        ran.state = (
+            "complete"
+            if process.returncode in (0, 1)
+            else f"pytest ended with {process.returncode}"
+        )
     except Cut as cut:
         ran.state = str(cut)
         raise
@@ -144,7 +164,8 @@ def record(about: dict[str, Any], ran: list[Ran], seconds: float) -> str:
     lines = [f"{k}: {v}" for k, v in about.items()]
     lines += [
         "",
-        f"{'part':24} {'passed':>7} {'failed':>7} {'errors':>7} {'skipped':>8} {'seconds':>8}  processes, state",
+        f"{'part':24} {'passed':>7} {'failed':>7} {'errors':>7} {'skipped':>8} {'seconds':>8}  "
+        f"processes, state",
     ]
     total: Counter[str] = Counter()
     tests: list[tuple[str, str, dict[str, Any]]] = []
@@ -163,7 +184,11 @@ def record(about: dict[str, Any], ran: list[Ran], seconds: float) -> str:
     for part, name, t in sorted(tests, key=lambda x: -x[2]["seconds"])[:SHOWN]:
         lines.append(f"{t['seconds']:8.1f}  {name}  ({part})")
     reasons = Counter(t["text"].strip() for _, _, t in tests if t["end"] == "skipped")
-    lines += ["", "skipped, by reason", *(f"{n:8}  {reason}" for reason, n in reasons.most_common())]
+    lines += [
+        "",
+        "skipped, by reason",
+        *(f"{n:8}  {reason}" for reason, n in reasons.most_common()),
+    ]
     unfinished = [f"          {name}" for _, name, t in tests if t["end"] is None]
     if unfinished:
         lines += ["", "begun and not ended", *unfinished]
@@ -180,7 +205,12 @@ def row(name: str, ends: Counter[str], seconds: float) -> str:
 
 def main(given: Sequence[str]) -> int:
     p = parser("gpu_tests", __doc__, out=False)
-    p.add_argument("--out", type=Path, default=RESULTS / "gpu_tests_h200.txt", help="file for the record, as text")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / "gpu_tests_h200.txt",
+        help="file for the record, as text",
+    )
     p.add_argument("--limit", type=float, default=470.0, help="seconds for all of it")
     p.add_argument("--workers", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 1) // 4)))
     args = p.parse_args(given)
@@ -206,7 +236,9 @@ def main(given: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for i, part in enumerate(PARTS):
-                ran.append(Ran(part, Path(folder) / f"{i}.jsonl", args.workers if part.parallel else 1))
+                ran.append(
+                    Ran(part, Path(folder) / f"{i}.jsonl", args.workers if part.parallel else 1)
+                )
                 later = sum(p.needs for p in PARTS[i + 1 :])
                 run(ran[-1], begin + args.limit - later, write)
         except Cut as cut:

@@ -1,7 +1,7 @@
 """A pytest plugin that notes each test as it begins and ends, one JSON object a line.
 
-`-p bench.gpu_tests.notes --notes FILE`: used by the program `gpu_tests`, which reads the file while the tests run, so
-that a run which is cut still has a record."""
+`-p bench.gpu_tests.notes --notes FILE`: used by the program `gpu_tests`, which reads the file while
+the tests run, so that a run which is cut still has a record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--notes", type=Path, required=True, help="where to note each test as it begins and ends")
+    parser.addoption(
+        "--notes", type=Path, required=True, help="where to note each test as it begins and ends"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers report to the process that started them
-        config.pluginmanager.register(Notes(config.getoption("--notes").open("a", encoding="utf-8")))
+        config.pluginmanager.register(
+            Notes(config.getoption("--notes").open("a", encoding="utf-8"))
+        )
 
 
 class Notes:
@@ -37,12 +41,21 @@ class Notes:
             self.note(test=report.nodeid, what="error", seconds=0.0, text=report.longreprtext)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Setup, call and teardown each have one. A test has failed in its call, and is an error elsewhere."""
+        """Setup, call and teardown each have one. A test has failed in its call, and is an error
+        elsewhere."""
         if report.failed:
             what = "failed" if report.when == "call" else "error"
-            self.note(test=report.nodeid, what=what, seconds=report.duration, text=report.longreprtext)
+            self.note(
+                test=report.nodeid, what=what, seconds=report.duration, text=report.longreprtext
+            )
         elif report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            reason = (
+                report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            )
             self.note(test=report.nodeid, what="skipped", seconds=report.duration, text=reason)
         else:
-            self.note(test=report.nodeid, what="passed" if report.when == "call" else "took", seconds=report.duration)
+            self.note(
+                test=report.nodeid,
+                what="passed" if report.when == "call" else "took",
+                seconds=report.duration,
+            )

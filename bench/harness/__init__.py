@@ -1,1 +1,2 @@
-"""What all benchmarks share: the record of the machine, workloads, servers and hosts to measure, rounds, results."""
+"""What all benchmarks share: the record of the machine, workloads, servers and hosts to measure,
+rounds, results."""

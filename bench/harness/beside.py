@@ -1,4 +1,5 @@
-"""Other servers on the device of the one that is measured, each with listeners of its own. Imports no torch."""
+"""Other servers on the device of the one that is measured, each with listeners of its own. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -24,16 +25,23 @@ Found = list[dict[str, Any]]
 
 
 @contextmanager
-def tiny_servers(args: argparse.Namespace, count: int, folder: Path, gpu: GpuWatch) -> Iterator[Callable[[], Found]]:
-    """Servers of the tiny model, under load until the block ends. Yields a function that says what their listeners
-    heard so far, a level for each server and round."""
+def tiny_servers(
+    args: argparse.Namespace, count: int, folder: Path, gpu: GpuWatch
+) -> Iterator[Callable[[], Found]]:
+    """Servers of the tiny model, under load until the block ends. Yields a function that says what
+    their listeners heard so far, a level for each server and round."""
     found: Found = []
     stop = threading.Event()
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max(1, count)))
         directory = stack.enter_context(checkpoint("tiny"))
         own = argparse.Namespace(
-            **{**vars(args), "model": "tiny", "max_rows": LISTENERS, "serve": ["--memory-share", SHARE]}
+            **{
+                **vars(args),
+                "model": "tiny",
+                "max_rows": LISTENERS,
+                "serve": ["--memory-share", SHARE],
+            }
         )
         crowds = []
         for i in range(count):
@@ -47,7 +55,9 @@ def tiny_servers(args: argparse.Namespace, count: int, folder: Path, gpu: GpuWat
         def listen(index: int, crowd: Crowd) -> None:
             while not stop.is_set():
                 bodies = questions.bodies(WORKLOADS["small"], 100 * LISTENERS)
-                level, extra, _ = crowd.listen(Closed(LISTENERS), bodies, warmup=LISTENERS, seconds=ROUND_S)
+                level, extra, _ = crowd.listen(
+                    Closed(LISTENERS), bodies, warmup=LISTENERS, seconds=ROUND_S
+                )
                 found.append(told(level, extra) | {"workload": "small", "server": index})
 
         jobs = [pool.submit(listen, i, crowd) for i, crowd in enumerate(crowds)]

@@ -31,7 +31,8 @@ SPEAKING: dict[str, tuple[Kind, str]] = {
 def add_model_arguments(p: argparse.ArgumentParser, model: str = "tiny") -> None:
     p.add_argument(
         "--model", default=model,
-        help="checkpoint directory, or `tiny`, or `released` (its shape, random weights; default: %(default)s), or a "
+        help="checkpoint directory, or `tiny`, or `released` (its shape, random weights; default: "
+             "%(default)s), or a "
         f"speech model's shape: {', '.join(SPEAKING)}",
     )  # fmt: skip
     p.add_argument("--device", help="cpu, cuda ... (default: cuda if there is one)")
@@ -89,7 +90,8 @@ def checkpoint(model: str) -> Iterator[Path]:
 
 
 def write_speaking(folder: Path, kind: Kind, size: str) -> None:
-    """A released configuration without weights, for random ones (`load_format="dummy"`). Its text is the tiny one's."""
+    """A released configuration without weights, for random ones (`load_format="dummy"`). Its text
+    is the tiny one's."""
     tiny = speaking.tiny_config(kind, size)
     (folder / CODEC).mkdir(parents=True, exist_ok=True)
     tokens = {key: value for key, value in tiny.items() if key.endswith("_token_id")}
@@ -99,13 +101,16 @@ def write_speaking(folder: Path, kind: Kind, size: str) -> None:
 
 
 def write_released(directory: Path) -> None:
-    """The released shape without weights, for `load_format="dummy"`. The words are the tiny model's, so only the
-    config's token ids differ from the released ones; all sizes, the vocabulary's included, are the same."""
+    """The released shape without weights, for `load_format="dummy"`. The words are the tiny
+    model's, so only the config's token ids differ from the released ones; all sizes, the
+    vocabulary's included, are the same."""
     write_tiny(directory)
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     config = _with_ids(released_config(), tiny_config())
-    _fill_vocabulary(directory / "tokenizer.json", config["thinker_config"]["text_config"]["vocab_size"])
+    _fill_vocabulary(
+        directory / "tokenizer.json", config["thinker_config"]["text_config"]["vocab_size"]
+    )
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Requests for a server under test, and the processes of listeners that send them.
 
-The listeners are processes of their own (listener.py); a `Crowd` starts them for one level and gathers what they heard.
-Imports no torch."""
+The listeners are processes of their own (listener.py); a `Crowd` starts them for one level and
+gathers what they heard. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Questions:
         return msgspec.json.encode(
             {
                 "model": self.model,
-                "messages": workload.messages(index, lambda text: len(self.tokenizer.encode(text)) if text else 0),
+                "messages": workload.messages(
+                    index, lambda text: len(self.tokenizer.encode(text)) if text else 0
+                ),
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "modalities": ["text", "audio"],
@@ -90,15 +92,17 @@ class Crowd:
         lead: float | None = None,
         beside: Sequence[subprocess.Popen[str]] = (),
     ) -> tuple[Level, dict[str, Any], list[Heard]]:
-        """One level, whose listeners share `bodies`; the first `warmup` are not counted. Closed: each of so many sends
-        its next request when it has its answer. With `arrivals`: each body is sent at its own time, whatever
-        happened to the others. Processes `beside` begin when the listeners do."""
+        """One level, whose listeners share `bodies`; the first `warmup` are not counted. Closed:
+        each of so many sends its next request when it has its answer. With `arrivals`: each body is
+        sent at its own time, whatever happened to the others. Processes `beside` begin when the
+        listeners do."""
         streams = load.streams if isinstance(load, Closed) and arrivals is None else len(bodies)
         many = min(self.processes, streams)
         jobs = [
             Job(
                 self.server.port, "", "", streams // many + (i < streams % many),
-                warmup=warmup // many + (i < warmup % many), seconds=seconds, timeout=timeout, spread=spread, lead=lead,
+                warmup=warmup // many + (i < warmup % many), seconds=seconds, timeout=timeout,
+                spread=spread, lead=lead,
                 arrivals=None if arrivals is None else list(arrivals[i::many]),
             )
             for i in range(many)
@@ -107,7 +111,10 @@ class Crowd:
         try:
             for i, job in enumerate(jobs):
                 name = f"listener-{next(self.numbers)}"
-                job.bodies, job.out = str(self.folder / f"{name}.jsonl"), str(self.folder / f"{name}.json")
+                job.bodies, job.out = (
+                    str(self.folder / f"{name}.jsonl"),
+                    str(self.folder / f"{name}.json"),
+                )
                 Path(job.bodies).write_bytes(b"\n".join(bodies[i::many]))
                 started.append(self._start(job))
             for process in (*started, *beside):
@@ -123,7 +130,11 @@ class Crowd:
             for process in started:
                 process.kill()
                 process.wait()
-        heard = [h for job in jobs for h in msgspec.json.decode(Path(job.out).read_bytes(), type=list[Heard])]
+        heard = [
+            h
+            for job in jobs
+            for h in msgspec.json.decode(Path(job.out).read_bytes(), type=list[Heard])
+        ]
         heard.sort(key=lambda h: h.sample.sent)
         level = Level(load, [h.sample for h in heard if h.counts])
         level.seconds = stop - begin
@@ -153,19 +164,26 @@ class Crowd:
 
 
 def delta(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Changes of the counters of stages and host (the host is asked for them once a second), and of how many times
-    something took how long in all."""
+    """Changes of the counters of stages and host (the host is asked for them once a second), and of
+    how many times something took how long in all."""
     kept = ("_total", "_seconds_sum", "_seconds_count")
-    names = [n for n in after if n.startswith(("stretto_stage_", "stretto_host_")) and any(k in n for k in kept)]
+    names = [
+        n
+        for n in after
+        if n.startswith(("stretto_stage_", "stretto_host_")) and any(k in n for k in kept)
+    ]
     return {n: after[n] - before.get(n, 0.0) for n in names}
 
 
 def came(arrivals: Sequence[float], level: Level) -> dict[str, Any]:
-    """When requests came, how late the listeners' own processes sent one at most (which no time of an answer shows),
-    and how many answers were under way at once at most."""
+    """When requests came, how late the listeners' own processes sent one at most (which no time of
+    an answer shows), and how many answers were under way at once at most."""
     sent = [s.sent for s in level.samples]
     late = [s - at for s, at in zip(sent, sorted(arrivals), strict=False)]
-    changes = sorted([(s.sent, 1) for s in level.samples] + [(s.sent + (s.end or 0.0), -1) for s in level.samples])
+    changes = sorted(
+        [(s.sent, 1) for s in level.samples]
+        + [(s.sent + (s.end or 0.0), -1) for s in level.samples]
+    )
     return {
         "arrivals": list(arrivals),
         "sent_late_s": max(late, default=0.0),
@@ -176,7 +194,12 @@ def came(arrivals: Sequence[float], level: Level) -> dict[str, Any]:
 def told(level: Level, extra: dict[str, Any]) -> dict[str, Any]:
     """A level for the file: summaries, and every sample."""
     summary = {
-        key: {"p50": r.summary.p50, "p90": r.summary.p90, "p99": r.summary.p99, "max": r.summary.max}
+        key: {
+            "p50": r.summary.p50,
+            "p90": r.summary.p90,
+            "p99": r.summary.p99,
+            "max": r.summary.max,
+        }
         for key, r in rows(level, PREBUFFERS).items()
         if r.summary is not None
     }

@@ -1,8 +1,10 @@
-"""What a result was measured on: the state of the sources, the machine, the versions and the command.
+"""What a result was measured on: the state of the sources, the machine, the versions and the
+command.
 
-On a machine that has a copy of the sources but not their repository, the file COMMIT in their root says what git would:
-the commit in its first line, then a line per changed file, none if the tree was clean. It takes precedence over any
-repository that is there. Write it where the real repository is, and delete it after the copy was used:
+On a machine that has a copy of the sources but not their repository, the file COMMIT in their root
+says what git would: the commit in its first line, then a line per changed file, none if the tree
+was clean. It takes precedence over any repository that is there. Write it where the real repository
+is, and delete it after the copy was used:
 
     git rev-parse HEAD > COMMIT; git status --porcelain -- . ':!bench/results' >> COMMIT"""
 
@@ -32,7 +34,8 @@ def _git(root: Path, *args: str) -> str | None:
 
 
 def sources(root: Path = ROOT) -> dict[str, Any]:
-    """The commit, and whether anything but results of benchmarks differed from it. None: not known."""
+    """The commit, and whether anything but results of benchmarks differed from it. None: not
+    known."""
     commit = changed = None
     if (root / "COMMIT").exists():
         commit, _, changed = (root / "COMMIT").read_text(encoding="utf-8").partition("\n")
@@ -77,7 +80,9 @@ def describe() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         **{name: _version(name) for name in PACKAGES},
-        "gpu": None if gpu is None else {"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)},
+        "gpu": None
+        if gpu is None
+        else {"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)},
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],  # how busy the machine was just before

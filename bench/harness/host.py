@@ -1,8 +1,10 @@
-"""A host in this process, without server and orchestrator: its requests, and when each piece of their answers came.
+"""A host in this process, without server and orchestrator: its requests, and when each piece of
+their answers came.
 
-Used by the programs `host` and `ablation` and by tests. All stages are in it, so that they hand payloads over directly,
-as in service on one GPU. Times run from a request's arrival to when a report would leave for the
-engine. What the host reports goes to a process that reads and forgets it."""
+Used by the programs `host` and `ablation` and by tests. All stages are in it, so that they hand
+payloads over directly, as in service on one GPU. Times run from a request's arrival to when a
+report would leave for the engine. What the host reports goes to a process that reads and forgets
+it."""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class OneHost:
         self.channel = Channel(ours)
         told = configure(str(directory), STAGES, settings)
         # Through methods of this object, so that a subclass may do more.
-        self.host = Host(told, settings, lambda m, blob: self._report(m, blob), lambda: self._push())
+        self.host = Host(
+            told, settings, lambda m, blob: self._report(m, blob), lambda: self._push()
+        )
         start = time.perf_counter()
         self.host.load()
         self.load_s = time.perf_counter() - start
@@ -131,18 +135,24 @@ class OneHost:
 
 
 class Arrivals:
-    """Questions of a round that come while others are being answered. Has a turn in the loop, like a stage."""
+    """Questions of a round that come while others are being answered. Has a turn in the loop, like
+    a stage."""
 
     def __init__(self, host: OneHost, questions: Sequence[Question], apart_s: float) -> None:
         self.host, self.left = host, deque(questions)
-        self.apart_ns, self.due_ns = int(1e9 * apart_s), host.host.loop.clock() if questions else None
+        self.apart_ns, self.due_ns = (
+            int(1e9 * apart_s),
+            host.host.loop.clock() if questions else None,
+        )
 
     def turn(self) -> bool:
         did = False
         while self.due_ns is not None and self.due_ns - self.host.host.loop.clock() < TICK_NS:
             admit, blob = self.left.popleft()
             sample = self.host.heard[admit.request]
-            sample.sent = min(sample.sent, time.perf_counter() - self.host.begun)  # up to a tick before its time
+            sample.sent = min(
+                sample.sent, time.perf_counter() - self.host.begun
+            )  # up to a tick before its time
             self.host.host.handle(admit, blob)
             self.due_ns = self.due_ns + self.apart_ns if self.left else None
             did = True
@@ -161,7 +171,9 @@ class Asker:
 
     def _question(self, workload: Workload) -> Question:
         number = self.asked = self.asked + 1
-        messages = workload.messages(number, lambda text: len(self.builder.tokenizer.encode(text)) if text else 0)
+        messages = workload.messages(
+            number, lambda text: len(self.builder.tokenizer.encode(text)) if text else 0
+        )
         wanted = Wanted("speech", workload.params(number), seed=number)
         return admission(RequestId(f"a{number}"), self.builder.build(messages), wanted)
 

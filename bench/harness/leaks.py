@@ -1,8 +1,9 @@
-"""What the fault matrix and the soak share: a pool of requests with their answers by the plain driver, a check of
-everything that could leak, and the line through a process's memory samples that shows whether it grows.
+"""What the fault matrix and the soak share: a pool of requests with their answers by the plain
+driver, a check of everything that could leak, and the line through a process's memory samples that
+shows whether it grows.
 
-The answers are made in a process of their own. The process that runs the engine imports no torch, like a
-server's, so its memory is that of the engine alone."""
+The answers are made in a process of their own. The process that runs the engine imports no torch,
+like a server's, so its memory is that of the engine alone."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ from bench.harness.env import describe
 from bench.harness.workload import picture, sound
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, CodeFrames, Event, Finished, Modality, TextDelta
-from stretto.messages.params import Params
+from stretto.params import Params
 
 POLL_S = 0.02
 MOST_REPORTS = 10
 BLOCKS = 10  # means that a line is fitted to
 LEAST_SAMPLES = 4 * BLOCKS  # of memory: half of them are looked at, two for each mean
-STUDENT = {2: 2.306, 3: 2.365}  # 97.5 % of Student's t for that many parameters, with 8 and 7 degrees of freedom
+STUDENT = {
+    2: 2.306,
+    3: 2.365,
+}  # 97.5 % of Student's t for that many parameters, with 8 and 7 degrees of freedom
 
 
 def on_tiny(work: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
@@ -105,9 +109,11 @@ class Case:
         return None
 
 
-def prepared(model: Path, params: Params, lengths: Iterable[tuple[int, int]], silent: int) -> tuple[list[Case], Any]:
-    """Write the tiny model, and ask it: one case for each (text tokens, frames), over all kinds of question, the last
-    `silent` of them text-only. And what it is measured on."""
+def prepared(
+    model: Path, params: Params, lengths: Iterable[tuple[int, int]], silent: int
+) -> tuple[list[Case], Any]:
+    """Write the tiny model, and ask it: one case for each (text tokens, frames), over all kinds of
+    question, the last `silent` of them text-only. And what it is measured on."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as there:
         return there.submit(_prepare, model, params, list(lengths), silent).result()
 
@@ -137,7 +143,9 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 """Questions of all kinds."""
 
 
-def _prepare(model: Path, params: Params, lengths: list[tuple[int, int]], silent: int) -> tuple[list[Case], Any]:
+def _prepare(
+    model: Path, params: Params, lengths: list[tuple[int, int]], silent: int
+) -> tuple[list[Case], Any]:
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.load import Models, Source
     from stretto.models.qwen3_omni.prompts import PromptBuilder
@@ -151,7 +159,9 @@ def _prepare(model: Path, params: Params, lengths: list[tuple[int, int]], silent
 
     def answered(messages: list[dict[str, Any]], p: Params, speak: bool) -> Answer:
         text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty)
-        options = Options(speak=speak, text=text, max_text_tokens=p.max_text_tokens, max_frames=p.max_frames)
+        options = Options(
+            speak=speak, text=text, max_text_tokens=p.max_text_tokens, max_frames=p.max_frames
+        )
         answer = Answer()
         for e in Solo(models).run(builder.build(messages), options.seeded(p.seed or 0)):
             match e:
@@ -170,7 +180,9 @@ def _prepare(model: Path, params: Params, lengths: list[tuple[int, int]], silent
     for i, (tokens, frames) in enumerate(lengths):
         name, messages = list(CHATS.items())[i % len(CHATS)]
         speak = i < len(lengths) - silent
-        how = replace(params, max_text_tokens=tokens, max_frames=frames, seed=i, temperature=[0.0, 0.8][i % 2])
+        how = replace(
+            params, max_text_tokens=tokens, max_frames=frames, seed=i, temperature=[0.0, 0.8][i % 2]
+        )
         modalities: Sequence[Modality] = ("text", "audio") if speak else ("text",)
         label = f"{name}, {'spoken' if speak else 'silent'}, {tokens} tokens, {frames} frames"
         made.append(Case(label, messages, modalities, how, answered(messages, how, speak)))
@@ -192,13 +204,17 @@ class Census:
 
     @classmethod
     def take(cls, engine: PipelineEngine | None = None) -> Census:
-        tasks = sorted(t.get_name() if "Task-" not in t.get_name() else "task" for t in asyncio.all_tasks())
+        tasks = sorted(
+            t.get_name() if "Task-" not in t.get_name() else "task" for t in asyncio.all_tasks()
+        )
         hosts = [pid for pid in engine.pids if pid is not None] if engine is not None else []
         return cls(
             len(os.listdir("/proc/self/fd")),
             tasks,
             len(children()),
-            sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),  # others' semaphores
+            sorted(
+                name for name in os.listdir("/dev/shm") if not name.startswith("sem.")
+            ),  # others' semaphores
             [len(os.listdir(f"/proc/{pid}/fd")) for pid in hosts],
         )
 
@@ -222,11 +238,14 @@ def children() -> list[int]:
 def resident(pid: int | None = None) -> int:
     """Bytes of a process that are its own and in memory (files that it maps do not count)."""
     status = Path(f"/proc/{pid or 'self'}/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+    return 1024 * int(
+        next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]
+    )
 
 
 def held(values: dict[str, float]) -> list[str]:
-    """What the stages of an idle engine still hold, by what they reported. Cached blocks are available ones."""
+    """What the stages of an idle engine still hold, by what they reported. Cached blocks are
+    available ones."""
     found = []
     for stage in ("thinker", "talker", "code2wav"):
         label = f'{{stage="{stage}"}}'
@@ -248,7 +267,8 @@ def held(values: dict[str, float]) -> list[str]:
 
 
 async def settle(engine: PipelineEngine) -> list[str]:
-    """Ask for fresh reports until they say that nothing is held; what is, if it does not come to that."""
+    """Ask for fresh reports until they say that nothing is held; what is, if it does not come to
+    that."""
     left = ["no report"]
     for number in range(MOST_REPORTS):
         [pipeline] = engine._pipelines
@@ -269,8 +289,8 @@ async def settle(engine: PipelineEngine) -> list[str]:
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes by process, sampled on the way. The samples are allocated before the first is taken: otherwise
-    they would show up as growth."""
+    """Bytes by process, sampled on the way. The samples are allocated before the first is taken:
+    otherwise they would show up as growth."""
 
     names: list[str]
     _samples: npt.NDArray[np.int64]
@@ -291,10 +311,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A process's memory in MiB, and the slope of the line through the second half of its samples in KiB per unit, with
-    the half-width of its 95 % interval. Samples depend on their neighbours, so the line goes through the means of ten
-    runs of them, which hardly do. `beside` is the slope beside the one step (in MiB) that explains most: a library that
-    keeps something for a shape that it meets for the first time makes a step; a leak makes a slope."""
+    """A process's memory in MiB, and the slope of the line through the second half of its samples
+    in KiB per unit, with the half-width of its 95 % interval. Samples depend on their neighbours,
+    so the line goes through the means of ten runs of them, which hardly do. `beside` is the slope
+    beside the one step (in MiB) that explains most: a library that keeps something for a shape that
+    it meets for the first time makes a step; a leak makes a slope."""
 
     start: float
     middle: float
@@ -306,7 +327,8 @@ class Trend:
     beside_margin: float
 
     def flat(self, bound: float) -> bool:
-        """Is no growth, or less than the bound, within what the samples say? Falling is flat too."""
+        """Is no growth, or less than the bound, within what the samples say? Falling is flat
+        too."""
         fits = ((self.slope, self.margin), (self.beside, self.beside_margin))
         return any(slope - margin <= 0 or slope <= bound for slope, margin in fits)
 
@@ -315,7 +337,8 @@ def trend(at: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Trend:
     half = len(at) // 2
     assert len(at) - half >= 2 * BLOCKS, "too few samples to tell"
     x, y = (
-        np.array([b.mean() for b in np.array_split(v[half:].astype(np.float64), BLOCKS)]) for v in (at, sizes / 1024)
+        np.array([b.mean() for b in np.array_split(v[half:].astype(np.float64), BLOCKS)])
+        for v in (at, sizes / 1024)
     )
     [slope], margin, _ = _line(x, y)
     steps = [(np.arange(BLOCKS) >= k).astype(np.float64) for k in range(1, BLOCKS)]
@@ -325,8 +348,11 @@ def trend(at: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Trend:
     return Trend(start, middle, end, *slopes)
 
 
-def _line(x: npt.NDArray[Any], y: npt.NDArray[Any], *more: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], float, float]:
-    """Least squares: the slope (and the other factors), half of its 95 % interval, and the squares that are left."""
+def _line(
+    x: npt.NDArray[Any], y: npt.NDArray[Any], *more: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], float, float]:
+    """Least squares: the slope (and the other factors), half of its 95 % interval, and the squares
+    that are left."""
     design = np.stack([x - x.mean(), *more, np.ones_like(x)], axis=1)
     found = np.linalg.lstsq(design, y, rcond=None)[0]
     left = float(((y - design @ found) ** 2).sum())

@@ -1,9 +1,11 @@
-"""One process of listeners: asks a server questions over HTTP and notes when each piece of each answer came.
+"""One process of listeners: asks a server questions over HTTP and notes when each piece of each
+answer came.
 
-Started by the programs `serve` and `hostile`, several at once, so that reading many streams disturbs neither the server
-nor each other. A job comes as one JSON line on stdin; `ready` is printed; a second line holds the moment to begin
-(CLOCK_MONOTONIC, which all processes of a machine share); the samples go to the job's file. Sockets are read bare: a
-client library would cost more than what is measured. Imports no torch."""
+Started by the programs `serve` and `hostile`, several at once, so that reading many streams
+disturbs neither the server nor each other. A job comes as one JSON line on stdin; `ready` is
+printed; a second line holds the moment to begin (CLOCK_MONOTONIC, which all processes of a machine
+share); the samples go to the job's file. Sockets are read bare: a client library would cost more
+than what is measured. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
     arrivals: list[float] | None = (
         None  # when each request is sent, by seconds from the beginning; then `streams` is moot
     )
-    lead: float | None = None  # reads no further ahead than so many seconds of sound, as a player would
+    lead: float | None = (
+        None  # reads no further ahead than so many seconds of sound, as a player would
+    )
 
 
 class Heard(msgspec.Struct):
@@ -69,7 +73,10 @@ async def listen(job: Job, body: bytes, sent: float, heard: Heard) -> None:
     if job.lead is not None:  # else the socket would take in much of an answer that nobody has read
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, limit)
     try:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{job.port}\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{job.port}\r\nContent-Type: "
+            f"application/json\r\n"
+        )
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         status = int(answer.split(b" ", 2)[1])
@@ -98,8 +105,8 @@ def take(heard: Heard, at: float, data: bytes) -> None:
 
 
 async def run(job: Job, bodies: list[bytes], start: float) -> list[Heard]:
-    """A closed loop: each listener sends its next request when it has its answer, until none is left or time is up. Or,
-    with `arrivals`, an open one: each request at its own time."""
+    """A closed loop: each listener sends its next request when it has its answer, until none is
+    left or time is up. Or, with `arrivals`, an open one: each request at its own time."""
     todo, found = iter(enumerate(bodies)), []
 
     async def passer_by(number: int, at: float) -> None:
@@ -107,7 +114,9 @@ async def run(job: Job, bodies: list[bytes], start: float) -> list[Heard]:
         found.append(await ask(job, bodies[number], number, start))
 
     if job.arrivals is not None:
-        await asyncio.gather(*(passer_by(i, at) for i, at in zip(range(len(bodies)), job.arrivals, strict=True)))
+        await asyncio.gather(
+            *(passer_by(i, at) for i, at in zip(range(len(bodies)), job.arrivals, strict=True))
+        )
         return found
 
     async def listener(place: int) -> None:

@@ -1,7 +1,9 @@
-"""How many listeners a server can have at once: each hears an answer to its end before it asks for the next.
+"""How many listeners a server can have at once: each hears an answer to its end before it asks for
+the next.
 
-In a closed loop a stream asks again as soon as its answer is made: long before it has been heard, where speech is made
-faster than it is played. Listeners ask at the pace of players, and begin spread over the length of an answer."""
+In a closed loop a stream asks again as soon as its answer is made: long before it has been heard,
+where speech is made faster than it is played. Listeners ask at the pace of players, and begin
+spread over the length of an answer."""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Listening(Closed):
 class Listeners(Bench):
     """A `Bench` that can do this too."""
 
-    async def closed(self, level: Level, streams: int, limits: Targets, quiet: bool = False) -> None:
+    async def closed(
+        self, level: Level, streams: int, limits: Targets, quiet: bool = False
+    ) -> None:
         if not isinstance(level.load, Listening):
             await super().closed(level, streams, limits, quiet)
             return
@@ -60,9 +64,12 @@ def smooth(level: Level) -> bool:
     return whole and all(p is not None and not p.underruns for p in played)
 
 
-async def highest(probe: Callable[[int], Awaitable[bool]], known: int, guess: int, probes: int, most: int) -> int:
-    """The highest number found to pass, `known` being known to: from a guess upwards by quarters while it passes, else
-    halfway between what passed and what did not, until these are within a tenth or there were enough probes."""
+async def highest(
+    probe: Callable[[int], Awaitable[bool]], known: int, guess: int, probes: int, most: int
+) -> int:
+    """The highest number found to pass, `known` being known to: from a guess upwards by quarters
+    while it passes, else halfway between what passed and what did not, until these are within a
+    tenth or there were enough probes."""
     low, high = known, most + 1
     at = min(max(guess, low + 1), most)
     for _ in range(probes):

@@ -24,12 +24,14 @@ def one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def add_parts(p: argparse.ArgumentParser, known: Sequence[str]) -> None:
     """For a program whose parts share its arguments and its result."""
-    p.add_argument("--parts", type=one_of(known), default=list(known), metavar="A,B", help="default: all")
+    p.add_argument(
+        "--parts", type=one_of(known), default=list(known), metavar="A,B", help="default: all"
+    )
 
 
 def run_parts(folder: Path, known: Sequence[str], given: Sequence[str]) -> int:
-    """A program whose parts are the modules of a package, each with its own arguments and its own result. Without
-    `--parts` the first one runs; several get the same arguments."""
+    """A program whose parts are the modules of a package, each with its own arguments and its own
+    result. Without `--parts` the first one runs; several get the same arguments."""
     lines = [f"    {part:10}{first_line(folder / f'{part}.py')}" for part in known]
     usage = f"`python -m bench {folder.name} --parts PART --help` explains a part."
     doc = "\n".join([first_line(folder / "__init__.py"), "", *lines, "", usage])

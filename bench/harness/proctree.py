@@ -1,6 +1,8 @@
-"""What a process and all its descendants hold: memory, descriptors, memory files, segments, threads.
+"""What a process and all its descendants hold: memory, descriptors, memory files, segments,
+threads.
 
-Read from /proc, without help of the processes, so that any version of a server can be looked at. Imports no torch."""
+Read from /proc, without help of the processes, so that any version of a server can be looked at.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def descendants(pid: int) -> dict[int, int]:
 
 @dataclass(slots=True)
 class Holding:
-    """What one process holds. `anonymous` is the memory that is its own; `resident` counts shared pages too."""
+    """What one process holds. `anonymous` is the memory that is its own; `resident` counts shared
+    pages too."""
 
     name: str
     resident: int = 0
@@ -50,9 +53,13 @@ class Holding:
     def of(cls, pid: int) -> Holding:
         here = PROC / str(pid)
         held = cls(_name(pid))
-        fields = dict(line.split(":", 1) for line in (here / "status").read_text().splitlines() if ":" in line)
+        fields = dict(
+            line.split(":", 1) for line in (here / "status").read_text().splitlines() if ":" in line
+        )
         if "VmRSS" in fields:  # a process that has ended, but was not waited for, has none
-            held.resident, held.anonymous = (1024 * int(fields[f].split()[0]) for f in ("VmRSS", "RssAnon"))
+            held.resident, held.anonymous = (
+                1024 * int(fields[f].split()[0]) for f in ("VmRSS", "RssAnon")
+            )
         held.threads = int(fields["Threads"])
         for fd in os.listdir(here / "fd"):
             held.descriptors += 1
@@ -139,12 +146,23 @@ class Tree:
     def by_process(self) -> list[dict[str, Any]]:
         """For a result."""
         return [
-            {"pid": pid, **{k: len(v) if isinstance(v, set) else v for k, v in asdict(p).items() if k != "sizes"}}
+            {
+                "pid": pid,
+                **{
+                    k: len(v) if isinstance(v, set) else v
+                    for k, v in asdict(p).items()
+                    if k != "sizes"
+                },
+            }
             for pid, p in self.processes.items()
         ]
 
     def told(self) -> dict[str, Any]:
-        totals = {"resident": self.resident, "anonymous": self.anonymous, "file_bytes": self.file_bytes}
+        totals = {
+            "resident": self.resident,
+            "anonymous": self.anonymous,
+            "file_bytes": self.file_bytes,
+        }
         return {**self.counts(), **totals, "by_process": self.by_process()}
 
     def by_name(self, what: str) -> dict[str, int]:
@@ -155,8 +173,8 @@ class Tree:
         return found
 
     def growth(self, later: Tree, each: Sequence[str] = ("processes", "descriptors")) -> list[str]:
-        """What is more than it was: `each` by what the processes do, files and segments in all. Compare two moments at
-        which the server is idle."""
+        """What is more than it was: `each` by what the processes do, files and segments in all.
+        Compare two moments at which the server is idle."""
         found = []
         for what in each:
             old, new = self.by_name(what), later.by_name(what)
@@ -175,7 +193,8 @@ class Tree:
 
 @dataclass(slots=True)
 class Peak:
-    """The most that a tree held meanwhile, and the samples: (seconds, resident, anonymous, file bytes, descriptors)."""
+    """The most that a tree held meanwhile, and the samples: (seconds, resident, anonymous, file
+    bytes, descriptors)."""
 
     limit: int  # bytes of resident memory, beyond which `over` is called
     resident: int = 0
@@ -187,7 +206,9 @@ class Peak:
 
     def take(self, tree: Tree, since: float) -> None:
         descriptors = max((p.descriptors for p in tree.processes.values()), default=0)
-        self.samples.append((tree.at - since, tree.resident, tree.anonymous, tree.file_bytes, descriptors))
+        self.samples.append(
+            (tree.at - since, tree.resident, tree.anonymous, tree.file_bytes, descriptors)
+        )
         self.resident = max(self.resident, tree.resident)
         self.anonymous = max(self.anonymous, tree.anonymous)
         self.file_bytes = max(self.file_bytes, tree.file_bytes)
@@ -196,8 +217,8 @@ class Peak:
 
 @contextmanager
 def watched(pid: int, limit: int, stop: Any) -> Iterator[Peak]:
-    """Sample a tree in a thread. `stop()` is called once if it takes more than `limit` bytes: an attack must not take
-    the machine with it."""
+    """Sample a tree in a thread. `stop()` is called once if it takes more than `limit` bytes: an
+    attack must not take the machine with it."""
     peak, done, since = Peak(limit), threading.Event(), time.monotonic()
 
     def watch() -> None:

@@ -1,7 +1,7 @@
 """A program's command line, and the file that its result goes to. Imports no torch.
 
-Every result is one JSON object with `env` (see env.py) and every raw sample, one line for each of its fields, so that
-short fields can be read and a diff shows which field changed."""
+Every result is one JSON object with `env` (see env.py) and every raw sample, one line for each of
+its fields, so that short fields can be read and a diff shows which field changed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ RESULTS = ROOT / "bench" / "results"
 T = TypeVar("T")
 
 
-def parser(name: str, doc: str | None, *, out: bool = True, **more: bool) -> argparse.ArgumentParser:
+def parser(
+    name: str, doc: str | None, *, out: bool = True, **more: bool
+) -> argparse.ArgumentParser:
     """Of a program or a part, whose docstring is its help. With `out`: `--out FILE`."""
     raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(f"python -m bench {name}", description=doc, formatter_class=raw, **more)
+    p = argparse.ArgumentParser(
+        f"python -m bench {name}", description=doc, formatter_class=raw, **more
+    )
     if out:
-        p.add_argument("--out", type=Path, help="file for the result, every sample included, as JSON")
+        p.add_argument(
+            "--out", type=Path, help="file for the result, every sample included, as JSON"
+        )
     return p
 
 
@@ -48,14 +54,19 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in result.items())
+    lines = ",\n".join(
+        f"{json.dumps(key)}: {json.dumps(rounded(value))}" for key, value in result.items()
+    )
     path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
 
 
 @contextmanager
-def measured_part(name: str, result: dict[str, Any], to: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A part of a result; call the function it yields with each thing found. What was found before a failure is kept,
-    and written at once. A part carries its own `env`, since the parts of a file may be measured at different times."""
+def measured_part(
+    name: str, result: dict[str, Any], to: Path | None
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A part of a result; call the function it yields with each thing found. What was found before
+    a failure is kept, and written at once. A part carries its own `env`, since the parts of a file
+    may be measured at different times."""
     start = time.monotonic()
     found: list[dict[str, Any]] = []
     result["parts"][name] = told = {"found": found, "error": None, "env": result["env"]}
@@ -84,8 +95,8 @@ def rounded(value: Any) -> Any:
 
 
 def judged(path: Path | None, result: dict[str, Any]) -> int:
-    """For a program that judges itself (`problems`): print the result without its raw samples, write it,
-    and return the exit status."""
+    """For a program that judges itself (`problems`): print the result without its raw samples,
+    write it, and return the exit status."""
     print(json.dumps({k: v for k, v in result.items() if k != "raw"}, indent=1))
     write(path, result)
     return int(bool(result["problems"]))

@@ -1,4 +1,5 @@
-"""Several things measured by turns, so that the machine's noise hits all of them alike, and their ratios. No torch."""
+"""Several things measured by turns, so that the machine's noise hits all of them alike, and their
+ratios. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ T = TypeVar("T")
 
 
 def turns(things: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """(round, thing), all things in each round. Each round begins with the next one, so that none always follows the
-    same neighbour."""
+    """(round, thing), all things in each round. Each round begins with the next one, so that none
+    always follows the same neighbour."""
     for number in range(rounds):
         for step in range(len(things)):
             yield number, things[(number + step) % len(things)]
@@ -21,7 +22,8 @@ def turns(things: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of two things measured in the same rounds: the median of the rounds' ratios, and their middle half."""
+    """Of two things measured in the same rounds: the median of the rounds' ratios, and their middle
+    half."""
 
     middle: float
     low: float

@@ -45,11 +45,16 @@ class Server:
         start, last = time.monotonic(), ""
         while time.monotonic() - start < limit:
             if self.process.poll() is not None:
-                raise Stopped(f"the server ended with {self.process.returncode} while starting:\n{self.tail()}")
+                raise Stopped(
+                    f"the server ended with {self.process.returncode} while "
+                    f"starting:\n{self.tail()}"
+                )
             state, stages = self.health()
             told = json.dumps([state, stages])
             if told != last:
-                self.phases.append({"at_s": time.monotonic() - start, "state": state, "stages": stages})
+                self.phases.append(
+                    {"at_s": time.monotonic() - start, "state": state, "stages": stages}
+                )
                 last = told
             if state == "ready":
                 self.ready_s = time.monotonic() - start
@@ -59,7 +64,9 @@ class Server:
 
     def health(self) -> tuple[str, dict[str, str]]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/health", timeout=5
+            ) as answer:
                 body = json.loads(answer.read())
         except urllib.error.HTTPError as e:  # 503: not ready yet
             body = json.loads(e.read())
@@ -70,7 +77,9 @@ class Server:
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("stretto_") and " " in line)
+        pairs = (
+            line.rsplit(" ", 1) for line in lines if line.startswith("stretto_") and " " in line
+        )
         return {name: float(value) for name, value in pairs}
 
     def tail(self, size: int = 4000) -> str:
@@ -79,12 +88,13 @@ class Server:
 
 @contextmanager
 def serving(
-    args: argparse.Namespace, directory: Path, folder: Path, *, tree: Path = ROOT, unread_log: bool = False,
+    args: argparse.Namespace, directory: Path, folder: Path, *, tree: Path = ROOT,
+    unread_log: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:  # fmt: skip
-    """Started with the settings of a service with many listeners; ended by SIGTERM, then by SIGKILL. `tree`: the
-    checkout whose server it is. `unread_log`: its output goes into a pipe that nobody reads. `more`: for its
-    environment."""
+    """Started with the settings of a service with many listeners; ended by SIGTERM, then by
+    SIGKILL. `tree`: the checkout whose server it is. `unread_log`: its output goes into a pipe that
+    nobody reads. `more`: for its environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,11 +111,14 @@ def serving(
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stretto", "serve", str(directory), *words, *args.serve], cwd=tree,
-            env=environment(tree, more), stdout=subprocess.PIPE if unread_log else out, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "stretto", "serve", str(directory), *words, *args.serve],
+            cwd=tree,
+            env=environment(tree, more), stdout=subprocess.PIPE if unread_log else out,
+            stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=_usual_limit_of_files,
         )  # fmt: skip
-    # Ended from outside, by `timeout` for one: the server must not outlive us, with a GPU in its hands.
+    # Ended from outside, by `timeout` for one: the server must not outlive us, with a GPU in its
+    # hands.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))
     try:
         yield Server(port, process, log)
@@ -120,8 +133,11 @@ def serving(
 
 
 def _usual_limit_of_files() -> None:
-    """As most systems begin, so that a result does not depend on the shell that it was started from."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    """As most systems begin, so that a result does not depend on the shell that it was started
+    from."""
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
 def environment(tree: Path = ROOT, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -141,24 +157,38 @@ class GpuWatch:
         if (program := shutil.which("nvidia-smi")) is not None:
             fields = ",".join(("timestamp", *self.FIELDS))
             ask = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-lms", "100"]
-            self._process = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            self._process = subprocess.Popen(
+                ask, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
             threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:  # by their own time: what comes through a pipe may come in lumps
+        for (
+            line
+        ) in process.stdout:  # by their own time: what comes through a pipe may come in lumps
             with suppress(ValueError):
                 when, *values = line.split(",")
                 at = datetime.strptime(when.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
-                self.samples.append((at - time.time() + time.monotonic(), [float(x) for x in values]))
+                self.samples.append(
+                    (at - time.time() + time.monotonic(), [float(x) for x in values])
+                )
 
     def between(self, start: float, stop: float) -> dict[str, Any]:
         found = [values for at, values in self.samples if start <= at <= stop]
         if not found:
             return {}
         busy = [v[0] for v in found]
-        means = {name: statistics.fmean(column) for name, column in zip(self.FIELDS, zip(*found, strict=True))}
-        return {"samples": len(found), "busy_percent": means.pop(self.FIELDS[0]), "busy_min": min(busy), **means}
+        means = {
+            name: statistics.fmean(column)
+            for name, column in zip(self.FIELDS, zip(*found, strict=True))
+        }
+        return {
+            "samples": len(found),
+            "busy_percent": means.pop(self.FIELDS[0]),
+            "busy_min": min(busy),
+            **means,
+        }
 
     def close(self) -> None:
         if self._process is not None:

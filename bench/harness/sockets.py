@@ -1,5 +1,5 @@
-"""HTTP and WebSockets on bare sockets: a client library costs more than what is measured, and refuses to do what an
-attacker does. Imports no torch."""
+"""HTTP and WebSockets on bare sockets: a client library costs more than what is measured, and
+refuses to do what an attacker does. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PART_BYTES = 256 << 10
-FAILURES = (OSError, EOFError, ValueError, IndexError)  # of a connection that ended, or said something else
+FAILURES = (
+    OSError,
+    EOFError,
+    ValueError,
+    IndexError,
+)  # of a connection that ended, or said something else
 
 
 @dataclass(slots=True)
@@ -43,11 +48,18 @@ class Http:
     def head(self, method: str, path: str, size: int, content_type: str) -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}"]
         lines += [f"Authorization: Bearer {self.key}"] if self.key else []
-        lines += [f"Content-Type: {content_type}", f"Content-Length: {size}"] if method != "GET" else []
+        lines += (
+            [f"Content-Type: {content_type}", f"Content-Length: {size}"] if method != "GET" else []
+        )
         return "\r\n".join([*lines, "\r\n"]).encode()
 
     async def send(
-        self, method: str, path: str, parts: Sequence[bytes], content_type: str, stated: int | None = None
+        self,
+        method: str,
+        path: str,
+        parts: Sequence[bytes],
+        content_type: str,
+        stated: int | None = None,
     ) -> None:
         """The request; `stated` is the length that its header gives, if that is not its own."""
         _, writer = await self.open()
@@ -79,14 +91,18 @@ class Http:
         if answer.headers.get("connection") == "close":
             self.close()
 
-    async def request(self, method: str, path: str, *parts: bytes, content_type: str = "application/json") -> Answer:
+    async def request(
+        self, method: str, path: str, *parts: bytes, content_type: str = "application/json"
+    ) -> Answer:
         await self.send(method, path, parts, content_type)
         answer = await self.begin()
         answer.body = b"".join([piece async for piece in self.pieces(answer)])
         return answer
 
     async def post(self, path: str, body: Any) -> Answer:
-        return await self.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        return await self.request(
+            "POST", path, body if isinstance(body, bytes) else json.dumps(body).encode()
+        )
 
     def close(self) -> None:
         if self._streams is not None:
@@ -141,7 +157,8 @@ class Closed(EOFError):
 
 
 def frame(kind: int, size: int, *, last: bool = True) -> bytes:
-    """The head of a frame of a client. Its mask is zeros, so the bytes that follow are sent as they are."""
+    """The head of a frame of a client. Its mask is zeros, so the bytes that follow are sent as they
+    are."""
     first = kind | (FIN if last else 0)
     if size < 126:
         return bytes([first, MASKED | size]) + bytes(4)
@@ -191,8 +208,8 @@ class Socket:
         return event
 
     async def until(self, *kinds: str) -> dict[str, Any]:
-        """The next event of one of these kinds; others before it are dropped. An error is `Failed` unless it is one
-        of them."""
+        """The next event of one of these kinds; others before it are dropped. An error is `Failed`
+        unless it is one of them."""
         while True:
             event = await self.receive()
             if isinstance(event, dict) and event.get("type") in kinds:
@@ -205,7 +222,9 @@ class Socket:
 
 
 @asynccontextmanager
-async def websocket(port: int, path: str, key: str = "", limit: int = 1 << 21) -> AsyncIterator[Socket]:
+async def websocket(
+    port: int, path: str, key: str = "", limit: int = 1 << 21
+) -> AsyncIterator[Socket]:
     socket = await connect(port, path, key, limit)
     try:
         yield socket
@@ -215,7 +234,12 @@ async def websocket(port: int, path: str, key: str = "", limit: int = 1 << 21) -
 
 async def connect(port: int, path: str, key: str = "", limit: int = 1 << 21) -> Socket:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=limit)
-    lines = [f"GET {path} HTTP/1.1", f"Host: 127.0.0.1:{port}", "Connection: Upgrade", "Upgrade: websocket"]
+    lines = [
+        f"GET {path} HTTP/1.1",
+        f"Host: 127.0.0.1:{port}",
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+    ]
     lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="]
     lines += [f"Authorization: Bearer {key}"] if key else []
     writer.write("\r\n".join([*lines, "\r\n"]).encode())

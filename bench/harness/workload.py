@@ -1,8 +1,8 @@
 """What a benchmark asks: workloads by name, turned into messages and lengths.
 
-Every request of a run is different (its text begins with its number, its sound and picture come from its number), so
-that no prefix cache helps; only what `system_tokens` states is shared. Lengths are fixed for any weights, so that
-random weights do the same work as trained ones."""
+Every request of a run is different (its text begins with its number, its sound and picture come
+from its number), so that no prefix cache helps; only what `system_tokens` states is shared. Lengths
+are fixed for any weights, so that random weights do the same work as trained ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import soundfile
 from PIL import Image
 
 from stretto.loadtest.workload import COMMON
-from stretto.messages.params import ChunkSizes, Params
+from stretto.params import ChunkSizes, Params
 
 RATE = 16_000
 CountTokens = Callable[[str], int]
@@ -44,7 +44,8 @@ class Workload:
     packets: ChunkSizes = field(default_factory=ChunkSizes)
 
     def params(self, index: int) -> Params:
-        """Exactly `text_tokens` and `frames`, sampled as the model was made to be, seeded by the request's number."""
+        """Exactly `text_tokens` and `frames`, sampled as the model was made to be, seeded by the
+        request's number."""
         return Params(
             temperature=0.7,
             top_k=20,
@@ -77,32 +78,45 @@ EACH = ChunkSizes(first=1, each=1)
 WORKLOADS = {
     w.name: w
     for w in (
-        Workload("text-20", "a short question, 64 tokens of answer, 10 s of speech", Question(20), **TEN_S),
+        Workload("text-20", "a short question, 64 tokens of answer, 10 s of speech", Question(20),
+        **TEN_S),
         Workload("text-100", "a question of 100 tokens, else as text-20", Question(100), **TEN_S),
-        Workload("text-2000", "a question of 2,000 tokens, else as text-20", Question(2000), **TEN_S),
-        Workload("long-60s", "as text-100, 300 tokens of answer, 60 s of speech", Question(100), 300, 750),
-        Workload("audio-2s", "as text-20 with two seconds of sound", Question(20, audio_s=2.0), **TEN_S),
-        Workload("audio-10s", "as text-20 with ten seconds of sound", Question(20, audio_s=10.0), **TEN_S),
+        Workload("text-2000", "a question of 2,000 tokens, else as text-20", Question(2000),
+        **TEN_S),
+        Workload("long-60s", "as text-100, 300 tokens of answer, 60 s of speech", Question(100),
+        300, 750),
+        Workload("audio-2s", "as text-20 with two seconds of sound", Question(20, audio_s=2.0),
+        **TEN_S),
+        Workload("audio-10s", "as text-20 with ten seconds of sound", Question(20, audio_s=10.0),
+        **TEN_S),
         Workload("image", "as text-20 with a picture", Question(20, image=(640, 480)), **TEN_S),
-        Workload("shared-500", "as text-20 behind a system prompt of 500 tokens that all requests share: what the "
+        Workload("shared-500", "as text-20 behind a system prompt of 500 tokens that all requests "
+                               "share: what the "
                  "prefix caches are for", Question(20, system_tokens=500), **TEN_S),
-        Workload("frames", "as text-100, a packet for each frame: the most that a client can ask of a server",
+        Workload("frames", "as text-100, a packet for each frame: the most that a client can ask "
+                           "of a server",
                  Question(100), **TEN_S, packets=EACH),
         Workload("read", "20 tokens to be read aloud, 5 s of speech", Question(20), 24, 63),
-        Workload("small", "for the tiny model on a CPU: a short question, 24 tokens of answer, 3 s of speech",
+        Workload("small", "for the tiny model on a CPU: a short question, 24 tokens of answer, 3 s "
+                          "of speech",
                  Question(20), **SHORT, packets=EACH),
-        Workload("small-audio", "as small with two seconds of sound", Question(20, audio_s=2.0), **SHORT, packets=EACH),
+        Workload("small-audio", "as small with two seconds of sound", Question(20, audio_s=2.0),
+        **SHORT, packets=EACH),
     )
 }  # fmt: skip
 
 
 def words(tokens: int, opening: str, seed: int, count: CountTokens) -> str:
-    """Everyday words that make exactly `tokens` tokens (more only if the opening alone has more)."""
+    """Everyday words that make exactly `tokens` tokens (more only if the opening alone has
+    more)."""
     rng, text = random.Random(seed), opening
     while (missing := tokens - count(text)) > 0:
-        more = [rng.choice(COMMON) for _ in range(max(1, missing // 4))]  # a word may be several tokens
+        more = [
+            rng.choice(COMMON) for _ in range(max(1, missing // 4))
+        ]  # a word may be several tokens
         longer = " ".join([text, *more] if text else more)
-        # Where the next word is too long, the shortest one fills the line: it is a token in any tokenizer.
+        # Where the next word is too long, the shortest one fills the line: it is a token in any
+        # tokenizer.
         text = longer if count(longer) <= tokens else text + " a" * missing
     return text
 
@@ -120,7 +134,8 @@ def sound(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def picture(size: tuple[int, int], seed: int) -> dict[str, Any]:
-    """A grid of colours, different for each number. Small as a file, so that decoding takes little time."""
+    """A grid of colours, different for each number. Small as a file, so that decoding takes little
+    time."""
     coarse = np.random.default_rng(seed).integers(0, 256, (12, 16, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(coarse).resize(size, Image.Resampling.NEAREST).save(out, format="PNG")

@@ -1,4 +1,5 @@
-"""A host in this process whose loop thread is measured: how much time it needs for a frame, and for what.
+"""A host in this process whose loop thread is measured: how much time it needs for a frame, and for
+what.
 
 Used by the program `host`, here and in older checkouts (see tree.py)."""
 
@@ -61,7 +62,9 @@ class Device:
     on: bool
     marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def watch(self, name: str, stream: torch.cuda.Stream | None, launch: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(
+        self, name: str, stream: torch.cuda.Stream | None, launch: Callable[..., Any]
+    ) -> Callable[..., Any]:
         if not self.on or stream is None:
             return launch
 
@@ -76,12 +79,15 @@ class Device:
         return marked
 
     def told(self) -> dict[str, Any]:
-        """Of the marks since the last reset: step times, and the share of the time without any step."""
+        """Of the marks since the last reset: step times, and the share of the time without any
+        step."""
         if not self.marks:
             return {}
         torch.cuda.synchronize()
         base = self.marks[0][1]
-        spans = sorted((base.elapsed_time(a), base.elapsed_time(b), name) for name, a, b in self.marks)
+        spans = sorted(
+            (base.elapsed_time(a), base.elapsed_time(b), name) for name, a, b in self.marks
+        )
         busy, end = 0.0, spans[0][0]
         for start, stop, _ in spans:
             busy += max(0.0, stop - max(start, end))
@@ -101,8 +107,9 @@ Counts = dict[str, dict[str, int]]
 
 
 class MeasuredHost(OneHost):
-    """Measures from when all requests of a round have sound until the first one ends. With `stub`, the models
-    are not run; with `phases`, what the loop thread does is timed by stage and phase, which takes some time itself."""
+    """Measures from when all requests of a round have sound until the first one ends. With `stub`,
+    the models are not run; with `phases`, what the loop thread does is timed by stage and phase,
+    which takes some time itself."""
 
     def __init__(self, directory: Path, settings: HostSettings, stub: bool, phases: bool) -> None:
         self.watch = Stopwatch()
@@ -147,7 +154,8 @@ class MeasuredHost(OneHost):
             node.launch = wrap(f"{name}: launch stage", node.launch)  # type: ignore[method-assign]
 
     def run(self, admits: list[Question], profile: bool = False) -> dict[str, Any]:
-        """All requests from admission to their end; measured is the time in which all of them have sound."""
+        """All requests from admission to their end; measured is the time in which all of them have
+        sound."""
         host, ids = self.host, {a.request for a, _ in admits}
         self.spoken.clear()
         self.ended.clear()
@@ -176,7 +184,9 @@ class MeasuredHost(OneHost):
                 if profiler is not None:
                     profiler.disable()
                 took = time.perf_counter_ns() - window
-                result = self._told(took, asleep, time.thread_time_ns() - cpu, rounds, counts, len(ids))
+                result = self._told(
+                    took, asleep, time.thread_time_ns() - cpu, rounds, counts, len(ids)
+                )
             rounds += 1
             if not host.loop.round():
                 before = time.perf_counter_ns()
@@ -200,7 +210,9 @@ class MeasuredHost(OneHost):
             "late": {name: s.late for name, s in ahead.items()},
         }
 
-    def _told(self, window: int, asleep: int, cpu: int, rounds: int, counts: Counts, streams: int) -> dict[str, Any]:
+    def _told(
+        self, window: int, asleep: int, cpu: int, rounds: int, counts: Counts, streams: int
+    ) -> dict[str, Any]:
         grown = {
             what: {name: after - counts[what][name] for name, after in values.items()}
             for what, values in self._counts().items()

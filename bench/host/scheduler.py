@@ -1,10 +1,11 @@
-"""Host time of the scheduler alone: `schedule` and `retire` per step and per running request, with no model.
+"""Host time of the scheduler alone: `schedule` and `retire` per step and per running request, with
+no model.
 
     python -m bench host --parts scheduler
 
-Cases: `thinker` decodes freely; `talker` is fed one text token and one
-deadline per frame, as the stage does (`feed_us`); `full` is `thinker` with a queue of requests that find no blocks.
-Medians over steps; the 99th percentile shows how busy the machine was."""
+Cases: `thinker` decodes freely; `talker` is fed one text token and one deadline per frame, as the
+stage does (`feed_us`); `full` is `thinker` with a queue of requests that find no blocks. Medians
+over steps; the 99th percentile shows how busy the machine was."""
 
 from __future__ import annotations
 
@@ -27,12 +28,20 @@ STEPS = 400
 def build(case: str, rows: int, steps: int, depth: int) -> Scheduler:
     blocks = rows * ((PROMPT + steps + 64) // 16 + 2)
     config = SchedulerConfig(
-        num_blocks=blocks, max_rows=rows + 8, max_waiting=4 * rows + 64, overlap_depth=depth, max_context=1 << 20
+        num_blocks=blocks,
+        max_rows=rows + 8,
+        max_waiting=4 * rows + 64,
+        overlap_depth=depth,
+        max_context=1 << 20,
     )
     scheduler = Scheduler(config)
     for i in range(rows):
         spec = RequestSpec(
-            RequestId(f"r{i}"), max_new=steps + 32, stop_ids=frozenset({0}), paced=case == "talker", cache_output=False
+            RequestId(f"r{i}"),
+            max_new=steps + 32,
+            stop_ids=frozenset({0}),
+            paced=case == "talker",
+            cache_output=False,
         )
         scheduler.submit(spec, [i + 1] * PROMPT)
         if case == "talker":

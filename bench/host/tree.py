@@ -1,8 +1,9 @@
-"""A host of some checkout, stage models stubbed, in a process of its own: measured by turns with those of others.
+"""A host of some checkout, stage models stubbed, in a process of its own: measured by turns with
+those of others.
 
-Run as a script in that checkout, which comes first on the module path. Reads one number of streams a line, answers
-with the JSON of one measurement a line; nothing else goes to stdout. Knows how hosts were measured in checkouts from
-before `bench/harness` (commit ab1147a, for one)."""
+Run as a script in that checkout, which comes first on the module path. Reads one number of streams
+a line, answers with the JSON of one measurement a line; nothing else goes to stdout. Knows how
+hosts were measured in checkouts from before `bench/harness` (commit ab1147a, for one)."""
 
 from __future__ import annotations
 
@@ -28,9 +29,18 @@ def of_now(directory: Any) -> Measure:
     from stretto.models.qwen3_omni.prompts import PromptBuilder
 
     blocks = {"thinker": 16 * ROWS, "talker": 16 * ROWS}
-    host = MeasuredHost(directory, HostSettings(max_rows=ROWS, blocks=blocks), stub=True, phases=False)
-    asker, workload = Asker(PromptBuilder.open(directory, OmniConfig.read(directory))), WORKLOADS["text-100"]
-    assert (workload.prompt.text_tokens, workload.text_tokens, workload.frames) == (PROMPT, TEXT, FRAMES)
+    host = MeasuredHost(
+        directory, HostSettings(max_rows=ROWS, blocks=blocks), stub=True, phases=False
+    )
+    asker, workload = (
+        Asker(PromptBuilder.open(directory, OmniConfig.read(directory))),
+        WORKLOADS["text-100"],
+    )
+    assert (workload.prompt.text_tokens, workload.text_tokens, workload.frames) == (
+        PROMPT,
+        TEXT,
+        FRAMES,
+    )
     return lambda streams: host.run(asker.round(workload, streams))
 
 
@@ -52,7 +62,10 @@ def of_before(directory: Any) -> Measure:
     settings = HostSettings(max_rows=ROWS, thinker_blocks=16 * ROWS, talker_blocks=16 * ROWS)
     host = Plain(directory, settings, True)
     builder = PromptBuilder.open(directory, OmniConfig.read(directory))
-    given, rounds = argparse.Namespace(prompt=PROMPT, text=TEXT, frames=FRAMES), iter(range(1 << 30))
+    given, rounds = (
+        argparse.Namespace(prompt=PROMPT, text=TEXT, frames=FRAMES),
+        iter(range(1 << 30)),
+    )
 
     def measure(streams: int) -> dict[str, Any]:
         found: dict[str, Any] = host.run(requests(builder, given, streams, next(rounds)), False)

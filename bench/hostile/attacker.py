@@ -1,8 +1,10 @@
-"""One process that attacks: says that it is prepared, begins when it is told to, and prints what it was answered.
+"""One process that attacks: says that it is prepared, begins when it is told to, and prints what it
+was answered.
 
-Started by `attacks.py`, which gives it a job as one JSON line on stdin and then a line with the moment to begin. It is
-the client of an API key of its own. Everything it sends is made before it begins: an attacker stands for another
-machine, so that making a request must cost this one nothing while others are measured. Imports no torch."""
+Started by `attacks.py`, which gives it a job as one JSON line on stdin and then a line with the
+moment to begin. It is the client of an API key of its own. Everything it sends is made before it
+begins: an attacker stands for another machine, so that making a request must cost this one nothing
+while others are measured. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Attacker:
     port: int
     key: str
     index: int = 0  # among the processes of this attack
-    answers: list[tuple[str, float]] = field(default_factory=list)  # the status or what went wrong; seconds
+    answers: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # the status or what went wrong; seconds
     messages: dict[str, str] = field(default_factory=dict)  # by status: the first one's words
     began: float = 0.0
 
@@ -66,8 +70,8 @@ class Attacker:
         content_type: str = "application/json",
         http: Http | None = None,
     ) -> None:
-        """A request, and its answer; the client leaves when its patience is over. Without `http`: a connection of its
-        own."""
+        """A request, and its answer; the client leaves when its patience is over. Without `http`: a
+        connection of its own."""
         since = time.monotonic()
         mine = http or Http(self.port, self.key)
         try:
@@ -82,9 +86,11 @@ class Attacker:
         await self.post("/v1/chat/completions", body, patience=patience)
 
     @asynccontextmanager
-    async def session(self, path: str = "/v1/realtime", insist: float = 0.0) -> AsyncIterator[Socket | None]:
-        """A WebSocket; None if it is refused, though tried again until `insist` seconds after the beginning. Each
-        refusal is noted."""
+    async def session(
+        self, path: str = "/v1/realtime", insist: float = 0.0
+    ) -> AsyncIterator[Socket | None]:
+        """A WebSocket; None if it is refused, though tried again until `insist` seconds after the
+        beginning. Each refusal is noted."""
         socket: Socket | None = None
         while True:
             since = time.monotonic()
@@ -138,7 +144,12 @@ def main() -> None:
         error = f"the attack was not over after {job['limit']:g} s"
     seconds = time.monotonic() - attacker.began if attacker.began else 0.0
     told = {k: v for k, v in asdict(attacker).items() if k in ("answers", "messages")}
-    print(json.dumps({**told, "error": error, "seconds": seconds, "cpu_s": time.process_time() - spent}), flush=True)
+    print(
+        json.dumps(
+            {**told, "error": error, "seconds": seconds, "cpu_s": time.process_time() - spent}
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -3,23 +3,25 @@
     python -m bench hostile --out bench/results/attacks.json
     python -m bench hostile --only descriptors,idle_sessions --tree OTHER_CHECKOUT --out FILE
 
-For each attack `stretto serve` is started on the tiny model with two API keys. The client of one key listens to two
-streamed answers and sends ordinary requests of six kinds (text, structured text, speech, a transcription, a realtime
-session, live speech); a probe asks /live all the time. First alone (`quiet`), then beside the attack, which one or more
-processes make with the other key; they are watched for some seconds at least, and until the attack has been answered.
-Then everybody leaves, and what the server's processes hold is compared with what they held before.
+For each attack `stretto serve` is started on the tiny model with two API keys. The client of one
+key listens to two streamed answers and sends ordinary requests of six kinds (text, structured text,
+speech, a transcription, a realtime session, live speech); a probe asks /live all the time. First
+alone (`quiet`), then beside the attack, which one or more processes make with the other key; they
+are watched for some seconds at least, and until the attack has been answered. Then everybody
+leaves, and what the server's processes hold is compared with what they held before.
 
-Printed and kept for each: the worst latency of /live; the longest gap in a stream, and how many times the longest quiet
-one it is; ordinary requests that were refused, failed or had no answer; how the attack was answered, and after how
-long; memory, memory files and descriptors of all processes before, at most, and after. Problems are: /live took more
-than 50 ms; a gap above 1.5 times the quiet one; a refusal, or an ordinary request that took 2 s longer than any quiet
-one; descriptors, processes or memory files that did not come back; more than 64 MiB of memory that did not. The exit
-status is 1 if there are any. A server that takes more than `--memory-limit-mb` is killed, since some attacks would take
-all of the machine.
+Printed and kept for each: the worst latency of /live; the longest gap in a stream, and how many
+times the longest quiet one it is; ordinary requests that were refused, failed or had no answer; how
+the attack was answered, and after how long; memory, memory files and descriptors of all processes
+before, at most, and after. Problems are: /live took more than 50 ms; a gap above 1.5 times the
+quiet one; a refusal, or an ordinary request that took 2 s longer than any quiet one; descriptors,
+processes or memory files that did not come back; more than 64 MiB of memory that did not. The exit
+status is 1 if there are any. A server that takes more than `--memory-limit-mb` is killed, since
+some attacks would take all of the machine.
 
-`--tree` runs the server of another checkout (the clients are this one's), to compare two versions. The lowest priority
-of attackers, who stand for other machines, is the default; on a machine that is busy they would come too late:
-`--attackers normal`."""
+`--tree` runs the server of another checkout (the clients are this one's), to compare two versions.
+The lowest priority of attackers, who stand for other machines, is the default; on a machine that is
+busy they would come too late: `--attackers normal`."""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ Notes = dict[str, Any]
 
 def started(module: str, job: dict[str, Any]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", module], cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", module], cwd=ROOT, env=environment(), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True, start_new_session=bool(job.get("idle")),
     )  # fmt: skip
     tell(process, json.dumps(job))
@@ -83,7 +86,9 @@ def wait_ready(processes: Sequence[subprocess.Popen[str]]) -> None:
             raise RuntimeError(f"a client did not start: {line!r}")
 
 
-def begin(processes: Sequence[subprocess.Popen[str]], attackers: Sequence[subprocess.Popen[str]]) -> float:
+def begin(
+    processes: Sequence[subprocess.Popen[str]], attackers: Sequence[subprocess.Popen[str]]
+) -> float:
     """Tell all when; attackers come when the streams of the others flow."""
     at = time.monotonic() + START_S
     for process in processes:
@@ -145,11 +150,14 @@ def watch_quiet(port: int, key: str, seconds: float) -> Notes:
     return watch.found
 
 
-def watch_attack(case: Case, port: int, keys: dict[str, str], args: argparse.Namespace) -> tuple[Notes, list[Notes]]:
+def watch_attack(
+    case: Case, port: int, keys: dict[str, str], args: argparse.Namespace
+) -> tuple[Notes, list[Notes]]:
     attackers = [
         started(
             "bench.hostile.attacker",
-            {"attack": case.name, "port": port, "key": keys["attacker"], "index": i, "limit": case.limit_s,
+            {"attack": case.name, "port": port, "key": keys["attacker"], "index": i,
+            "limit": case.limit_s,
              "idle": args.attackers == "idle"},
         )
         for i in range(case.processes)
@@ -177,8 +185,14 @@ def summary(found: Notes) -> Notes:
         return {"count": len(values), **of}
 
     asked: Counter[str] = Counter(kind for _, kind, _, _ in found["asked"])
-    refused = Counter(f"{kind}: {outcome}" for _, kind, outcome, _ in found["asked"] if outcome != "ok")
-    slowest = {kind: max(s for _, k, _, s in found["asked"] if k == kind) for kind in asked if kind != "stream"}
+    refused = Counter(
+        f"{kind}: {outcome}" for _, kind, outcome, _ in found["asked"] if outcome != "ok"
+    )
+    slowest = {
+        kind: max(s for _, k, _, s in found["asked"] if k == kind)
+        for kind in asked
+        if kind != "stream"
+    }
     return {
         "seconds": found["seconds"],
         **{f"{name}_s": spread(found[name]) for name in ("live", "gaps", "first")},
@@ -211,11 +225,16 @@ def judged(quiet: Notes, attacked: Notes, before: Tree, after: Tree, peak: Peak)
         problems.append(f"the server was killed at {peak.anonymous + peak.file_bytes >> 20} MiB")
     live, gap, calm = attacked["live_s"]["max"], attacked["gaps_s"]["max"], quiet["gaps_s"]["max"]
     if live is None or live > LIVE_MOST_S:
-        problems.append(f"/live took {1e3 * (live or 0):.0f} ms (quiet: {1e3 * quiet['live_s']['max']:.0f} ms)")
+        problems.append(
+            f"/live took {1e3 * (live or 0):.0f} ms (quiet: {1e3 * quiet['live_s']['max']:.0f} ms)"
+        )
     if gap is None:
         problems.append("no stream had two pieces")
     elif gap > GAP_MOST * calm:
-        problems.append(f"a stream had a gap of {1e3 * gap:.0f} ms, {gap / calm:.1f} times the quiet {1e3 * calm:.0f}")
+        problems.append(
+            f"a stream had a gap of {1e3 * gap:.0f} ms, {gap / calm:.1f} times the quiet "
+            f"{1e3 * calm:.0f}"
+        )
     slow, calm = (max(of["slowest_s"].values(), default=0.0) for of in (attacked, quiet))
     if slow > calm + WAIT_MOST_S:
         kind = max(attacked["slowest_s"], key=attacked["slowest_s"].get)
@@ -265,7 +284,9 @@ def observed(case: Case, server: Server, keys: dict[str, str], args: argparse.Na
         "attackers": answered(told),
         "held": {
             "before": before.told(),
-            "peak": {k: getattr(peak, k) for k in ("resident", "anonymous", "file_bytes", "descriptors")},
+            "peak": {
+                k: getattr(peak, k) for k in ("resident", "anonymous", "file_bytes", "descriptors")
+            },
             "after": after.told(),
         },
         "server_ended": server.process.poll(),
@@ -274,7 +295,10 @@ def observed(case: Case, server: Server, keys: dict[str, str], args: argparse.Na
             "quiet": quiet,
             "attacked": attacked,
             "attackers": [t["answers"][:5000] for t in told],
-            "held": {"columns": ["s", "resident", "anonymous", "file_bytes", "descriptors"], "rows": peak.samples},
+            "held": {
+                "columns": ["s", "resident", "anonymous", "file_bytes", "descriptors"],
+                "rows": peak.samples,
+            },
         },
     }
 
@@ -287,14 +311,20 @@ def line(found: Notes) -> str:
 
     answers = ", ".join(f"{n} x {s} ({found['attackers']['seconds'][s]['max']:.1f} s)" for s, n in
                         found["attackers"]["answers"].items())  # fmt: skip
-    mib = [held["before"]["anonymous"] >> 20, held["peak"]["anonymous"] >> 20, held["after"]["anonymous"] >> 20]
+    mib = [
+        held["before"]["anonymous"] >> 20,
+        held["peak"]["anonymous"] >> 20,
+        held["after"]["anonymous"] >> 20,
+    ]
     fds = [held["before"]["descriptors"], held["after"]["descriptors"]]
     return (
-        f"{found['attack']:<22} /live {ms(attacked['live_s']['max'])} (quiet {ms(quiet['live_s']['max'])}) ms, "
+        f"{found['attack']:<22} /live {ms(attacked['live_s']['max'])} (quiet "
+        f"{ms(quiet['live_s']['max'])}) ms, "
         f"gap {ms(attacked['gaps_s']['max'])} (quiet {ms(quiet['gaps_s']['max'])}) ms, "
         f"refused {attacked['refusals']} of {sum(attacked['asked'].values())}, slowest "
         f"{max(attacked['slowest_s'].values(), default=0.0):.1f} s, "
-        f"memory {mib[0]}, {mib[1]}, {mib[2]} MiB, files {held['peak']['file_bytes'] >> 20} MiB at most, "
+        f"memory {mib[0]}, {mib[1]}, {mib[2]} MiB, files {held['peak']['file_bytes'] >> 20} MiB at "
+        f"most, "
         f"descriptors {fds[0]}, {fds[1]}; answered: {answers}"
     )
 
@@ -308,16 +338,48 @@ def names(given: str) -> list[str]:
 
 def main(given: Sequence[str]) -> int:
     p = parser("hostile --parts attacks", __doc__)
-    p.add_argument("--only", type=names, default=list(CASES), metavar="NAME,...", help="default: all, see --list")
+    p.add_argument(
+        "--only",
+        type=names,
+        default=list(CASES),
+        metavar="NAME,...",
+        help="default: all, see --list",
+    )
     p.add_argument("--list", action="store_true", help="the attacks and what they are")
-    p.add_argument("--tree", type=Path, default=ROOT, metavar="CHECKOUT", help="whose server is attacked")
-    p.add_argument("--warmup", type=float, default=4.0, metavar="S", help="of each server (default: %(default)s)")
-    p.add_argument("--quiet", type=float, default=10.0, metavar="S", help="without an attack (default: %(default)s)")
-    p.add_argument("--linger", type=float, default=2.0, metavar="S", help="watched after an attack, at least")
-    p.add_argument("--settle", type=float, default=20.0, metavar="S", help="until all is given back, at most")
-    p.add_argument("--memory-limit-mb", type=int, default=4096, metavar="MIB", help="of a server (default: 4096)")
+    p.add_argument(
+        "--tree", type=Path, default=ROOT, metavar="CHECKOUT", help="whose server is attacked"
+    )
+    p.add_argument(
+        "--warmup",
+        type=float,
+        default=4.0,
+        metavar="S",
+        help="of each server (default: %(default)s)",
+    )
+    p.add_argument(
+        "--quiet",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="without an attack (default: %(default)s)",
+    )
+    p.add_argument(
+        "--linger", type=float, default=2.0, metavar="S", help="watched after an attack, at least"
+    )
+    p.add_argument(
+        "--settle", type=float, default=20.0, metavar="S", help="until all is given back, at most"
+    )
+    p.add_argument(
+        "--memory-limit-mb",
+        type=int,
+        default=4096,
+        metavar="MIB",
+        help="of a server (default: 4096)",
+    )
     p.add_argument("--attackers", choices=("idle", "normal"), default="idle", help="their priority")
-    p.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last")
+    p.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last"
+    )
     args = p.parse_args(given)
     if args.list:
         for case in CASES.values():
@@ -332,9 +394,24 @@ def main(given: Sequence[str]) -> int:
             found = one(CASES[name], Path(place) / "tiny", Path(place), args)
         found["took_s"] = time.monotonic() - began
         result["attacks"].append(found)
-        result["problems"] = [f"{a['attack']}: {problem}" for a in result["attacks"] for problem in a["problems"]]
-        words = [f"answered {s}: {text}" for s, text in found["attackers"]["messages"].items() if text and s != "200"]
-        print(line(found), *(f"\n    {text}" for text in (*found["problems"], *words)), flush=True, sep="")
+        result["problems"] = [
+            f"{a['attack']}: {problem}" for a in result["attacks"] for problem in a["problems"]
+        ]
+        words = [
+            f"answered {s}: {text}"
+            for s, text in found["attackers"]["messages"].items()
+            if text and s != "200"
+        ]
+        print(
+            line(found),
+            *(f"\n    {text}" for text in (*found["problems"], *words)),
+            flush=True,
+            sep="",
+        )
         write(args.out, result)
-    print("nobody noticed, nothing is held" if not result["problems"] else f"{len(result['problems'])} problems")
+    print(
+        "nobody noticed, nothing is held"
+        if not result["problems"]
+        else f"{len(result['problems'])} problems"
+    )
     return 1 if result["problems"] else 0

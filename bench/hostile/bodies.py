@@ -16,7 +16,9 @@ FORM = f"multipart/form-data; boundary={BOUNDARY}"
 
 
 def chat(content: Any = "hi", **more: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}
+    ).encode()
 
 
 def letters(count: int, seed: int = 0) -> str:
@@ -35,16 +37,29 @@ def multiple_of(number: int) -> bytes:
 def bounded_integers(count: int, seed: int) -> bytes:
     rng = random.Random(seed)
     fields = {
-        f"p{i}": {"type": "integer", "minimum": rng.randrange(1000), "maximum": rng.randrange(10**6, 10**9)}
+        f"p{i}": {
+            "type": "integer",
+            "minimum": rng.randrange(1000),
+            "maximum": rng.randrange(10**6, 10**9),
+        }
         for i in range(count)
     }
-    return schema({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
+    return schema(
+        {
+            "type": "object",
+            "properties": fields,
+            "required": list(fields),
+            "additionalProperties": False,
+        }
+    )
 
 
 def properties(count: int, seed: int) -> bytes:
     """None is required, so that any subset in order may come."""
     fields: dict[str, Any] = {f"s{seed}p{i}": {"type": "null"} for i in range(count)}
-    return schema({"type": "object", "properties": fields, "additionalProperties": False}, max_tokens=16)
+    return schema(
+        {"type": "object", "properties": fields, "additionalProperties": False}, max_tokens=16
+    )
 
 
 def filled(size: int, item: str) -> str:
@@ -58,12 +73,12 @@ def template_kwargs(size: int) -> bytes:
 
 
 def large_schema(size: int) -> bytes:
-    head = b',"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"object","properties":'
+    head = b',"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"object","properties":'  # noqa: E501
     return chat()[:-1] + head + filled(size - 400, "{}").encode() + b"}}}}"
 
 
 def required_call(size: int) -> bytes:
-    head = b',"tool_choice":"required","tools":[{"type":"function","function":{"name":"f","parameters":'
+    head = b',"tool_choice":"required","tools":[{"type":"function","function":{"name":"f","parameters":'  # noqa: E501
     shape = b'{"type":"object","properties":' + filled(size - 500, "{}").encode() + b"}"
     return chat()[:-1] + head + shape + b"}}]}"
 
@@ -83,7 +98,9 @@ def session_tools(size: int) -> bytes:
         }
         for i in range(64)
     ]
-    return json.dumps({"type": "session.update", "session": {"type": "realtime", "tools": tools}}).encode()
+    return json.dumps(
+        {"type": "session.update", "session": {"type": "realtime", "tools": tools}}
+    ).encode()
 
 
 def item(*content: dict[str, Any], role: str = "user") -> bytes:
@@ -105,14 +122,17 @@ def wav(seconds: float, rate: int = 16_000) -> bytes:
 
 
 def form(file: bytes, fields: Iterable[tuple[str, str]] = (), name: str = "file") -> bytes:
-    parts = [f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{n}"\r\n\r\n{v}\r\n'.encode() for n, v in fields]
-    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"; filename="a.wav"\r\n\r\n'.encode()
+    parts = [
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{n}"\r\n\r\n{v}\r\n'.encode()
+        for n, v in fields
+    ]
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"; filename="a.wav"\r\n\r\n'.encode()  # noqa: E501
     return b"".join((*parts, head, file, f"\r\n--{BOUNDARY}--\r\n".encode()))
 
 
 def progressive_jpeg(side: int, scans: int) -> str:
-    """A grey picture of one colour in which a scan without content is repeated: some hundred bytes each, for which a
-    decoder visits all blocks. In base64."""
+    """A grey picture of one colour in which a scan without content is repeated: some hundred bytes
+    each, for which a decoder visits all blocks. In base64."""
     from PIL import Image
 
     out = io.BytesIO()

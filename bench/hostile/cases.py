@@ -1,6 +1,7 @@
 """The attacks by name. Each is bounded in number and time, and says in its docstring what it is.
 
-An attack prepares what it sends, waits for the common beginning (`begin`), and notes every answer."""
+An attack prepares what it sends, waits for the common beginning (`begin`), and notes every
+answer."""
 
 from __future__ import annotations
 
@@ -35,11 +36,17 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    watch: float = 8.0, limit: float = 90.0, processes: int = 1, flags: tuple[str, ...] = (), unread_log: bool = False
+    watch: float = 8.0,
+    limit: float = 90.0,
+    processes: int = 1,
+    flags: tuple[str, ...] = (),
+    unread_log: bool = False,
 ) -> Callable[[Attack], Attack]:
     def add(attack: Attack) -> Attack:
         name = getattr(attack, "__name__", "")
-        CASES[name] = Case(name, attack.__doc__ or "", attack, watch, limit, processes, flags, unread_log)
+        CASES[name] = Case(
+            name, attack.__doc__ or "", attack, watch, limit, processes, flags, unread_log
+        )
         return attack
 
     return add
@@ -71,7 +78,8 @@ async def descriptors(a: Attacker) -> None:
 
 @case(watch=20)
 async def multiple_of_9999991(a: Attacker) -> None:
-    """A schema of forty bytes that takes more than a minute to compile; its client leaves after a second."""
+    """A schema of forty bytes that takes more than a minute to compile; its client leaves after a
+    second."""
     body = bodies.multiple_of(9_999_991)
     await a.begin()
     await a.chat(body, patience=1.0)
@@ -106,15 +114,17 @@ async def many_properties(a: Attacker) -> None:
 
 @case(watch=20)
 async def stalled_uploads(a: Attacker) -> None:
-    """Eight uploads of 64 MiB that stop one byte short, and smaller ones into what room they leave, until not even 16
-    KiB are taken. They wait for the server to end them."""
+    """Eight uploads of 64 MiB that stop one byte short, and smaller ones into what room they leave,
+    until not even 16 KiB are taken. They wait for the server to end them."""
     data = b"[" + b" " * (64 * MIB - 2)
     await a.begin()
 
     async def upload(size: int, sent: asyncio.Event) -> None:
         since = time.monotonic()
         async with Http(a.port, a.key) as http, a.noted(75):
-            await http.send("POST", "/v1/chat/completions", [data[:size]], "application/json", size + 1)
+            await http.send(
+                "POST", "/v1/chat/completions", [data[:size]], "application/json", size + 1
+            )
             sent.set()
             a.note((await http.begin()).status, since)
 
@@ -136,7 +146,8 @@ async def stalled_uploads(a: Attacker) -> None:
 
 @case(watch=40)
 async def dribbling_speech(a: Attacker) -> None:
-    """64 streams of live speech that send two words, and then a letter every ten seconds, for forty."""
+    """64 streams of live speech that send two words, and then a letter every ten seconds, for
+    forty."""
     await a.begin()
 
     async def dribble(socket: Socket) -> None:
@@ -165,7 +176,9 @@ async def idle_sessions(a: Attacker) -> None:
 
     async def idle(_: int) -> None:
         async with a.session(insist=HOLD_S) as socket:
-            await asyncio.sleep(max(0.0, HOLD_S - (time.monotonic() - a.began)) if socket is not None else 0.0)
+            await asyncio.sleep(
+                max(0.0, HOLD_S - (time.monotonic() - a.began)) if socket is not None else 0.0
+            )
 
     await at_once(64, idle)
 
@@ -192,7 +205,8 @@ async def unfinished_messages(a: Attacker) -> None:
 
 @case(unread_log=True, limit=60)
 async def unread_log(a: Attacker) -> None:
-    """The server's stderr is a pipe that nobody reads; 1,500 requests, eight at once, of which each is a line."""
+    """The server's stderr is a pipe that nobody reads; 1,500 requests, eight at once, of which each
+    is a line."""
     numbers = iter(range(1500))
     body = bodies.chat(max_tokens=1)
     await a.begin()
@@ -211,7 +225,11 @@ async def unread_log(a: Attacker) -> None:
 
 
 async def storm(
-    a: Attacker, count: int, body: bytes, path: str = "/v1/chat/completions", kind: str = "application/json"
+    a: Attacker,
+    count: int,
+    body: bytes,
+    path: str = "/v1/chat/completions",
+    kind: str = "application/json",
 ) -> None:
     await a.begin()
     await at_once(count, lambda _: a.post(path, body, content_type=kind))
@@ -277,9 +295,12 @@ async def session_updates(a: Attacker) -> None:
 
 @case(limit=120)
 async def long_conversations(a: Attacker) -> None:
-    """Four realtime sessions with conversations of 960,000 characters, of which each is asked for an answer twice."""
-    items = [bodies.item({"type": "input_text", "text": bodies.letters(TEXT_PART, i)}) for i in range(8)]
-    respond = b'{"type":"response.create","response":{"output_modalities":["text"],"max_output_tokens":4}}'
+    """Four realtime sessions with conversations of 960,000 characters, of which each is asked for
+    an answer twice."""
+    items = [
+        bodies.item({"type": "input_text", "text": bodies.letters(TEXT_PART, i)}) for i in range(8)
+    ]
+    respond = b'{"type":"response.create","response":{"output_modalities":["text"],"max_output_tokens":4}}'  # noqa: E501
     await a.begin()
 
     async def session(_: int) -> None:
@@ -290,7 +311,9 @@ async def long_conversations(a: Attacker) -> None:
                 since = time.monotonic()
                 async with a.noted(30):
                     await socket.send(body)
-                    event = await socket.until("conversation.item.added", "conversation.item.created", "error")
+                    event = await socket.until(
+                        "conversation.item.added", "conversation.item.created", "error"
+                    )
                     a.note(str(event["type"]), since, str(event.get("error", "")))
             for _ in range(2):
                 since = time.monotonic()
@@ -318,7 +341,9 @@ async def many_sounds(a: Attacker) -> None:
                 since = time.monotonic()
                 async with a.noted(60):
                     await socket.send(body)
-                    event = await socket.until("conversation.item.added", "conversation.item.created", "error")
+                    event = await socket.until(
+                        "conversation.item.added", "conversation.item.created", "error"
+                    )
                     a.note(str(event["type"]), since, str(event.get("error", "")))
 
     await at_once(4, session)

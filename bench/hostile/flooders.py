@@ -49,7 +49,8 @@ class Enemy:
         return streams
 
     async def write(self, writer: asyncio.StreamWriter, *data: bytes) -> None:
-        """Part by part, as fast as the server takes them, and count them. Nothing is copied on the way."""
+        """Part by part, as fast as the server takes them, and count them. Nothing is copied on the
+        way."""
         writer.transport.set_write_buffer_limits(0)
         for view in map(memoryview, data):
             for at in range(0, len(view), PART_BYTES):
@@ -99,7 +100,9 @@ def head(body: bytes) -> bytes:
 
 
 def ask(content: Any, **more: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}
+    ).encode()
 
 
 def letters(count: int) -> str:
@@ -107,7 +110,10 @@ def letters(count: int) -> str:
 
 
 def described(size: int) -> bytes:
-    tool = {"type": "function", "function": {"name": "f", "description": letters(size), "parameters": {}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": letters(size), "parameters": {}},
+    }
     return ask("hi", tools=[tool])
 
 
@@ -195,8 +201,8 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "pings": lambda: frame(0x89) * 300_000,
     "a MiB of headers": lambda: (b"X-A: " + b"a" * 8000 + b"\r\n") * 131,
 }
-"""Made once, before the listeners come: attackers stand for other machines, so that making them must cost this one
-nothing while it is measured."""
+"""Made once, before the listeners come: attackers stand for other machines, so that making them
+must cost this one nothing while it is measured."""
 
 
 async def videos(e: Enemy) -> None:
@@ -208,7 +214,8 @@ async def media(e: Enemy) -> None:
 
 
 async def large_pictures(e: Enemy) -> None:
-    """One that is answered, if they wait for it, and three that leave when it is on its way to the encoder."""
+    """One that is answered, if they wait for it, and three that leave when it is on its way to the
+    encoder."""
     large = "a large picture"
     await asyncio.gather(e.post(large), *(e.post(large, leave_after=3.0) for _ in range(3)))
 
@@ -221,7 +228,9 @@ async def leavers(e: Enemy) -> None:
 
 async def slow_bodies(e: Enemy) -> None:
     """64 that begin to send a body and then stop."""
-    await asyncio.gather(*(e.send(f"{HEAD}Content-Length: 60000\r\n\r\n{{".encode()) for _ in range(64)))
+    await asyncio.gather(
+        *(e.send(f"{HEAD}Content-Length: 60000\r\n\r\n{{".encode()) for _ in range(64))
+    )
 
 
 async def pieces(e: Enemy) -> None:
@@ -272,7 +281,8 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def control(e: Enemy) -> None:
-    """Load of the same kind that no server should mind: large answers are read from another process's socket."""
+    """Load of the same kind that no server should mind: large answers are read from another
+    process's socket."""
     data = os.urandom(1 << 20)
     for _ in range(20):
         base64.b64encode(data)
@@ -280,7 +290,9 @@ async def control(e: Enemy) -> None:
     await e.send(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
 
 
-async def attack(port: int, names: list[str], seconds: float, bodies: dict[str, bytes]) -> dict[str, Any]:
+async def attack(
+    port: int, names: list[str], seconds: float, bodies: dict[str, bytes]
+) -> dict[str, Any]:
     until, before = time.monotonic() + seconds, time.process_time()
 
     async def keep_on(name: str) -> Enemy:
@@ -302,8 +314,9 @@ async def attack(port: int, names: list[str], seconds: float, bodies: dict[str, 
 
 
 def step_back() -> None:
-    """Of all processes, this one comes last: attackers stand for other machines. Linux shares cores out between
-    sessions first, so that priorities count within one only: this one's session gets the least weight, too."""
+    """Of all processes, this one comes last: attackers stand for other machines. Linux shares cores
+    out between sessions first, so that priorities count within one only: this one's session gets
+    the least weight, too."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with suppress(OSError):  # no Linux, or one without autogroups
         Path("/proc/self/autogroup").write_text("19")

@@ -1,9 +1,10 @@
 """One process that uses a server as its other clients do, and notes what it notices.
 
-Started by `attacks.py` twice: as `probe`, which asks /live all the time, and as `client`, which has an API key of its
-own, listens to streamed answers, and sends ordinary requests of every kind. A job comes as one JSON line on stdin;
-`ready` is printed; a second line holds the moment to begin, a third ends it; then the result is printed. What has no
-answer by then counts with the time that it has waited. Imports no torch."""
+Started by `attacks.py` twice: as `probe`, which asks /live all the time, and as `client`, which has
+an API key of its own, listens to streamed answers, and sends ordinary requests of every kind. A job
+comes as one JSON line on stdin; `ready` is printed; a second line holds the moment to begin, a
+third ends it; then the result is printed. What has no answer by then counts with the time that it
+has waited. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from bench.hostile import bodies
 PROBE_S = 0.02
 PAUSE_S = 0.3
 PATIENCE_S = 60.0
-LATE_S = 5.0  # an ordinary request without an answer after so long counts as refused when the watch ends
+LATE_S = (
+    5.0  # an ordinary request without an answer after so long counts as refused when the watch ends
+)
 LISTENERS = 2
 FRAMES = 100  # of each streamed answer
 CHAT, SPEECH, FORMS = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"
@@ -38,10 +41,18 @@ class Notes:
     """What was noticed. Times are seconds; `at` counts from the beginning."""
 
     live: list[tuple[float, float]] = field(default_factory=list)  # at, latency
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # at, between two pieces of a stream
-    first: list[tuple[float, float]] = field(default_factory=list)  # at, from a request to its stream's first piece
-    asked: list[tuple[float, str, str, float]] = field(default_factory=list)  # at, kind, outcome, seconds
-    open: dict[int, tuple[str, float]] = field(default_factory=dict)  # what is waited for, since when
+    gaps: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # at, between two pieces of a stream
+    first: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # at, from a request to its stream's first piece
+    asked: list[tuple[float, str, str, float]] = field(
+        default_factory=list
+    )  # at, kind, outcome, seconds
+    open: dict[int, tuple[str, float]] = field(
+        default_factory=dict
+    )  # what is waited for, since when
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     began: float = 0.0
 
@@ -94,8 +105,10 @@ class Victim:
             turn += 1
             body = {
                 "messages": [{"role": "user", "content": f"Question {number}, {turn}"}],
-                "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"}, "seed": turn,
-                "max_tokens": 12, "ignore_eos": True, "min_audio_frames": FRAMES, "max_audio_frames": FRAMES,
+                "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"},
+                "seed": turn,
+                "max_tokens": 12, "ignore_eos": True, "min_audio_frames": FRAMES,
+                "max_audio_frames": FRAMES,
             }  # fmt: skip
             await self._ask("stream", partial(self._stream, body, number))
             if what := self.notes.open.pop(-1 - number, None):  # it failed in between
@@ -206,7 +219,10 @@ async def run(job: dict[str, Any]) -> Notes:
     if job["role"] == "probe":
         work = [victim.probe()]
     else:
-        work = [*(victim.listen(i) for i in range(LISTENERS)), *(victim.again_and_again(kind) for kind in KINDS)]
+        work = [
+            *(victim.listen(i) for i in range(LISTENERS)),
+            *(victim.again_and_again(kind) for kind in KINDS),
+        ]
     tasks = [asyncio.ensure_future(w) for w in work]
     over = asyncio.ensure_future(asyncio.to_thread(sys.stdin.readline))
     await asyncio.wait((over, *tasks), return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,2 @@
-"""Kernels and parts of models by themselves, on a GPU: launch parameters, prompts, pictures, the vocoder."""
+"""Kernels and parts of models by themselves, on a GPU: launch parameters, prompts, pictures, the
+vocoder."""

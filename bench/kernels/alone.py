@@ -1,11 +1,13 @@
-"""Each decode kernel by itself: finds launch parameters on this machine's GPU and keeps them on disk.
+"""Each decode kernel by itself: finds launch parameters on this machine's GPU and keeps them on
+disk.
 
     python -m bench kernels --parts alone --out bench/results/tune_h200.json      # 3 to 6 min
 
-Each candidate runs as a chain over several copies of its weights (more than the cache holds), captured in a graph, as
-it runs in a decode step; the time is the median over replays. Candidates are compiled by several processes first.
-Without `--tuned` the parameters go to the file that `stretto.kernels.triton.tuning` reads. The result has
-for each kernel and shape the best candidate, its time, how many were tried and what the slowest took."""
+Each candidate runs as a chain over several copies of its weights (more than the cache holds),
+captured in a graph, as it runs in a decode step; the time is the median over replays. Candidates
+are compiled by several processes first. Without `--tuned` the parameters go to the file that
+`stretto.kernels.triton.tuning` reads. The result has for each kernel and shape the best candidate,
+its time, how many were tried and what the slowest took."""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from bench.kernels.descent import Tuned
 from stretto.kernels.triton.tuning import name_of, own_file, save
 
 
-def compile_some(only: list[str], batches: list[int], kernels: tuple[str, ...], share: int, jobs: int) -> None:
+def compile_some(
+    only: list[str], batches: list[int], kernels: tuple[str, ...], share: int, jobs: int
+) -> None:
     """Run every candidate of this share once, so that the compiled kernels are on disk."""
     with torch.inference_mode():
         for number, case in enumerate(cases(only, batches, kernels)):
@@ -83,11 +87,18 @@ def best_of(case: Case, deadline: float) -> dict[str, Any] | None:
     us, config = min(times, key=lambda t: t[0])
     worst = max(us for us, _ in times)
     print(
-        f"{name_of(case.kernel, case.key):34} {us:7.2f} us {case.bytes / us / 1e6:5.2f} TB/s  {config}"
+        f"{name_of(case.kernel, case.key):34} {us:7.2f} us {case.bytes / us / 1e6:5.2f} TB/s  "
+        f"{config}"
         f"   (worst {worst:.1f}, of {len(times)})",
         flush=True,
     )
-    found = {"kernel": case.kernel, "key": case.key, "config": config, "us": us, "bytes": case.bytes}
+    found = {
+        "kernel": case.kernel,
+        "key": case.key,
+        "config": config,
+        "us": us,
+        "bytes": case.bytes,
+    }
     return found | {"worst_us": worst, "tried": len(times), "failed": failed}
 
 
@@ -95,10 +106,14 @@ def main(given: Sequence[str]) -> int:
     p = parser("kernels --parts alone", __doc__)
     p.add_argument("--tuned", type=Path, help="where the tuned parameters go")
     p.add_argument("--only", default="vector,matrix,split,float8")
-    p.add_argument("--kernels", default="", help="only those whose names (kernel/key) begin with one of these")
+    p.add_argument(
+        "--kernels", default="", help="only those whose names (kernel/key) begin with one of these"
+    )
     p.add_argument("--batches", default="8,32", help="rows for the matrix kernels")
     p.add_argument("--jobs", type=int, default=12, help="processes that compile")
-    p.add_argument("--limit", type=float, default=400.0, help="seconds after which no further case is timed")
+    p.add_argument(
+        "--limit", type=float, default=400.0, help="seconds after which no further case is timed"
+    )
     args = p.parse_args(given)
     only, batches = args.only.split(","), [int(b) for b in args.batches.split(",")]
     kernels = tuple(args.kernels.split(","))
@@ -106,7 +121,8 @@ def main(given: Sequence[str]) -> int:
     if args.jobs:
         context = multiprocessing.get_context("spawn")
         workers = [
-            context.Process(target=compile_some, args=(only, batches, kernels, i, args.jobs)) for i in range(args.jobs)
+            context.Process(target=compile_some, args=(only, batches, kernels, i, args.jobs))
+            for i in range(args.jobs)
         ]
         for w in workers:
             w.start()
@@ -122,5 +138,8 @@ def main(given: Sequence[str]) -> int:
             if (found := best_of(case, begin + args.limit)) is not None:
                 result["times"].append(found)
                 write(args.out, result)
-    save(args.tuned or own_file(), {name_of(t["kernel"], t["key"]): t["config"] for t in result["times"]})
+    save(
+        args.tuned or own_file(),
+        {name_of(t["kernel"], t["key"]): t["config"] for t in result["times"]},
+    )
     return 0

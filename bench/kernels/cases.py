@@ -1,5 +1,5 @@
-"""The decode kernels at the sizes of the released models, and the launch parameters to try for each. For the parts
-`alone` and `in_step`."""
+"""The decode kernels at the sizes of the released models, and the launch parameters to try for
+each. For the parts `alone` and `in_step`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from stretto.kernels.triton.untuned import matrix_defaults
 
 CHAIN = 24
 SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
-BESIDE = {"decode": "soon", "split": "fetch"}  # of these, what only shows beside other kernels; `alone` leaves it out
+BESIDE = {
+    "decode": "soon",
+    "split": "fetch",
+}  # of these, what only shows beside other kernels; `alone` leaves it out
 
 LINEARS = [  # rows of w, inputs, norm, add, glu
     (5120, 2048, True, False, False),  # thinker: qkv, o, head
@@ -58,11 +61,14 @@ def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def copies(nbytes: float) -> int:
-    """How many copies of the weights it takes for each to be out of the cache when it is used again, within limits."""
+    """How many copies of the weights it takes for each to be out of the cache when it is used
+    again, within limits."""
     return max(2, min(CHAIN, int(400e6 / nbytes) + 1))
 
 
-def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu: bool, kind: str) -> Case:
+def linear_case(
+    rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu: bool, kind: str
+) -> Case:
     nbytes = outputs * inputs * 2.0
 
     def make() -> Callable[[Tuned, int], Any]:
@@ -80,7 +86,15 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
                 return project(gained, w, glu=glu, counters=counters, tuned=c)
             if residual is not None and rows > 1:
                 return project_onto(residual, x, w, (next_gain, 1e-6), None, counters, c)
-            return project(x, w, norm=(gain, 1e-6) if norm else None, add=residual, glu=glu, counters=counters, tuned=c)
+            return project(
+                x,
+                w,
+                norm=(gain, 1e-6) if norm else None,
+                add=residual,
+                glu=glu,
+                counters=counters,
+                tuned=c,
+            )
 
         return run
 
@@ -105,11 +119,29 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
                 found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages})
         return Case("wide", (tile, outputs, inputs), found, make, nbytes)
     if kind == "split":
-        return Case("split", (tile, outputs, inputs), split_candidates(tile, outputs, inputs, glu), make, nbytes)
+        return Case(
+            "split",
+            (tile, outputs, inputs),
+            split_candidates(tile, outputs, inputs, glu),
+            make,
+            nbytes,
+        )
     for bn, (bk, sides, warps) in itertools.product(
-        (16, 32), ((64, 4, 4), (128, 4, 4), (256, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 8), (128, 8, 4), (64, 16, 8))
+        (16, 32),
+        (
+            (64, 4, 4),
+            (128, 4, 4),
+            (256, 4, 4),
+            (64, 8, 8),
+            (128, 8, 8),
+            (256, 8, 8),
+            (128, 8, 4),
+            (64, 16, 8),
+        ),
     ):
-        per_thread = sides * bk * (bn * (2 if glu else 1) + tile) / (warps * 32)  # bf16 values held at once
+        per_thread = (
+            sides * bk * (bn * (2 if glu else 1) + tile) / (warps * 32)
+        )  # bf16 values held at once
         if inputs % (bk * sides) == 0 and per_thread <= 320:
             found.append({"BN": bn, "BK": bk, "S": sides, "warps": warps})
     return Case("matrix", (tile, outputs, inputs), found, make, nbytes)
@@ -117,9 +149,13 @@ def linear_case(rows: int, outputs: int, inputs: int, norm: bool, add: bool, glu
 
 def split_candidates(tile: int, outputs: int, inputs: int, glu: bool) -> list[Tuned]:
     """Ways to split a product along K; the first is no split (`matrix`, as tuned so far)."""
-    found: list[Tuned] = [{"SPLITS": 0, **config("matrix", (tile, outputs, inputs), matrix_defaults(tile, inputs))}]
+    found: list[Tuned] = [
+        {"SPLITS": 0, **config("matrix", (tile, outputs, inputs), matrix_defaults(tile, inputs))}
+    ]
     rows = outputs // (2 if glu else 1)
-    for bn, (bk, stages), splits in itertools.product((32, 64), ((64, 5), (128, 4)), (1, 2, 3, 4, 6, 8, 16)):
+    for bn, (bk, stages), splits in itertools.product(
+        (32, 64), ((64, 5), (128, 4)), (1, 2, 3, 4, 6, 8, 16)
+    ):
         share, programs = inputs // splits, rows // bn * splits
         held = stages * bk * 2 * (bn * (2 if glu else 1) + tile)
         if (
@@ -139,7 +175,8 @@ def weights_of(model: str, count: int, float8: bool) -> list[experts.ExpertWeigh
 
     def one() -> experts.ExpertWeights:
         wide = experts.ExpertWeights(
-            rand(hidden), 1e-6, rand(num + (pieces > 0), hidden, scale=0.02), rand(num, 2 * size, hidden, scale=0.02),
+            rand(hidden), 1e-6, rand(num + (pieces > 0), hidden, scale=0.02), rand(num, 2 * size,
+            hidden, scale=0.02),
             rand(num, hidden, size, scale=0.02), top_k, True,
             *((rand(2 * pieces * size, hidden), rand(hidden, pieces * size)) if pieces else ()),
         )  # fmt: skip
@@ -149,7 +186,10 @@ def weights_of(model: str, count: int, float8: bool) -> list[experts.ExpertWeigh
             wide,
             gate_up=wide.gate_up.to(FLOAT8),
             down=wide.down.to(FLOAT8),
-            scales=(torch.ones(num, 2 * size, device="cuda"), torch.ones(num, hidden, device="cuda")),
+            scales=(
+                torch.ones(num, 2 * size, device="cuda"),
+                torch.ones(num, hidden, device="cuda"),
+            ),
         )
 
     return [one() for _ in range(count)]
@@ -177,7 +217,9 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
     hidden, num, size, top_k, pieces = MIXTURES[model]
     tile = tile_rows(rows)
     distinct = top_k if rows == 1 else num * (1 - (1 - top_k / num) ** rows)
-    nbytes = (distinct + pieces) * size * hidden * (1.0 if float8 else 2.0) * (2 if part == "up" else 1)
+    nbytes = (
+        (distinct + pieces) * size * hidden * (1.0 if float8 else 2.0) * (2 if part == "up" else 1)
+    )
     kind = "_float8" if float8 else ""
 
     def make() -> Callable[[Tuned, int], Any]:
@@ -212,15 +254,33 @@ def mixture_case(model: str, rows: int, part: str, float8: bool = False) -> Case
                 found.append({"BN": bn, "BK": bk, "warps": warps})
         return Case(f"down_vector{kind}", (hidden, size), found, make, nbytes)
     inner, width = (hidden, size) if part == "up" else (size, hidden)
-    plain = (32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4), (64, 256, 4, 3)
-    swapped = (64, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (64, 256, 4, 3)
+    plain = (
+        (32, 256, 4, 3),
+        (32, 128, 4, 4),
+        (64, 128, 4, 3),
+        (64, 64, 4, 4),
+        (128, 64, 4, 4),
+        (64, 256, 4, 3),
+    )
+    swapped = (
+        (64, 128, 4, 3),
+        (64, 64, 4, 4),
+        (64, 128, 4, 4),
+        (128, 64, 4, 4),
+        (128, 64, 8, 4),
+        (64, 256, 4, 3),
+    )
     for swap, sizes in enumerate((plain, swapped)):
         for bn, bk, warps, stages in sizes:
             shared = stages * bk * ((1 if float8 else 2) * bn * (2 if part == "up" else 1) + 2 * 16)
             if inner % bk == 0 and width % bn == 0 and shared < 200_000:
                 found.append({"BN": bn, "BK": bk, "warps": warps, "stages": stages, "swap": swap})
     return Case(
-        f"{part}_matrix{kind}", (tile, *((size, hidden) if part == "up" else (hidden, size))), found, make, nbytes
+        f"{part}_matrix{kind}",
+        (tile, *((size, hidden) if part == "up" else (hidden, size))),
+        found,
+        make,
+        nbytes,
     )
 
 
@@ -232,7 +292,9 @@ def prompt_case(model: str, rows: int, part: str) -> Case:
     def make() -> Callable[[Tuned, int], Any]:
         ws = weights_of(model, 4, True)
         x, h = rand(rows, hidden), rand(rows * top_k, size)
-        routed = grouped.route(rand(rows, num), top_k, True, torch.tensor([rows], dtype=torch.int32, device="cuda"))
+        routed = grouped.route(
+            rand(rows, num), top_k, True, torch.tensor([rows], dtype=torch.int32, device="cuda")
+        )
 
         def run(c: Tuned, i: int) -> Any:
             w = ws[i % 4]
@@ -252,7 +314,15 @@ def prompt_case(model: str, rows: int, part: str) -> Case:
         256: ((128, 128, 64), (64, 128, 64)),
     }
     found = [
-        {"M": m, "N": n * wide, "K": k, "SWAP": swap, "HALF": int(m == 128), "num_warps": warps, "num_stages": stages}
+        {
+            "M": m,
+            "N": n * wide,
+            "K": k,
+            "SWAP": swap,
+            "HALF": int(m == 128),
+            "num_warps": warps,
+            "num_stages": stages,
+        }
         for (m, n, k), swap, (warps, stages) in itertools.product(
             tiles[average], (0, 1), ((4, 4),) if average <= 64 else ((8, 3),)
         )
@@ -277,13 +347,25 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
         def run(c: Tuned, i: int) -> Any:
             cache = caches[i % count]
             return attention.decode(
-                qkv, (gain, gain, 1e-6), turn, turn, cache, slots, tables, lengths, counters, heads, tuned=c
+                qkv,
+                (gain, gain, 1e-6),
+                turn,
+                turn,
+                cache,
+                slots,
+                tables,
+                lengths,
+                counters,
+                heads,
+                tuned=c,
             )
 
         return run
 
     found = []
-    for block, splits, warps in itertools.product((16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (2, 4, 8)):
+    for block, splits, warps in itertools.product(
+        (16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (2, 4, 8)
+    ):
         programs = rows * kv_heads * splits
         fits = 32 <= programs <= 1024 or (programs > 1024 and splits == 1)
         if fits and splits * block <= 2 * context and 8 <= block * 4 / warps <= 128:
@@ -294,7 +376,9 @@ def attention_case(model: str, rows: int, context: int = 1024) -> Case:
 
 def cases(only: list[str], batches: list[int], kernels: tuple[str, ...] = ("",)) -> Iterator[Case]:
     """The kinds in `only`; of these, those whose names (kernel/key) begin with one of `kernels`."""
-    return (case for case in _cases(only, batches) if name_of(case.kernel, case.key).startswith(kernels))
+    return (
+        case for case in _cases(only, batches) if name_of(case.kernel, case.key).startswith(kernels)
+    )
 
 
 def _cases(only: list[str], batches: list[int]) -> Iterator[Case]:
@@ -341,7 +425,9 @@ class Candidates:
 
     def __init__(self, batch: int, tiny: bool, most: int) -> None:
         self.tiny, self.most = tiny, most
-        batches = [n for n in (batch, 2 * batch) if n > 1]  # a frame begins with two positions per row
+        batches = [
+            n for n in (batch, 2 * batch) if n > 1
+        ]  # a frame begins with two positions per row
         self.cases: dict[str, Case] = {}
         for case in cases(["vector", "matrix", "split", "float8"], batches):
             self.cases.setdefault(tuning.name_of(case.kernel, case.key), case)

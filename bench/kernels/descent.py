@@ -1,4 +1,5 @@
-"""Coordinate descent over launch parameters: one kernel after the other, everything else as it stands.
+"""Coordinate descent over launch parameters: one kernel after the other, everything else as it
+stands.
 
 A `Step` does the timing (in_step.py has the real one), so this module is arithmetic alone."""
 
@@ -51,8 +52,9 @@ class Step(Protocol):
 
 
 def spread(found: Sequence[Tuned], most: int) -> list[Tuned]:
-    """At most so many of them, from everywhere in the list, in their order. The stride has no divisor in common with
-    the length, so that of a product of lists each value of each list gets its share."""
+    """At most so many of them, from everywhere in the list, in their order. The stride has no
+    divisor in common with the length, so that of a product of lists each value of each list gets
+    its share."""
     count = len(found)
     if count <= most:
         return list(found)
@@ -68,7 +70,8 @@ def distance(a: Tuned, b: Tuned) -> float:
 
 
 def chosen(found: Sequence[Tuned], current: Tuned, most: int) -> list[Tuned]:
-    """At most so many of them: half are those nearest to the current one, the others come from everywhere."""
+    """At most so many of them: half are those nearest to the current one, the others come from
+    everywhere."""
     if len(found) <= most:
         return list(found)
     near = sorted(found, key=lambda c: distance(c, current))[: most // 2]
@@ -88,8 +91,8 @@ class Descent:
     def round(self, after: Callable[[str, list[dict[str, Any]]], None]) -> bool:
         """Every kernel of the step once; `after` each is called with its rows. Did anything change?
 
-        What the step asks for may change with what is found (a product not cut into parts is another kernel), so it is
-        asked again each time."""
+        What the step asks for may change with what is found (a product not cut into parts is
+        another kernel), so it is asked again each time."""
         done: set[str] = set()
         before = dict(self.changes)
         while not self.late():
@@ -113,7 +116,11 @@ class Descent:
         for table, why in zip(tables, self.step.ahead(tables), strict=True):
             if self.late():
                 break
-            row: dict[str, Any] = {"name": name, "config": table[name], "current": table is tables[0]}
+            row: dict[str, Any] = {
+                "name": name,
+                "config": table[name],
+                "current": table is tables[0],
+            }
             row |= {"failed": why} if why is not None else self.measure(table)
             rows.append(row)
             if row["current"] and "gain" not in row:

@@ -1,14 +1,17 @@
-"""Decode kernels inside a whole step, where they overlap their neighbours: finds launch parameters there.
+"""Decode kernels inside a whole step, where they overlap their neighbours: finds launch parameters
+there.
 
-    python -m bench kernels --parts in_step --stage thinker --batch 8 --tuned tuned.json      # 2 min
+    python -m bench kernels --parts in_step --stage thinker --batch 8 --tuned tuned.json      # 2
+    min
 
-The part `alone` times each kernel by itself; its candidates are tried here one kernel at a time in a captured step of a
-model with fewer layers (random weights), against the step as it stands: both in turns, on the same inputs. A candidate
-stays if the step is faster by 0.3 % in two measurements, and if its output is the same but for rounding. Processes
-with a model of two layers compile (and try) candidates first. Without `--tuned` nothing is saved.
+The part `alone` times each kernel by itself; its candidates are tried here one kernel at a time in
+a captured step of a model with fewer layers (random weights), against the step as it stands: both
+in turns, on the same inputs. A candidate stays if the step is faster by 0.3 % in two measurements,
+and if its output is the same but for rounding. Processes with a model of two layers compile (and
+try) candidates first. Without `--tuned` nothing is saved.
 
-`--tiny` tries the program itself: on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where a step is timed without
-a graph and times mean nothing."""
+`--tiny` tries the program itself: on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where a
+step is timed without a graph and times mean nothing."""
 
 from __future__ import annotations
 
@@ -46,9 +49,13 @@ from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.types import ExpertWeights
 
-SHALLOW = 2  # layers in which every variant of a layer's kernels occurs: the first and the last differ from others
+# layers in which every variant of a layer's kernels occurs: the first and the last differ from
+# others
+SHALLOW = 2
 INPUTS = 16  # different ones, so that steps choose different experts
-CHECKED = 5  # of them, for the output: a single row may choose another expert or code by rounding alone
+CHECKED = (
+    5  # of them, for the output: a single row may choose another expert or code by rounding alone
+)
 WARM = 4  # replays before those that count
 
 
@@ -78,7 +85,8 @@ class What:
         thinker["vision_config"] |= {"depth": 1, "deepstack_visual_indexes": [0]}
         if self.tiny:  # sizes that the kernels take
             talker["text_config"] |= {
-                "hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+                "hidden_size": 64, "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 64,
             }  # fmt: skip
             talker["code_predictor_config"]["hidden_size"] = 64
         return parse(raw)
@@ -95,11 +103,14 @@ class What:
 
 
 def decoders(model: Thinker | Talker) -> list[Decoder]:
-    return [model.model] if isinstance(model, Thinker) else [model.model, model.code_predictor.model]
+    return (
+        [model.model] if isinstance(model, Thinker) else [model.model, model.code_predictor.model]
+    )
 
 
 class WholeStep:
-    """A adapter with seated rows whose step can be run, checked and timed with any launch parameters."""
+    """A adapter with seated rows whose step can be run, checked and timed with any launch
+    parameters."""
 
     def __init__(self, what: What, replays: int = 30, compilers: Compilers | None = None) -> None:
         self.what, self.replays, self.compilers = what, replays, compilers
@@ -111,7 +122,11 @@ class WholeStep:
             self.stream.wait_stream(torch.cuda.current_stream())
         self.host = np.zeros((3, what.batch), np.int64)  # rows, positions, values
         self.host[0], self.host[1] = np.arange(what.batch), what.context - 1
-        self.place = self.adapter.next if isinstance(self.adapter, ThinkerAdapter) else self.adapter.embedding
+        self.place = (
+            self.adapter.next
+            if isinstance(self.adapter, ThinkerAdapter)
+            else self.adapter.embedding
+        )
         with self.on_stream():
             self.device_inputs = torch.from_numpy(self.host).to(what.device)
             self.given = [self._given() for _ in range(INPUTS)]
@@ -151,12 +166,16 @@ class WholeStep:
             try:
                 return self.compilers.try_all(tables)
             except BrokenProcessPool:
-                print("a process that compiles died; kernels are compiled as they come now", flush=True)
+                print(
+                    "a process that compiles died; kernels are compiled as they come now",
+                    flush=True,
+                )
                 self.compilers = None
         return [None] * len(tables)
 
     def outputs(self, changes: Table) -> list[torch.Tensor]:
-        """Logits of all picks, of a few layers only: each further layer adds to the rounding error."""
+        """Logits of all picks, of a few layers only: each further layer adds to the rounding
+        error."""
         heard: list[torch.Tensor] = []
         with tuning.instead(changes), self.on_stream(), shallow(self.model), overheard(heard):
             for i in range(CHECKED):
@@ -209,7 +228,9 @@ class WholeStep:
                 self.finish()
         mine, other = ([_between(*m) for m in side[WARM:]] for side in marks)
         ratios = [b / a for a, b in zip(mine, other, strict=True)]
-        return Pair(statistics.median(mine), statistics.median(other), 1 - statistics.median(ratios))
+        return Pair(
+            statistics.median(mine), statistics.median(other), 1 - statistics.median(ratios)
+        )
 
     def _now(self) -> torch.cuda.Event | float:
         if self.stream is None:
@@ -277,7 +298,8 @@ def start_compiling(what: What, started: Semaphore) -> None:
 
 @torch.inference_mode()
 def try_one(changes: Table) -> str | None:
-    """Run a step once with these parameters, so that its kernels are on disk. Says why that is not possible."""
+    """Run a step once with these parameters, so that its kernels are on disk. Says why that is not
+    possible."""
     global _mine
     if _mine is None:
         return None
@@ -285,7 +307,9 @@ def try_one(changes: Table) -> str | None:
         with failing():
             _mine.asked(changes)
     except Failed as e:
-        if isinstance(e.__cause__, torch.OutOfMemoryError):  # many processes share the device: says nothing
+        if isinstance(
+            e.__cause__, torch.OutOfMemoryError
+        ):  # many processes share the device: says nothing
             return None
         try:
             _mine.finish()
@@ -305,13 +329,19 @@ class Compilers:
     def __init__(self, what: What, jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.jobs, self.started = jobs, context.Semaphore(0)
-        self.pool = ProcessPoolExecutor(jobs, context, initializer=start_compiling, initargs=(what, self.started))
+        self.pool = ProcessPoolExecutor(
+            jobs, context, initializer=start_compiling, initargs=(what, self.started)
+        )
         self.asked = [self.pool.submit(nothing) for _ in range(jobs)]
 
     def wait(self, seconds: float = 180.0) -> None:
         """Until all have started: they would disturb measurements."""
         end, left = time.monotonic() + seconds, self.jobs
-        while left and time.monotonic() < end and not any(f.done() and f.exception() for f in self.asked):
+        while (
+            left
+            and time.monotonic() < end
+            and not any(f.done() and f.exception() for f in self.asked)
+        ):
             left -= self.started.acquire(timeout=1.0)
 
     def try_all(self, tables: Sequence[Table]) -> list[str | None]:
@@ -344,16 +374,28 @@ def options(given: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--stage", choices=["thinker", "talker"], default="thinker")
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--context", type=int, default=1024)
-    p.add_argument("--layers", type=int, default=12, help="of the decoder; more than the cache holds")
-    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
+    p.add_argument(
+        "--layers", type=int, default=12, help="of the decoder; more than the cache holds"
+    )
+    p.add_argument(
+        "--expert-weights", choices=["full", "float8"], default="full", help="of the thinker"
+    )
     p.add_argument("--kernels", default="", help="names begin with one of these: decode,up")
-    p.add_argument("--per-kernel", type=int, default=12, help="candidates, the current one among them")
-    p.add_argument("--rounds", type=int, default=1, help="times through all kernels, while something changes")
+    p.add_argument(
+        "--per-kernel", type=int, default=12, help="candidates, the current one among them"
+    )
+    p.add_argument(
+        "--rounds", type=int, default=1, help="times through all kernels, while something changes"
+    )
     p.add_argument("--replays", type=int, default=30)
     p.add_argument("--jobs", type=int, default=14, help="processes that compile")
-    p.add_argument("--limit", type=float, default=400.0, help="seconds after which nothing more is tried")
+    p.add_argument(
+        "--limit", type=float, default=400.0, help="seconds after which nothing more is tried"
+    )
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
-    p.add_argument("--tuned", type=Path, help="where better parameters go, as `tuning.save` keeps them")
+    p.add_argument(
+        "--tuned", type=Path, help="where better parameters go, as `tuning.save` keeps them"
+    )
     return p.parse_args(given)
 
 
@@ -392,8 +434,13 @@ def tuned(given: Sequence[str]) -> Descent:
         if descent.late():
             print("out of time", flush=True)
         if descent.changes:
-            total = step.pair({name: descent.before[name] for name in descent.changes}, descent.changes)
-            print(f"all together: {total.ms:.4f} ms beside {total.base_ms:.4f} ({total.gain:+.2%})", flush=True)
+            total = step.pair(
+                {name: descent.before[name] for name in descent.changes}, descent.changes
+            )
+            print(
+                f"all together: {total.ms:.4f} ms beside {total.base_ms:.4f} ({total.gain:+.2%})",
+                flush=True,
+            )
     finally:
         if compilers is not None:
             compilers.close()

@@ -1,16 +1,20 @@
-"""Encoding pictures at the size of the released model, launched kernel by kernel and as captured graphs.
+"""Encoding pictures at the size of the released model, launched kernel by kernel and as captured
+graphs.
 
     python -m bench kernels --parts pictures --out bench/results/vision_h200.json      # 1 min
 
 Weights and pixels are random. Three times for each way, medians printed, in milliseconds:
 
-- host: from the call to its return, with an idle device. What the stage's thread cannot use for anything else.
-- device: of the same work behind a pause that is longer than the host needs, so that no launch is waited for.
+- host: from the call to its return, with an idle device. What the stage's thread cannot use for
+  anything else.
+- device: of the same work behind a pause that is longer than the host needs, so that no launch is
+  waited for.
 - both: from the call to the result, with an idle device.
 
-`embed` is the part before the blocks, which both ways launch kernel by kernel. Several images (NxWIDTHxHEIGHT) go
-together the plain way, and one after the other by graphs; the service takes the plain way then, and this is to check
-that. An image that no graph is large enough for has no times by graph."""
+`embed` is the part before the blocks, which both ways launch kernel by kernel. Several images
+(NxWIDTHxHEIGHT) go together the plain way, and one after the other by graphs; the service takes the
+plain way then, and this is to check that. An image that no graph is large enough for has no times
+by graph."""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from stretto.models.qwen3_omni.vision_encoder import VisionEncoder, VisionRows
 from stretto.models.qwen3_omni.vision_graphs import SIZES, FrameGraphs
 from stretto.models.weights import build, fill_dummy
 
-IMAGES = "64x64,224x224,384x384,448x448,512x512,640x480,640x640,800x600,1024x768,2x224x224,2x448x448,4x224x224"
+IMAGES = "64x64,224x224,384x384,448x448,512x512,640x480,640x640,800x600,1024x768,2x224x224,2x448x448,4x224x224"  # noqa: E501
 PIXELS = (3136, 12_845_056)  # the released processor's bounds
 AHEAD_CYCLES = 20_000_000  # some ten milliseconds; doubled where the host needs more
 Call = Callable[[], object]
@@ -57,7 +61,9 @@ class Case:
 
 
 class Bench:
-    def __init__(self, encoder: VisionEncoder, graphs: FrameGraphs, stream: torch.cuda.Stream, repeats: int) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, graphs: FrameGraphs, stream: torch.cuda.Stream, repeats: int
+    ) -> None:
         self.encoder, self.graphs, self.stream, self.repeats = encoder, graphs, stream, repeats
         self.ahead = AHEAD_CYCLES
 
@@ -65,7 +71,9 @@ class Bench:
         encoder, size = self.encoder, (case.rows, case.columns)
         weight = encoder.patch_embed.proj.weight
         values = weight[0].numel()
-        patches = torch.randn(case.count * case.patches, values, device=weight.device, dtype=weight.dtype)
+        patches = torch.randn(
+            case.count * case.patches, values, device=weight.device, dtype=weight.dtype
+        )
         grids, each = [(1, *size)] * case.count, torch.split(patches, case.patches)
 
         def plain() -> VisionRows:
@@ -76,12 +84,21 @@ class Bench:
             encoder.graphs = self.graphs
             return [encoder.encode(one, [(1, *size)]) for one in each]
 
-        found: dict[str, Any] = {"images": case.text, "count": case.count, "patches": case.patches, "grid": size}
+        found: dict[str, Any] = {
+            "images": case.text,
+            "count": case.count,
+            "patches": case.patches,
+            "grid": size,
+        }
         found["embed"] = self.times(lambda: encoder.embed(patches, [size] * case.count))
         found["plain"] = self.times(plain)
         fitting = next((s for s in self.graphs.sizes if s >= case.patches), None)
         if fitting is not None:
-            found["graph"] = {"size": fitting, **self.times(captured), "distance": distance(plain(), captured())}
+            found["graph"] = {
+                "size": fitting,
+                **self.times(captured),
+                "distance": distance(plain(), captured()),
+            }
         return found
 
     def times(self, call: Call) -> dict[str, Any]:
@@ -94,7 +111,10 @@ class Bench:
             "device": [self.queued(call) for _ in range(self.repeats)],
             "both": [both for _, both in idle],
         }
-        return {**{f"{name}_ms": quantile(s, 0.5) for name, s in samples.items()}, "raw_ms": samples}
+        return {
+            **{f"{name}_ms": quantile(s, 0.5) for name, s in samples.items()},
+            "raw_ms": samples,
+        }
 
     def idle(self, call: Call) -> tuple[float, float]:
         self.stream.synchronize()
@@ -128,7 +148,10 @@ class Bench:
 def distance(plain: VisionRows, captured: Sequence[VisionRows]) -> float:
     """Of the results, relative to their size; the largest over main rows and DeepStack levels."""
     pairs = [(plain.main, torch.cat([rows.main for rows in captured]))]
-    pairs += [(level, torch.cat([rows.deep[i] for rows in captured])) for i, level in enumerate(plain.deep)]
+    pairs += [
+        (level, torch.cat([rows.deep[i] for rows in captured]))
+        for i, level in enumerate(plain.deep)
+    ]
     return max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in pairs)
 
 
@@ -137,7 +160,10 @@ def say(found: dict[str, Any]) -> None:
     for way in ("embed", "plain", "graph"):
         if way in found:
             r = found[way]
-            parts.append(f"{way} host {r['host_ms']:6.2f} device {r['device_ms']:6.2f} both {r['both_ms']:6.2f}")
+            parts.append(
+                f"{way} host {r['host_ms']:6.2f} device {r['device_ms']:6.2f} both "
+                f"{r['both_ms']:6.2f}"
+            )
     if "graph" in found:
         parts.append(f"in {found['graph']['size']}, {found['graph']['distance']:.1e} apart")
     print(" | ".join(parts), flush=True)
@@ -178,7 +204,8 @@ def main(given: Sequence[str]) -> int:
         "cases": [],
     }
     print(
-        f"{len(graphs.sizes)} graphs: {result['capture_s']:.1f} s, {result['capture_bytes'] / 2**20:.0f} MiB reserved"
+        f"{len(graphs.sizes)} graphs: {result['capture_s']:.1f} s, "
+        f"{result['capture_bytes'] / 2**20:.0f} MiB reserved"
     )
     with torch.cuda.stream(stream):
         bench = Bench(encoder, graphs, stream, args.repeats)

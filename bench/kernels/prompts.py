@@ -1,12 +1,15 @@
-"""Passes over prompts at the sizes of the real model: whole passes, each kernel of a layer, variants of the products.
+"""Passes over prompts at the sizes of the real model: whole passes, each kernel of a layer,
+variants of the products.
 
     python -m bench kernels --parts prompts --out bench/results/prefill_h200.json      # 1 to 2 min
-    python -m bench kernels --parts prompts --passes 64 128 256                        # only passes, of so many rows
+    python -m bench kernels --parts prompts --passes 64 128 256                        # only
+    passes, of so many rows
 
-Passes are timed as a graph, which has room for as many sequences as a server's (`--sequences`), and launched one by
-one. Kernels are captured in a graph that goes through all layers, so that neither the launch nor a warm cache decides
-the number. A variant that fails is reported as such (a negative time, the reason printed), and the rest goes on. The
-order is by importance: what comes after the time limit is left out."""
+Passes are timed as a graph, which has room for as many sequences as a server's (`--sequences`), and
+launched one by one. Kernels are captured in a graph that goes through all layers, so that neither
+the launch nor a warm cache decides the number. A variant that fails is reported as such (a negative
+time, the reason printed), and the rest goes on. The order is by importance: what comes after the
+time limit is left out."""
 
 from __future__ import annotations
 
@@ -45,15 +48,45 @@ SIZES = (16, 100, 128, 512, 1024, 2048, 2500)
 LIMIT_S = 70.0
 DEVICE = "cuda"
 THINKER = DecoderConfig(
-    152064, 2048, 48, 32, 4, 128, 1e-6, 1e6, (24, 20, 20), 65536, None, MoeConfig(128, 8, 768, True, None)
+    152064,
+    2048,
+    48,
+    32,
+    4,
+    128,
+    1e-6,
+    1e6,
+    (24, 20, 20),
+    65536,
+    None,
+    MoeConfig(128, 8, 768, True, None),
 )
 TALKER = DecoderConfig(
-    3072, 1024, 20, 16, 2, 128, 1e-6, 1e6, (24, 20, 20), 65536, None, MoeConfig(128, 6, 384, True, 768)
+    3072,
+    1024,
+    20,
+    16,
+    2,
+    128,
+    1e-6,
+    1e6,
+    (24, 20, 20),
+    65536,
+    None,
+    MoeConfig(128, 6, 384, True, 768),
 )
 
 
 def launch(m: int, n: int, k: int, warps: int, stages: int, swap: int = 0, half: int = 0) -> Launch:
-    return {"M": m, "N": n, "K": k, "SWAP": swap, "HALF": half, "num_warps": warps, "num_stages": stages}
+    return {
+        "M": m,
+        "N": n,
+        "K": k,
+        "SWAP": swap,
+        "HALF": half,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
 
 
 SWEEP: dict[int, list[Launch]] = {  # rows of the pass -> candidates for both products
@@ -81,7 +114,13 @@ SWEEP: dict[int, list[Launch]] = {  # rows of the pass -> candidates for both pr
 }
 
 
-ATTEND = [(16, 64, 8, 3), (16, 64, 8, 2), (16, 128, 8, 2), (8, 64, 4, 3), (8, 64, 4, 2)]  # queries, keys, warps, stages
+ATTEND = [
+    (16, 64, 8, 3),
+    (16, 64, 8, 2),
+    (16, 128, 8, 2),
+    (8, 64, 4, 3),
+    (8, 64, 4, 2),
+]  # queries, keys, warps, stages
 
 
 class Model:
@@ -195,7 +234,10 @@ def run(report: Report, sequences: int, layers: int = 48) -> None:
 def encoders(bench: Bench) -> None:
     """Ten seconds of sound, eagerly and by graphs; a picture of 640 x 640."""
     c = parse(released_config()).thinker
-    audio, vision = random_weights(lambda: AudioEncoder(c.audio)), random_weights(lambda: VisionEncoder(c.vision))
+    audio, vision = (
+        random_weights(lambda: AudioEncoder(c.audio)),
+        random_weights(lambda: VisionEncoder(c.vision)),
+    )
     mel = torch.randn(c.audio.num_mel_bins, 1000, device=DEVICE, dtype=torch.bfloat16) * 0.5
     bench.time("audio encoder eager, 10 s", lambda: wall(lambda: audio.encode(mel), 5))
 
@@ -205,8 +247,13 @@ def encoders(bench: Bench) -> None:
         return wall(lambda: audio.encode(mel), 9)
 
     bench.time("audio encoder graph, 10 s", captured)
-    patches = torch.randn(1600, vision.patch_embed.proj.weight[0].numel(), device=DEVICE, dtype=torch.bfloat16)
-    bench.time("vision encoder eager, 1600 patches", lambda: wall(lambda: vision.encode(patches, [(1, 40, 40)]), 5))
+    patches = torch.randn(
+        1600, vision.patch_embed.proj.weight[0].numel(), device=DEVICE, dtype=torch.bfloat16
+    )
+    bench.time(
+        "vision encoder eager, 1600 patches",
+        lambda: wall(lambda: vision.encode(patches, [(1, 40, 40)]), 5),
+    )
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -226,8 +273,17 @@ def random_weights(make: Callable[[], M]) -> M:
     return module
 
 
-def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...], sequences: int, eager: bool = True) -> None:
-    graphs = PrefillGraphs(model.decoder, model.cache, model.rows, sizes=sizes, max_sequences=sequences)
+def passes(
+    bench: Bench,
+    name: str,
+    model: Model,
+    sizes: tuple[int, ...],
+    sequences: int,
+    eager: bool = True,
+) -> None:
+    graphs = PrefillGraphs(
+        model.decoder, model.cache, model.rows, sizes=sizes, max_sequences=sequences
+    )
 
     def capture() -> float:
         start = time.perf_counter()
@@ -239,7 +295,9 @@ def passes(bench: Bench, name: str, model: Model, sizes: tuple[int, ...], sequen
         one_pass(bench, f"{name} pass", model, graphs, n, eager)
 
 
-def one_pass(bench: Bench, name: str, model: Model, graphs: PrefillGraphs, n: int, eager: bool) -> None:
+def one_pass(
+    bench: Bench, name: str, model: Model, graphs: PrefillGraphs, n: int, eager: bool
+) -> None:
     x, positions = model.x[:n], model.positions[:, :n]
     paging = model.rows.mixed_paging([(0, 0, n)])
     ragged = Ragged.of(paging)
@@ -276,20 +334,24 @@ def kernels(bench: Bench, model: Model, n: int, sequences: int) -> None:
     logits = F.linear(x, mlps[0].gate.weight)
     routed = grouped.route(logits, mlps[0].top_k, True, ragged.count)
     y = torch.randn(routed.order.shape[0], c.hidden_size, device=x.device, dtype=x.dtype)
-    h = torch.randn(routed.order.shape[0], mlps[0].experts.down.shape[2], device=x.device, dtype=x.dtype)
+    h = torch.randn(
+        routed.order.shape[0], mlps[0].experts.down.shape[2], device=x.device, dtype=x.dtype
+    )
     calls: dict[str, Callable[[int], object]] = {
         "gate_up": lambda i: grouped.gate_up(x, mlps[i].experts.gate_up, routed),
         "down": lambda i: grouped.down(h, mlps[i].experts.down, routed),
         "experts by torch": lambda i: grouped.library_experts(
             x, mlps[i].experts.gate_up, mlps[i].experts.down, routed
         ),
-        "attend": lambda i: attend(q, model.cache.data[i], starts, lengths, tables, counters=counters),
+        "attend": lambda i: attend(q, model.cache.data[i], starts, lengths, tables,
+        counters=counters),
         "qkv product": lambda i: F.linear(x, layers[i].self_attn.qkv.weight),
         "o product": lambda i: F.linear(q.flatten(1), layers[i].self_attn.o_proj.weight),
         "router product": lambda i: F.linear(x, mlps[i].gate.weight),
         "route and sort": lambda i: grouped.route(logits, mlps[i].top_k, True, ragged.count),
         "qkv_write": lambda i: qkv_write(
-            qkv, layers[i].self_attn.q_norm.weight, layers[i].self_attn.k_norm.weight, 1e-6, cos, sin,
+            qkv, layers[i].self_attn.q_norm.weight, layers[i].self_attn.k_norm.weight, 1e-6, cos,
+            sin,
             model.cache.data[i], ragged.slots, ragged.count,
         ),
         "add_norm": lambda i: add_norm(x, x, gain, 1e-6, ragged.count),
@@ -303,14 +365,17 @@ def kernels(bench: Bench, model: Model, n: int, sequences: int) -> None:
         launch = {"QUERIES": queries, "N": keys, "num_warps": warps, "num_stages": stages}
 
         def one(i: int, launch: Launch = launch) -> object:
-            return attend(q, model.cache.data[i], ragged.starts, ragged.lengths, ragged.tables, launch)
+            return attend(
+                q, model.cache.data[i], ragged.starts, ragged.lengths, ragged.tables, launch
+            )
 
         name = f"prefill_attend rows={n} {' '.join(f'{k}={v}' for k, v in launch.items())}"
         bench.time(name, lambda one=one: bench.chain(one, len(layers)))
 
 
 def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
-    """Every candidate for both products at one number of rows; the best of each, as the tuning file keeps them."""
+    """Every candidate for both products at one number of rows; the best of each, as the tuning file
+    keeps them."""
     mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMLP)]
     x = model.x[:n]
     count = torch.tensor([n], dtype=torch.int32, device=x.device)
@@ -320,7 +385,9 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
     per_expert = grouped.per_expert(routed.order.shape[0], experts)
     best: dict[str, tuple[float, Launch]] = {}
     for candidate in SWEEP[n]:
-        wide = candidate | {"N": 2 * candidate["N"]}  # down has one weight tile where gate_up has two
+        wide = candidate | {
+            "N": 2 * candidate["N"]
+        }  # down has one weight tile where gate_up has two
         if wide["N"] > 256:
             wide = candidate
         calls: dict[str, tuple[Launch, Callable[[int], object]]] = {
@@ -328,11 +395,16 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
                 candidate,
                 lambda i, c=candidate: grouped.gate_up(x, mlps[i].experts.gate_up, routed, c),
             ),
-            "prefill_down": (wide, lambda i, c=wide: grouped.down(h, mlps[i].experts.down, routed, c)),
+            "prefill_down": (
+                wide,
+                lambda i, c=wide: grouped.down(h, mlps[i].experts.down, routed, c),
+            ),
         }
         for kernel, (config, call) in calls.items():
             text = " ".join(f"{k}={v}" for k, v in config.items())
-            took = bench.time(f"{kernel} rows={n} {text}", lambda call=call: bench.chain(call, len(mlps), 3))
+            took = bench.time(
+                f"{kernel} rows={n} {text}", lambda call=call: bench.chain(call, len(mlps), 3)
+            )
             key = name_of(kernel, (experts, hidden, size, per_expert))
             if took is not None and (key not in best or took < best[key][0]):
                 best[key] = took, config
@@ -343,8 +415,19 @@ def sweep(bench: Bench, model: Model, n: int) -> dict[str, Launch]:
 
 def main(given: Sequence[str]) -> int:
     p = parser("kernels --parts prompts", __doc__)
-    p.add_argument("--sequences", type=int, default=128, help="that a graph has room for (default: %(default)s)")
-    p.add_argument("--passes", type=int, nargs="+", metavar="ROWS", help="only whole passes, captured, of so many rows")
+    p.add_argument(
+        "--sequences",
+        type=int,
+        default=128,
+        help="that a graph has room for (default: %(default)s)",
+    )
+    p.add_argument(
+        "--passes",
+        type=int,
+        nargs="+",
+        metavar="ROWS",
+        help="only whole passes, captured, of so many rows",
+    )
     args = p.parse_args(given)
     result: dict[str, Any] = {"env": describe(), "sequences": args.sequences, "times_us": {}}
 

@@ -1,8 +1,10 @@
-"""What 8 and 4 bits cost in accuracy: relative error of weights (Frobenius norm) by format, for rows of several kinds.
+"""What 8 and 4 bits cost in accuracy: relative error of weights (Frobenius norm) by format, for
+rows of several kinds.
 
     python -m bench kernels --parts rounding
 
-Real checkpoints lie between the kinds: most rows nearly Gaussian, some with heavy tails or outliers. Needs no GPU."""
+Real checkpoints lie between the kinds: most rows nearly Gaussian, some with heavy tails or
+outliers. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ def kinds() -> dict[str, torch.Tensor]:
     outliers = gauss.clone()
     outliers[:, 0] = 20.0
     apart = gauss * torch.exp2(torch.linspace(-8, 8, ROWS))[:, None]
-    return {"Gaussian": gauss, "Student's t, 4": tails, "one of 20 sigma": outliers, "rows of all sizes": apart}
+    return {
+        "Gaussian": gauss,
+        "Student's t, 4": tails,
+        "one of 20 sigma": outliers,
+        "rows of all sizes": apart,
+    }
 
 
 def float8_rows(w: torch.Tensor) -> torch.Tensor:
@@ -64,5 +71,8 @@ def main(given: Sequence[str]) -> int:
     weights = kinds()
     print(f"{'':24}" + "".join(f"{kind:>20}" for kind in weights))
     for name, rounded in FORMATS.items():
-        print(f"{name:24}" + "".join(f"{100 * error(w, rounded(w)):18.1f} %" for w in weights.values()))
+        print(
+            f"{name:24}"
+            + "".join(f"{100 * error(w, rounded(w)):18.1f} %" for w in weights.values())
+        )
     return 0

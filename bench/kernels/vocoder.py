@@ -1,16 +1,21 @@
 """A step of the vocoder: frames per second for combinations of slots and frames per step.
 
-    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --slots 1,8,32 \\
-        --frames 1,4 --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json   # 1 min
-    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --captured \\
-        --cudnn-benchmark                                # as graphs, in the shapes that a server captures
-    python -m bench kernels --parts vocoder                               # the tiny model, on any machine
+    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --slots
+    1,8,32 \\
+        --frames 1,4 --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json
+        # 1 min
+    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16
+    --captured \\
+        --cudnn-benchmark                                # as graphs, in the shapes that a server
+        captures
+    python -m bench kernels --parts vocoder                               # the tiny model, on any
+    machine
 
-Weights are random (speed does not depend on them). Every slot takes a full share of frames in every step; one frame is
-80 ms of audio.
+Weights are random (speed does not depend on them). Every slot takes a full share of frames in every
+step; one frame is 80 ms of audio.
 
-On a GPU in bfloat16 the transformer, and what stands around the decoder's convolutions, are kernels of ours; with
---plain everything is PyTorch, to compare."""
+On a GPU in bfloat16 the transformer, and what stands around the decoder's convolutions, are kernels
+of ours; with --plain everything is PyTorch, to compare."""
 
 from __future__ import annotations
 
@@ -65,8 +70,8 @@ def random_model(config: VocoderConfig, device: torch.device, dtype: torch.dtype
 
 
 def make_step(model: Code2Wav, streams: int, frames: int, graph: bool) -> Step:
-    """One step on static tensors, launched op by op or replayed as one captured graph. Its streams are some of those
-    that a server has room for, as there."""
+    """One step on static tensors, launched op by op or replayed as one captured graph. Its streams
+    are some of those that a server has room for, as there."""
     device = model.code_embedding.weight.device
     state = model.state(max(SLOTS, streams), max(frames, 25))
     c = model.config
@@ -81,7 +86,9 @@ def make_step(model: Code2Wav, streams: int, frames: int, graph: bool) -> Step:
         return step
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries must have chosen their kernels and workspaces before the capture
+    with torch.cuda.stream(
+        side
+    ):  # libraries must have chosen their kernels and workspaces before the capture
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
@@ -92,7 +99,8 @@ def make_step(model: Code2Wav, streams: int, frames: int, graph: bool) -> Step:
 
 
 def measure(step: Step, steps: int, cuda: bool) -> list[float]:
-    """Seconds per step. On a GPU: between two events around each step, with the launches running ahead."""
+    """Seconds per step. On a GPU: between two events around each step, with the launches running
+    ahead."""
     for _ in range(3):
         step()
     if not cuda:
@@ -121,7 +129,9 @@ def combinations(args: argparse.Namespace) -> list[tuple[bool, int, int]]:
     if args.captured:
         return [(True, slots, frames) for slots, frames in CodecConfig().captured().shapes()]
     ways = (False, True) if args.graph else (False,)
-    return [(graph, slots, frames) for graph in ways for slots in args.slots for frames in args.frames]
+    return [
+        (graph, slots, frames) for graph in ways for slots in args.slots for frames in args.frames
+    ]
 
 
 def main(given: Sequence[str]) -> int:
@@ -132,9 +142,15 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--slots", default=[1, 4], type=integers)
     p.add_argument("--frames", default=[1, 4], type=integers, help="frames per step and slot")
     p.add_argument("--steps", default=30, type=int, help="measured steps per combination")
-    p.add_argument("--graph", action="store_true", help="also replay the step as a captured CUDA graph")
-    p.add_argument("--captured", action="store_true", help="only graphs, of the slots and frames of a server's")
-    p.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels for each shape")
+    p.add_argument(
+        "--graph", action="store_true", help="also replay the step as a captured CUDA graph"
+    )
+    p.add_argument(
+        "--captured", action="store_true", help="only graphs, of the slots and frames of a server's"
+    )
+    p.add_argument(
+        "--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels for each shape"
+    )
     p.add_argument("--plain", action="store_true", help="as with STRETTO_KERNELS=off")
     args = p.parse_args(given)
     cuda = args.device.type == "cuda"

@@ -1,16 +1,18 @@
-"""The path of a request: which files and lines of the package run for one spoken answer, in which process.
+"""The path of a request: which files and lines of the package run for one spoken answer, in which
+process.
 
     python -m bench path --out bench/results/path.json
     python -m bench path --placement one --tree OTHER_CHECKOUT    # another checkout's
 
-Starts `stretto serve` with the tiny model once for each placement, asks one question so that nothing is new any more,
-and records what runs while a second question is answered: one streamed chat request with text and speech, from its POST
-until a while after its last byte, in the server, the prompt worker and its jobs, and the hosts. `recorder.py` says how.
-What these processes do meanwhile for nobody's request, such as a ping, is in it too; it is little.
+Starts `stretto serve` with the tiny model once for each placement, asks one question so that
+nothing is new any more, and records what runs while a second question is answered: one streamed
+chat request with text and speech, from its POST until a while after its last byte, in the server,
+the prompt worker and its jobs, and the hosts. `recorder.py` says how. What these processes do
+meanwhile for nobody's request, such as a ping, is in it too; it is little.
 
-For each file: the lines that ran (`ran`), the functions and classes that they are in, the physical lines of these
-functions (`to_read`) and of the file. It reports; there is no limit to meet. `python -m bench report --write` puts the
-totals into docs/path.md."""
+For each file: the lines that ran (`ran`), the functions and classes that they are in, the physical
+lines of these functions (`to_read`) and of the file. It reports; there is no limit to meet. `python
+-m bench report --write` puts the totals into docs/path.md."""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ from bench.path import recorder
 from stretto.errors import StrettoError
 
 PLACEMENTS = ("one", "processes")
-QUESTIONS = ("How are you today?", "Which river runs through the town?")  # the second one is recorded
+QUESTIONS = (
+    "How are you today?",
+    "Which river runs through the town?",
+)  # the second one is recorded
 QUIET_S = 1.0  # without a new line: the request is over everywhere
 START_S = 600.0
 
@@ -59,7 +64,10 @@ def ask(server: Server, question: str) -> None:
         "max_audio_frames": 24,
         "ignore_eos": True,
     }
-    url, head = f"http://127.0.0.1:{server.port}/v1/chat/completions", {"Content-Type": "application/json"}
+    url, head = (
+        f"http://127.0.0.1:{server.port}/v1/chat/completions",
+        {"Content-Type": "application/json"},
+    )
     request = urllib.request.Request(url, json.dumps(body).encode(), head)
     num_bytes = 0
     with urllib.request.urlopen(request, timeout=START_S) as answer:
@@ -89,13 +97,17 @@ def recording(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_server(args: argparse.Namespace, model: Path, folder: Path, placement: str) -> Iterator[Server]:
+def recorded_server(
+    args: argparse.Namespace, model: Path, folder: Path, placement: str
+) -> Iterator[Server]:
     """A server whose processes can be recorded, each of which writes into `folder`."""
     (folder / recorder.ON).write_bytes(b"\0")
     (folder / "site").mkdir()
     shutil.copy(recorder.__file__, folder / "site" / "sitecustomize.py")
     more = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")])
+        ),
         recorder.FOLDER: str(folder),
         recorder.SOURCES: str((args.tree / "stretto").resolve()),
     }
@@ -113,7 +125,9 @@ def role(head: str) -> str:
     return "host" if "stretto.stage.host.process" in command else "server"
 
 
-Ran = dict[str, dict[int, Counter[str]]]  # how many processes of each role ran a line, by file and line
+Ran = dict[
+    str, dict[int, Counter[str]]
+]  # how many processes of each role ran a line, by file and line
 
 
 def collect(folder: Path) -> tuple[Ran, dict[str, set[str]], Counter[str]]:
@@ -126,7 +140,9 @@ def collect(folder: Path) -> tuple[Ran, dict[str, set[str]], Counter[str]]:
         processes[name := role(head)] += 1
         for file, line, thread in (text.split("\t") for text in lines):
             ran.setdefault(file, {}).setdefault(int(line), Counter())[name] += 1
-            threads.setdefault(file, set()).add(name if thread == "MainThread" else f"{name}/{thread}")
+            threads.setdefault(file, set()).add(
+                name if thread == "MainThread" else f"{name}/{thread}"
+            )
     return ran, threads, processes
 
 
@@ -145,7 +161,9 @@ def spans(tree: ast.AST, inside: str = "") -> Iterator[Span]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{inside}{node.name}"
-            yield Span(name, isinstance(node, ast.ClassDef), node.lineno, node.end_lineno or node.lineno)
+            yield Span(
+                name, isinstance(node, ast.ClassDef), node.lineno, node.end_lineno or node.lineno
+            )
             yield from spans(node, f"{name}.")
         else:
             yield from spans(node, inside)
@@ -197,7 +215,8 @@ def by_folder(files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for name, file in files.items():
         folders.setdefault(str(Path(name).parent), {})[name] = file
     return {
-        folder: totals(inside) | {"processes": sorted({p for f in inside.values() for p in f["processes"]})}
+        folder: totals(inside)
+        | {"processes": sorted({p for f in inside.values() for p in f["processes"]})}
         for folder, inside in sorted(folders.items())
     }
 
@@ -225,21 +244,40 @@ def measure(args: argparse.Namespace, model: Path, placement: str) -> dict[str, 
 
 
 def show(found: dict[str, Any]) -> None:
-    print(f"== {found['placement']}: {', '.join(f'{n} {name}' for name, n in found['processes'].items())}")
+    print(
+        f"== {found['placement']}: "
+        f"{', '.join(f'{n} {name}' for name, n in found['processes'].items())}"
+    )
     for folder, inside in found["folders"].items():
-        print(f"{folder}: {inside['ran']} of {inside['lines']} lines; {', '.join(inside['processes'])}")
+        print(
+            f"{folder}: {inside['ran']} of {inside['lines']} lines; "
+            f"{', '.join(inside['processes'])}"
+        )
         for name, file in found["files"].items():
             if str(Path(name).parent) == folder:
-                print(f"    {file['ran']:4} of {file['lines']:4}  {Path(name).name:24}{', '.join(file['threads'])}")
+                print(
+                    f"    {file['ran']:4} of {file['lines']:4}  "
+                    f"{Path(name).name:24}{', '.join(file['threads'])}"
+                )
     for name in ("total", "without_layers_and_kernels"):
-        print(f"{name.replace('_', ' ')}: {', '.join(f'{n} {what}' for what, n in found[name].items())}")
+        print(
+            f"{name.replace('_', ' ')}: "
+            f"{', '.join(f'{n} {what}' for what, n in found[name].items())}"
+        )
     print(flush=True)
 
 
 def main(given: Sequence[str]) -> int:
     p = parser("path", __doc__)
-    p.add_argument("--placement", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: both")
-    p.add_argument("--tree", type=Path, default=ROOT, help="another checkout, whose server it is (default: this one)")
+    p.add_argument(
+        "--placement", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: both"
+    )
+    p.add_argument(
+        "--tree",
+        type=Path,
+        default=ROOT,
+        help="another checkout, whose server it is (default: this one)",
+    )
     args = p.parse_args(given)
     result: dict[str, Any] = {"env": describe(), "arguments": arguments(args), "placements": []}
     if args.tree != ROOT:

@@ -1,12 +1,14 @@
-"""Which lines of a package run, in the processes of a server. Copied as `sitecustomize.py` into a folder of PYTHONPATH,
-so that each Python process of the server, and each that it starts, begins with it. Imports the standard library alone.
+"""Which lines of a package run, in the processes of a server. Copied as `sitecustomize.py` into a
+folder of PYTHONPATH, so that each Python process of the server, and each that it starts, begins
+with it. Imports the standard library alone.
 
-While the first byte of the file `on` is not zero, each line of a function is written to the file of its process when it
-runs for the first time: file, line, thread. Lines are written at once, so nothing is lost in a process that is killed
-or leaves by `os._exit`. What a module or a class body runs when it is imported does not count.
+While the first byte of the file `on` is not zero, each line of a function is written to the file of
+its process when it runs for the first time: file, line, thread. Lines are written at once, so
+nothing is lost in a process that is killed or leaves by `os._exit`. What a module or a class body
+runs when it is imported does not count.
 
-From Python 3.12 on by `sys.monitoring`, before that by `sys.settrace`. Both are there from the start of a process: a
-function that runs since then is seen too."""
+From Python 3.12 on by `sys.monitoring`, before that by `sys.settrace`. Both are there from the
+start of a process: a function that runs since then is seen too."""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Recorder:
         if self.fd < 0:
             name = self.folder / f"{os.getpid()}.lines"
             self.fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            os.write(self.fd, f"{'forked' if self.forked else ''}\t{' '.join(sys.orig_argv)}\n".encode())
+            os.write(
+                self.fd, f"{'forked' if self.forked else ''}\t{' '.join(sys.orig_argv)}\n".encode()
+            )
         name = code.co_filename.removeprefix(self.sources)
         os.write(self.fd, f"{name}\t{line}\t{threading.current_thread().name}\n".encode())
 

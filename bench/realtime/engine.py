@@ -1,4 +1,5 @@
-"""The parts that are measured at the engine's sessions, without a server: first, append, barge, live."""
+"""The parts that are measured at the engine's sessions, without a server: first, append, barge,
+live."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Stand:
                 yield await self.crowd("whole", count)
 
     async def one_by_one(self, kind: str, lengths: Sequence[float], turns: int) -> Found:
-        """One session at a time, a new one for each turn; lengths take turns, so that drift hits all of them alike."""
+        """One session at a time, a new one for each turn; lengths take turns, so that drift hits
+        all of them alike."""
         samples: list[Found] = []
         for _ in range(turns):
             for seconds in lengths:
@@ -93,8 +95,9 @@ class Stand:
             return without_packets(await finish(s, params))
 
     async def crowd(self, kind: str, count: int) -> Found:
-        """So many sessions, lengths mixed. All have spoken all but the last of their turn when the first commits; they
-        end one by one within `--spread` seconds, in real time, while others speak or are answered."""
+        """So many sessions, lengths mixed. All have spoken all but the last of their turn when the
+        first commits; they end one by one within `--spread` seconds, in real time, while others
+        speak or are answered."""
         args, lengths = self.args, fitting(self.args.lengths, count, self.args.most_sound)
         preload, gate = asyncio.Semaphore(PRELOADERS), Gate(count)
         tail = round(TAIL_S * INPUT_RATE)
@@ -129,8 +132,9 @@ class Stand:
         return self.told(kind, count, samples) | more
 
     async def encode_alone(self) -> Found:
-        """What encoding takes of the time to the first token: an answer to a turn of 5 s behind some instructions, and
-        then behind others of the same length. The second reads as many rows, but the window is encoded already."""
+        """What encoding takes of the time to the first token: an answer to a turn of 5 s behind
+        some instructions, and then behind others of the same length. The second reads as many rows,
+        but the window is encoded already."""
         pairs = []
         for _ in range(self.args.turns):
             async with self.engine.session() as s:
@@ -139,7 +143,9 @@ class Stand:
                 both = []
                 for word in ("One.", "Two."):
                     params = answer(self.args.frames, next(self.numbers))
-                    events = s.respond(params=params, instructions=word, items=[item], remember=False)
+                    events = s.respond(
+                        params=params, instructions=word, items=[item], remember=False
+                    )
                     both.append(without_packets(await listen(events, clock(), 0.0)))
                 pairs.append(both)
         split = [[a["phases"][2], b["phases"][2]] for a, b in pairs if a["phases"] and b["phases"]]
@@ -150,7 +156,8 @@ class Stand:
     # ---- append
 
     async def append(self) -> AsyncIterator[Found]:
-        """What 2 s of sound cost while they are spoken, by how much was said before; every fourth ends a window."""
+        """What 2 s of sound cost while they are spoken, by how much was said before; every fourth
+        ends a window."""
         for context in (0.0, *self.args.lengths):
             if self.late:
                 return
@@ -160,13 +167,16 @@ class Stand:
                 yield await self.saturated(context)
 
     async def appends(self, context: float) -> Found:
-        """One session; each append is read to its end before the next comes, so that its time is its cost."""
+        """One session; each append is read to its end before the next comes, so that its time is
+        its cost."""
         samples = []
         async with self.engine.session() as s:
             await speak(s, self.clips.clip(context), 0.0)
             await s.read()
             before, start = await self.stage_numbers(), clock()
-            for piece in pieces(self.clips.clip(self.args.appends * LARGE_PIECE_S, beep=not context)):
+            for piece in pieces(
+                self.clips.clip(self.args.appends * LARGE_PIECE_S, beep=not context)
+            ):
                 begun = clock()
                 await s.append(piece)
                 called = clock() - begun
@@ -177,18 +187,21 @@ class Stand:
         count = len(samples)
         device = sum(v for k, v in work.items() if k.startswith(DEVICE))
         print(
-            f"  append of 2 s behind {context:g} s: call p50 {ms(quantile([a for a, _ in samples], 0.5))}, all of it "
-            f"on average {ms(took / count)}, of which steps on the device {ms(device / count)} (encoder not counted)",
+            f"  append of 2 s behind {context:g} s: call p50 "
+            f"{ms(quantile([a for a, _ in samples], 0.5))}, all of it "
+            f"on average {ms(took / count)}, of which steps on the device {ms(device / count)} "
+            f"(encoder not counted)",
             flush=True,
         )
         return {
-            "kind": "append", "context_s": context, "wall_s_each": took / count, "steps_device_s_each": device / count,
+            "kind": "append", "context_s": context, "wall_s_each": took / count,
+            "steps_device_s_each": device / count,
             "work": work, "samples": samples,
         }  # fmt: skip
 
     async def saturated(self, context: float, sessions: int = 16) -> Found:
-        """Many sessions that append as fast as it goes: the device always has work, so an append takes at most
-        the time that passes for each."""
+        """Many sessions that append as fast as it goes: the device always has work, so an append
+        takes at most the time that passes for each."""
         count, stop, gate = 0, 0.0, Gate(sessions)
 
         async def one() -> None:
@@ -216,12 +229,14 @@ class Stand:
         busy = gpu.get("busy_percent")
         each = took / count * (busy / 100 if busy is not None else 1.0)
         print(
-            f"  {sessions} sessions append 2 s behind {context:g} s, {count / took:.0f} a second: at most {ms(each)} "
+            f"  {sessions} sessions append 2 s behind {context:g} s, {count / took:.0f} a second: "
+            f"at most {ms(each)} "
             f"of GPU time each (busy {busy if busy is not None else 100:.0f} %)",
             flush=True,
         )
         return {
-            "kind": "saturated", "context_s": context, "sessions": sessions, "appends": count, "seconds": took,
+            "kind": "saturated", "context_s": context, "sessions": sessions, "appends": count,
+            "seconds": took,
             "gpu": gpu, "gpu_s_each": each, "work": work,
         }  # fmt: skip
 
@@ -244,14 +259,16 @@ class Stand:
     # ---- barge
 
     async def barge(self) -> AsyncIterator[Found]:
-        """Cancel → nothing more comes; → the stages have released everything; → the next turn's first audio."""
+        """Cancel → nothing more comes; → the stages have released everything; → the next turn's
+        first audio."""
         for others in (0, self.args.others):
             if self.late:
                 return
             yield await self.interruptions(others)
 
     async def interruptions(self, others: int) -> Found:
-        """Answers of 40 s that are closed at a random packet, while so many others are being said."""
+        """Answers of 40 s that are closed at a random packet, while so many others are being
+        said."""
         samples: list[Found] = []
         background = [asyncio.create_task(self._say_on()) for _ in range(others)]
         try:
@@ -263,9 +280,17 @@ class Stand:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-        closed, after = ([s[k] for s in samples if s[k] is not None] for k in ("closed", "next_first_audio"))
-        shown = f"closed p50 {ms(quantile(closed, 0.5))} max {ms(max(closed))}; next first audio p50 "
-        print(f"  barge-in beside {others} others: {shown}{ms(quantile(after, 0.5) if after else None)}", flush=True)
+        closed, after = (
+            [s[k] for s in samples if s[k] is not None] for k in ("closed", "next_first_audio")
+        )
+        shown = (
+            f"closed p50 {ms(quantile(closed, 0.5))} max {ms(max(closed))}; next first audio p50 "
+        )
+        print(
+            f"  barge-in beside {others} others: "
+            f"{shown}{ms(quantile(after, 0.5) if after else None)}",
+            flush=True,
+        )
         return {"kind": "barge", "others": others, "samples": samples}
 
     async def _interrupt(self, alone: bool) -> Found:
@@ -286,7 +311,8 @@ class Stand:
             await speak(s, self.clips.clip(5.0), 0.0)
             found = await finish(s, answer(self.args.frames, next(self.numbers)))
         return {
-            "packet": at, "closed": closed, "freed": freed, "next_first_audio": found.get("first_audio"),
+            "packet": at, "closed": closed, "freed": freed,
+            "next_first_audio": found.get("first_audio"),
             "error": found["error"],
         }  # fmt: skip
 
@@ -308,7 +334,8 @@ class Stand:
     # ---- live
 
     async def live(self) -> AsyncIterator[Found]:
-        """Sessions that speak 5 s in real time, hear an answer of 5 s, and so on; begun at random moments."""
+        """Sessions that speak 5 s in real time, hear an answer of 5 s, and so on; begun at random
+        moments."""
         for count in self.args.live:
             yield await self.conversations(count)
 
@@ -326,8 +353,14 @@ class Stand:
                     at = clock() - start
                     found = await finish(s, answer(args.live_frames, next(self.numbers)))
                     heard = played(found)
-                    more = {"underruns": heard.underruns, "wait": heard.wait} if heard is not None else {}
-                    samples.append({"session": place, "seconds": args.live_turn, "at": at, **found, **more})
+                    more = (
+                        {"underruns": heard.underruns, "wait": heard.wait}
+                        if heard is not None
+                        else {}
+                    )
+                    samples.append(
+                        {"session": place, "seconds": args.live_turn, "at": at, **found, **more}
+                    )
                     late.append(max(took))
                     clips[place] = await asyncio.to_thread(self.clips.clip, args.live_turn)
                     if heard is not None:
@@ -344,8 +377,15 @@ class Stand:
         return self.gpu.between(start, clock())  # both clocks are CLOCK_MONOTONIC
 
     def told(self, kind: str, count: int, samples: Sequence[Found]) -> Found:
-        found = {"kind": kind, "sessions": count, "by_length": by_length(samples), "samples": list(samples)}
-        found["windows_changed"] = self.engine.counts["windows_changed"]  # since the engine was opened
+        found = {
+            "kind": kind,
+            "sessions": count,
+            "by_length": by_length(samples),
+            "samples": list(samples),
+        }
+        found["windows_changed"] = self.engine.counts[
+            "windows_changed"
+        ]  # since the engine was opened
         if kind != "warm":
             show(found)
         return found

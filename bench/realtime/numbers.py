@@ -11,8 +11,10 @@ from bench.harness.results import quantile
 from bench.realtime.turns import PHASES
 
 Found = dict[str, Any]
-COUNTERS = ("stretto_stage_device_seconds_sum", "stretto_stage_rows_total", "stretto_stage_encoded_total",
-            "stretto_stage_steps_total", "stretto_host_busy_seconds_total", "stretto_host_idle_seconds_total",
+COUNTERS = ("stretto_stage_device_seconds_sum", "stretto_stage_rows_total",
+    "stretto_stage_encoded_total",
+            "stretto_stage_steps_total", "stretto_host_busy_seconds_total",
+            "stretto_host_idle_seconds_total",
             "stretto_stage_launch_seconds_sum")  # fmt: skip
 
 
@@ -56,8 +58,14 @@ def by_length(samples: Sequence[Found]) -> dict[str, Found]:
             split = [s["phases"] for s in good if s.get("phases")]
             one |= {
                 "first_audio_s": spread([s["first_audio"] for s in good]),
-                "phases_s": {n: statistics.median(p[i] for p in split) for i, n in enumerate(PHASES)} if split else {},
-                "new_tokens": max((s["new_tokens"] for s in good if "new_tokens" in s), default=None),
+                "phases_s": {
+                    n: statistics.median(p[i] for p in split) for i, n in enumerate(PHASES)
+                }
+                if split
+                else {},
+                "new_tokens": max(
+                    (s["new_tokens"] for s in good if "new_tokens" in s), default=None
+                ),
                 "encoded": max((s["encoded"] for s in good if "encoded" in s), default=None),
             }
         found[f"{seconds:g}"] = one
@@ -69,17 +77,28 @@ def show(found: Found) -> None:
     for seconds, one in found["by_length"].items():
         if "first_audio_s" in one:
             f = one["first_audio_s"]
-            parts = ", ".join(f"{name} {1000 * value:.1f}" for name, value in one["phases_s"].items())
+            parts = ", ".join(
+                f"{name} {1000 * value:.1f}" for name, value in one["phases_s"].items()
+            )
             print(
-                f"    {seconds:>5} s x {f['count']}: p50 {ms(f['p50'])}, p90 {ms(f['p90'])}, max {ms(f['max'])}; "
+                f"    {seconds:>5} s x {f['count']}: p50 {ms(f['p50'])}, p90 {ms(f['p90'])}, max "
+                f"{ms(f['max'])}; "
                 f"{one['new_tokens']} tokens, {one['encoded']} windows; {parts}",
                 flush=True,
             )
         if one["errors"]:
-            print(f"    {seconds:>5} s: {len(one['errors'])} failed: {one['errors'][0][:300]}", flush=True)
-    whole = [one["first_audio_s"]["p50"] for one in found["by_length"].values() if "first_audio_s" in one]
+            print(
+                f"    {seconds:>5} s: {len(one['errors'])} failed: {one['errors'][0][:300]}",
+                flush=True,
+            )
+    whole = [
+        one["first_audio_s"]["p50"] for one in found["by_length"].values() if "first_audio_s" in one
+    ]
     if len(whole) > 1:
-        print(f"    from the shortest to the longest: {100 * (whole[-1] / whole[0] - 1):+.1f} %", flush=True)
+        print(
+            f"    from the shortest to the longest: {100 * (whole[-1] / whole[0] - 1):+.1f} %",
+            flush=True,
+        )
 
 
 def listened(samples: Sequence[Found]) -> Found:
@@ -94,7 +113,8 @@ def listened(samples: Sequence[Found]) -> Found:
         "longest_wait_s": max((s["wait"] for s in heard), default=0.0),
     }
     print(
-        f"    {told['answers']} answers, {told['failed']} failed; {told['underruns']} underruns in {told['stuttered']} "
+        f"    {told['answers']} answers, {told['failed']} failed; {told['underruns']} underruns in "
+        f"{told['stuttered']} "
         f"of them, {told['waited_s']:.3f} s in all, {told['longest_wait_s']:.3f} s at most",
         flush=True,
     )
@@ -102,7 +122,8 @@ def listened(samples: Sequence[Found]) -> Found:
 
 
 def fitting(lengths: Sequence[float], count: int, most: float) -> list[float]:
-    """Of the lengths, shortest first, as many as so many sessions can mix without more than `most` seconds in all."""
+    """Of the lengths, shortest first, as many as so many sessions can mix without more than `most`
+    seconds in all."""
     chosen = sorted(lengths)
     while len(chosen) > 1 and sum(chosen) * count / len(chosen) > most:
         chosen.pop()

@@ -1,4 +1,5 @@
-"""The part `http`: clients of a server of its own, over WebSockets, in this process. Imports no torch."""
+"""The part `http`: clients of a server of its own, over WebSockets, in this process. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -68,7 +69,12 @@ class Client:
     async def configure(self, vad: bool, tokens: int, frames: int) -> None:
         turns = {"type": "server_vad"} if vad else None
         audio = {"input": {"turn_detection": turns}}
-        session = {"type": "realtime", "audio": audio, "max_output_tokens": tokens, "max_audio_frames": frames}
+        session = {
+            "type": "realtime",
+            "audio": audio,
+            "max_output_tokens": tokens,
+            "max_audio_frames": frames,
+        }
         await self.send("session.update", session=session)
         await self.until("session.updated")
 
@@ -115,7 +121,9 @@ class Sockets:
                 yield await work()
 
     @asynccontextmanager
-    async def client(self, vad: bool = False, tokens: int = 0, frames: int = 0) -> AsyncIterator[Client]:
+    async def client(
+        self, vad: bool = False, tokens: int = 0, frames: int = 0
+    ) -> AsyncIterator[Client]:
         url = f"ws://127.0.0.1:{self.server.port}/v1/realtime"
         async with connect(url, max_size=1 << 20, max_queue=None, compression=None) as socket:
             client = Client(socket)
@@ -133,12 +141,18 @@ class Sockets:
                 if self.late and samples:
                     break
                 samples.append({"seconds": seconds, **await one(seconds)})
-        found: Found = {"kind": kind, "sessions": 1, "by_length": by_length(samples), "samples": samples}
+        found: Found = {
+            "kind": kind,
+            "sessions": 1,
+            "by_length": by_length(samples),
+            "samples": samples,
+        }
         show(found)
         return found
 
     async def turn(self, seconds: float) -> Found:
-        """Commit and response.create in one go → the first packet; all of the turn was sent and read before."""
+        """Commit and response.create in one go → the first packet; all of the turn was sent and
+        read before."""
         async with self.client() as client:
             await client.speak(pcm(self.clips.clip(seconds)), 0.0)
             await client.sync()
@@ -146,7 +160,8 @@ class Sockets:
             return await self.finish(client)
 
     async def idle(self) -> None:
-        """Until the server's engine has read all that it was given; with speech in real time this is always so."""
+        """Until the server's engine has read all that it was given; with speech in real time this
+        is always so."""
         for _ in range(400):
             values = await asyncio.to_thread(self.server.metrics)
             if not values["stretto_engine_running"]:
@@ -187,9 +202,12 @@ class Sockets:
         sound = {"data": base64.b64encode(out.getvalue()).decode(), "format": "wav"}
         frames = self.args.frames
         body = {
-            "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}],
-            "stream": True, "modalities": ["text", "audio"], "audio": {"format": "pcm16"}, "ignore_eos": True,
-            "max_tokens": max(2, frames // 2), "min_audio_frames": frames, "max_audio_frames": frames,
+            "messages": [{"role": "user", "content": [{"type": "input_audio",
+            "input_audio": sound}]}],
+            "stream": True, "modalities": ["text", "audio"], "audio": {"format": "pcm16"},
+            "ignore_eos": True,
+            "max_tokens": max(2, frames // 2), "min_audio_frames": frames,
+            "max_audio_frames": frames,
         }  # fmt: skip
         heard = await ask(Job(self.server.port, "", "", 1), json.dumps(body).encode(), 0, clock())
         return {"error": heard.sample.message, "first_audio": heard.sample.first_audio}
@@ -197,7 +215,8 @@ class Sockets:
     # ---- barge-in
 
     async def cancels(self) -> Found:
-        """`response.cancel` at a random packet → the last packet that still comes, and `response.done`."""
+        """`response.cancel` at a random packet → the last packet that still comes, and
+        `response.done`."""
         samples: list[Found] = []
         async with self.client(tokens=400, frames=500) as client:
             for _ in range(self.args.turns * 2):
@@ -225,7 +244,8 @@ class Sockets:
             last = at - start
         done, usage = at - start, event["response"]["usage"]
         return {
-            "over": event["response"]["status"] != "cancelled", "last_packet": last, "confirmed": done,
+            "over": event["response"]["status"] != "cancelled", "last_packet": last,
+            "confirmed": done,
             "after": await self._after(client), "usage": usage,
         }  # fmt: skip
 
@@ -245,7 +265,8 @@ class Sockets:
         if good:
             last, done = ([s[k] for s in good] for k in ("last_packet", "confirmed"))
             print(
-                f"  {kind}: {len(good)} times; last packet p50 {ms(quantile(last, 0.5))}, max {ms(max(last))}; "
+                f"  {kind}: {len(good)} times; last packet p50 {ms(quantile(last, 0.5))}, max "
+                f"{ms(max(last))}; "
                 f"confirmed p50 {ms(quantile(done, 0.5))}, max {ms(max(done))}; packets after it: "
                 f"{sum(s['after'] for s in good)}",
                 flush=True,
@@ -255,8 +276,8 @@ class Sockets:
     # ---- turns that the server finds
 
     async def detected(self) -> Found:
-        """Speech and silence in real time, turns found by the server: end of speech → first packet, then speech over
-        the answer → its last packet and its end."""
+        """Speech and silence in real time, turns found by the server: end of speech → first packet,
+        then speech over the answer → its last packet and its end."""
         found = await asyncio.gather(*(self._detected(i) for i in range(4)), return_exceptions=True)
         samples: list[Found] = [f if isinstance(f, dict) else {"error": repr(f)} for f in found]
         firsts = [s["first_audio"] for s in samples if s.get("first_audio") is not None]
@@ -265,10 +286,20 @@ class Sockets:
                 print(f"  vad: {s['error']}", flush=True)
         if firsts:
             waited = ms(quantile([s["vad_wait"] for s in samples if s.get("vad_wait")], 0.5))
-            print(f"  vad: end of speech -> first packet p50 {ms(quantile(firsts, 0.5))}, pause {waited}", flush=True)
-        found_s = [s["confirmed"] - s["started"] for s in samples if s.get("started") is not None and not s["over"]]
+            print(
+                f"  vad: end of speech -> first packet p50 {ms(quantile(firsts, 0.5))}, pause "
+                f"{waited}",
+                flush=True,
+            )
+        found_s = [
+            s["confirmed"] - s["started"]
+            for s in samples
+            if s.get("started") is not None and not s["over"]
+        ]
         if found_s:
-            print(f"  vad: speech found -> answer over p50 {ms(quantile(found_s, 0.5))}", flush=True)
+            print(
+                f"  vad: speech found -> answer over p50 {ms(quantile(found_s, 0.5))}", flush=True
+            )
         return self.barged("vad barge-in", samples) | {"sessions": 4}
 
     async def _detected(self, place: int) -> Found:
@@ -286,7 +317,11 @@ class Sockets:
             talking = asyncio.create_task(client.speak(said, 1.0, SMALL_PIECE_S))
             start, last, started = clock(), 0.0, None
             while True:
-                kinds = ("response.output_audio.delta", "response.done", "input_audio_buffer.speech_started")
+                kinds = (
+                    "response.output_audio.delta",
+                    "response.done",
+                    "input_audio_buffer.speech_started",
+                )
                 at, event = await client.until(*kinds)
                 if event["type"] == "response.done":
                     break
@@ -326,13 +361,23 @@ class Sockets:
                     await client.speak(said, 1.0)
                     at, found = clock() - start, await self.finish(client)
                     heard = play([Packet(*p) for p in found["packets"]])
-                    more = {"underruns": heard.underruns, "wait": heard.wait} if heard is not None else {}
-                    samples.append({"session": place, "seconds": args.live_turn, "at": at, **found, **more})
+                    more = (
+                        {"underruns": heard.underruns, "wait": heard.wait}
+                        if heard is not None
+                        else {}
+                    )
+                    samples.append(
+                        {"session": place, "seconds": args.live_turn, "at": at, **found, **more}
+                    )
                     if heard is None:
                         return
                     await asyncio.sleep(max(0.0, start + at + heard.stop - clock()))
 
         await asyncio.gather(*(one(i) for i in range(args.http_live)))
-        found: Found = {"kind": "socket live", "sessions": args.http_live, "by_length": by_length(samples)}
+        found: Found = {
+            "kind": "socket live",
+            "sessions": args.http_live,
+            "by_length": by_length(samples),
+        }
         show(found)
         return found | listened(samples) | {"samples": samples}

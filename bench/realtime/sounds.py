@@ -10,16 +10,19 @@ from tests.server.realtime.sounds import speech
 
 Samples = npt.NDArray[np.float32]
 BASE_S = 24.0
-ABOUT = "synthetic speech (harmonics of a voice, vowels that change with each syllable), no recording of a person"
+ABOUT = (
+    "synthetic speech (harmonics of a voice, vowels that change with each syllable), no recording "
+    "of a person"
+)
 
 
 BEEP_S = 0.05
 
 
 class Clips:
-    """Turns of any length. Each has its own noise, so that none is in a cache. Each begins with a beep, its loudest
-    sound: a clip that grows louder would raise the floor of its features, and the windows that this changes would be
-    encoded again, in some runs and not in others."""
+    """Turns of any length. Each has its own noise, so that none is in a cache. Each begins with a
+    beep, its loudest sound: a clip that grows louder would raise the floor of its features, and the
+    windows that this changes would be encoded again, in some runs and not in others."""
 
     def __init__(self, seed: int = 0) -> None:
         self._base = speech(BASE_S, seed=seed)

@@ -1,4 +1,5 @@
-"""One turn, spoken to an engine's session or sent to it whole, and when each piece of the answer came."""
+"""One turn, spoken to an engine's session or sent to it whole, and when each piece of the answer
+came."""
 
 from __future__ import annotations
 
@@ -15,20 +16,22 @@ from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.errors import StrettoError
 from stretto.loadtest.player import Packet, Playback, play
-from stretto.messages.params import Params
+from stretto.params import Params
 
 clock = time.perf_counter
 PIECE_S = 0.1  # in real time
 LARGE_PIECE_S = 2.0  # as fast as it goes
 PHASES = ("commit", "admission", "encode and prefill", "talker", "vocoder", "to the engine")
-"""Of commit → first audio, one after the other. Encoding alone is measured by itself: `engine.encode_alone`."""
+"""Of commit → first audio, one after the other. Encoding alone is measured by itself:
+`engine.encode_alone`."""
 
 
 def answer(frames: int, number: int, text_tokens: int = 0) -> Params:
     """An answer of exactly this length on any weights, with the model's usual sampling."""
     text = text_tokens or max(2, frames // 2)
     return Params(
-        temperature=0.7, top_k=20, top_p=0.8, seed=number, max_text_tokens=text, ignore_eos=True, min_frames=frames,
+        temperature=0.7, top_k=20, top_p=0.8, seed=number, max_text_tokens=text, ignore_eos=True,
+        min_frames=frames,
         max_frames=frames,
     )  # fmt: skip
 
@@ -63,7 +66,9 @@ async def ask_whole(engine: PipelineEngine, samples: Samples, params: Params) ->
     start = clock()
     content = [{"type": "audio", "data": samples, "sample_rate": INPUT_RATE}]
     try:
-        return await listen(engine.generate([{"role": "user", "content": content}], params=params), start, 0.0)
+        return await listen(
+            engine.generate([{"role": "user", "content": content}], params=params), start, 0.0
+        )
     except StrettoError as e:
         return {"error": f"{type(e).__name__}: {e}"}
 
@@ -108,7 +113,14 @@ def phases(end: Finished, committed: float, packets: list[Packet]) -> list[float
     if not (thinker and talker and vocoder and packets):
         return None
     begun, token, frame, sound = thinker[0][0], thinker[-1][1], talker[-1][1], vocoder[-1][1]
-    return [committed, begun, token - begun, frame - token, sound - frame, packets[0].at - committed - sound]
+    return [
+        committed,
+        begun,
+        token - begun,
+        frame - token,
+        sound - frame,
+        packets[0].at - committed - sound,
+    ]
 
 
 def played(found: dict[str, Any]) -> Playback | None:

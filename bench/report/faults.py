@@ -13,15 +13,22 @@ def kills(results: Results) -> str:
         return ""
     callers = ", ".join(f"{n:,} {what}" for what, n in sorted(r["outcomes"].items()))
     head = textwrap.fill(
-        f"{r['kills']} kills -9 over the three hosts at {r['env']['commit']}, {r['followed_by_a_second']} of them "
+        f"{r['kills']} kills -9 over the three hosts at {r['env']['commit']}, "
+        f"{r['followed_by_a_second']} of them "
         f"followed by a second; callers: {callers}; problems: {len(r['problems'])}.", 120
     )  # fmt: skip
     lines = []
-    for what, name in (("to the last error", "seconds_to_last_error"), ("to ready again", "seconds_to_ready")):
-        lines.append((f"from the kill {what}", *(f"{r[name][key]:.2f}" for key in ("median", "p99", "most"))))
+    for what, name in (
+        ("to the last error", "seconds_to_last_error"),
+        ("to ready again", "seconds_to_ready"),
+    ):
+        lines.append(
+            (f"from the kill {what}", *(f"{r[name][key]:.2f}" for key in ("median", "p99", "most")))
+        )
     m = r["orchestrator_mib"]
     memory = (
-        f"Orchestrator: {m['start']:.1f} MiB before the first kill, {m['end']:.1f} MiB after the last; in the second "
+        f"Orchestrator: {m['start']:.1f} MiB before the first kill, {m['end']:.1f} MiB after the "
+        f"last; in the second "
         f"half {m['slope']:.2f} ± {m['margin']:.2f} KiB per kill."
     )
     return "\n\n".join([head, markdown(("seconds", "median", "99 %", "most"), lines), memory])
@@ -32,10 +39,13 @@ def soak(results: Results) -> str:
         return ""
     kinds = r["kinds"]
     head = textwrap.fill(
-        f"{r['requests']:,} requests, {r['at_once']} at a time, in {r['seconds']:.0f} s at {r['env']['commit']}: "
+        f"{r['requests']:,} requests, {r['at_once']} at a time, in {r['seconds']:.0f} s at "
+        f"{r['env']['commit']}: "
         f"{kinds['whole']:,} read to the end, {kinds['slow']:,} by a slow listener, "
-        f"{kinds['closed'] + kinds['cancelled']:,} to be closed or cancelled on the way. {r['exact']:,} answers "
-        f"were exact, {r['cut_by_the_caller']:,} were cut by their caller; problems: {len(r['problems'])}.", 120
+        f"{kinds['closed'] + kinds['cancelled']:,} to be closed or cancelled on the way. "
+        f"{r['exact']:,} answers "
+        f"were exact, {r['cut_by_the_caller']:,} were cut by their caller; problems: "
+        f"{len(r['problems'])}.", 120
     )  # fmt: skip
     lines = [
         (
@@ -44,12 +54,18 @@ def soak(results: Results) -> str:
         )
         for name, m in r["memory_mib"].items()
     ]  # fmt: skip
-    return f"{head}\n\n{markdown(('MiB', 'start', 'middle', 'end', 'second half, KiB per request', 'flat'), lines)}"
+    return f"{head}\n\n{markdown(('MiB', 'start', 'middle', 'end', 'second half, KiB per request', 'flat'), lines)}"  # noqa: E501
 
 
 def fuzz(results: Results) -> str:
     if (r := results.file("fuzz_wire")) is None:
         return ""
-    head = f"{r['inputs']:,} inputs at {r['env']['commit']}, seed {r['seed']}; problems: {len(r['problems'])}."
-    lines = [(name, f"{p['inputs']:,}", f"{p['read']:,}", f"{p['seconds']:.0f}") for name, p in r["parts"].items()]
+    head = (
+        f"{r['inputs']:,} inputs at {r['env']['commit']}, seed {r['seed']}; problems: "
+        f"{len(r['problems'])}."
+    )
+    lines = [
+        (name, f"{p['inputs']:,}", f"{p['read']:,}", f"{p['seconds']:.0f}")
+        for name, p in r["parts"].items()
+    ]
     return f"{head}\n\n{markdown(('', 'inputs', 'could be read', 'seconds'), lines)}"

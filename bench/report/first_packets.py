@@ -1,10 +1,11 @@
-"""What the rule for first packets (`stretto.stage.pacing.Rhythm`) would have done in a recorded run.
+"""What the rule for first packets (`stretto.stage.pacing.Rhythm`) would have done in a recorded
+run.
 
-Run by `python -m bench report --first-packets`. Replays the packets of runs of `serve`: with what the pace of all
-streams was just before, each first packet is held back as the rule says (or until the second came), and a player starts
-then. Printed for each number of streams: players that had to wait, for how long in all, and the median of the first
-sound, without and with it. A replay does not show how later packets would have changed, only the size of the gain
-and of the cost."""
+Run by `python -m bench report --first-packets`. Replays the packets of runs of `serve`: with what
+the pace of all streams was just before, each first packet is held back as the rule says (or until
+the second came), and a player starts then. Printed for each number of streams: players that had to
+wait, for how long in all, and the median of the first sound, without and with it. A replay does not
+show how later packets would have changed, only the size of the gain and of the cost."""
 
 from __future__ import annotations
 
@@ -58,6 +59,7 @@ def show(files: Sequence[Path]) -> None:
             total = [1e3 * sum(found[name]) for name in ("wait", "wait, held")]
             first = [1e3 * statistics.median(found[name]) for name in ("first", "first, held")]
             print(
-                f"{file.stem} {level['workload']:>9} x {level['streams']:<4} {waited[0]:4} -> {waited[1]:<4}"
+                f"{file.stem} {level['workload']:>9} x {level['streams']:<4} {waited[0]:4} -> "
+                f"{waited[1]:<4}"
                 f" {total[0]:7.1f} -> {total[1]:<7.1f} {first[0]:7.1f} -> {first[1]:.1f}"
             )

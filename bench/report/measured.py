@@ -1,4 +1,5 @@
-"""The files in bench/results as the pictures and tables need them, and what a step has to read and to compute.
+"""The files in bench/results as the pictures and tables need them, and what a step has to read and
+to compute.
 
 A file that is not there is None; what would come from it is left out. Imports no torch."""
 
@@ -48,7 +49,9 @@ def distinct(shape: Shape, rows: int) -> float:
     return shape.experts * (1 - (1 - shape.top_k / shape.experts) ** rows)
 
 
-def layer_bytes(shape: Shape, rows: int, experts: float, context: int = CONTEXT) -> dict[str, float]:
+def layer_bytes(
+    shape: Shape, rows: int, experts: float, context: int = CONTEXT
+) -> dict[str, float]:
     """The fewest bytes that each part of a layer reads, bf16."""
     one = 2.0 * shape.expert * shape.hidden
     return {
@@ -72,7 +75,9 @@ def row_flops(shape: Shape, context: int = CONTEXT) -> float:
 def step_flops(what: str, batch: int) -> float:
     if what.startswith("thinker"):
         return batch * row_flops(THINKER)
-    passes = (PREDICTOR_PASSES + 1) * PREDICTOR_LAYERS * PREDICTOR_LAYER + PREDICTOR_PASSES * PREDICTOR_HEAD
+    passes = (
+        PREDICTOR_PASSES + 1
+    ) * PREDICTOR_LAYERS * PREDICTOR_LAYER + PREDICTOR_PASSES * PREDICTOR_HEAD
     return batch * (row_flops(TALKER) + 2.0 * passes)
 
 
@@ -95,8 +100,8 @@ class Results:
         return [found for name in ("h200", "h200_again") if (found := self.file(name)) is not None]
 
     def starts(self) -> list[Any]:
-        """Every start of a server that was timed, once. (A file that holds no more than a second pass over the server
-        of another has that one's start in it.)"""
+        """Every start of a server that was timed, once. (A file that holds no more than a second
+        pass over the server of another has that one's start in it.)"""
         found: list[Any] = []
         for s in self.serving():
             for one in s.get("starts") or filter(None, [s.get("start")]):
@@ -132,7 +137,14 @@ def found_in(serving: Any, part: str) -> list[Any]:
 
 
 def level(serving: Any, part: str, workload: str, streams: int) -> Any:
-    return next((f for f in found_in(serving, part) if f["workload"] == workload and f["streams"] == streams), None)
+    return next(
+        (
+            f
+            for f in found_in(serving, part)
+            if f["workload"] == workload and f["streams"] == streams
+        ),
+        None,
+    )
 
 
 # ---- a step's kernels over time
@@ -140,8 +152,8 @@ def level(serving: Any, part: str, workload: str, streams: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A kernel of a step. Kernels begin before the one in front has ended, so what one adds to the step is the time
-    from the end of all before it to its own (`adds`)."""
+    """A kernel of a step. Kernels begin before the one in front has ended, so what one adds to the
+    step is the time from the end of all before it to its own (`adds`)."""
 
     name: str
     start: float  # µs from the step's first kernel
@@ -154,7 +166,8 @@ class Ran:
 
 
 def second(timeline: Sequence[Any]) -> list[Any]:
-    """Of several recorded steps the second (the first may have begun cold), from its `_begin` on; of one, that one."""
+    """Of several recorded steps the second (the first may have begun cold), from its `_begin` on;
+    of one, that one."""
     begins = [i for i, e in enumerate(timeline) if e[0].startswith("_begin")]
     if not begins:
         return []
@@ -181,8 +194,8 @@ NAMES = {
 
 
 def layers(step: list[Ran]) -> Iterator[list[tuple[str, Ran]]]:
-    """Kernels of each layer with what they are. Products are known by their place: qkv stands before attention, o and
-    the router's behind it."""
+    """Kernels of each layer with what they are. Products are known by their place: qkv stands
+    before attention, o and the router's behind it."""
     places = [i for i, r in enumerate(step) if r.name == "_decode"]
     for here, following in zip(places, [*places[1:], None], strict=True):
         if following is None:  # the last one: as long as the others

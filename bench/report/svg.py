@@ -1,4 +1,5 @@
-"""A picture as SVG text, written by hand: small, without dependencies, readable on light and on dark pages.
+"""A picture as SVG text, written by hand: small, without dependencies, readable on light and on
+dark pages.
 
 Used by pictures.py. Coordinates are pixels from the upper left corner."""
 
@@ -29,10 +30,19 @@ class Picture:
 
     def text(self, x: float, y: float, words: str, anchor: str = "start", style: str = "") -> None:
         kind = f' class="{style}"' if style else ""
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(words)}</text>')
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(words)}</text>'
+        )
 
     def line(
-        self, x1: float, y1: float, x2: float, y2: float, style: str = "line", width: float = 1.0, dash: str = ""
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        style: str = "line",
+        width: float = 1.0,
+        dash: str = "",
     ) -> None:
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         self.parts.append(
@@ -40,23 +50,41 @@ class Picture:
             f'stroke-width="{width:g}"{dashed}/>'
         )
 
-    def bar(self, x: float, y: float, width: float, height: float, colour: str, about: str = "") -> None:
+    def bar(
+        self, x: float, y: float, width: float, height: float, colour: str, about: str = ""
+    ) -> None:
         """A rectangle; `about` shows when the pointer rests on it."""
         told = f"<title>{escape(about)}</title>" if about else ""
         self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.6):.1f}" height="{height:.1f}" rx="1.5" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.6):.1f}" height="{height:.1f}" '
+            f'rx="1.5" '
             f'fill="{colour}" fill-opacity="0.85">{told}</rect>'
         )
 
-    def dot(self, x: float, y: float, colour: str, radius: float = 4.5, about: str = "", hollow: bool = False) -> None:
+    def dot(
+        self,
+        x: float,
+        y: float,
+        colour: str,
+        radius: float = 4.5,
+        about: str = "",
+        hollow: bool = False,
+    ) -> None:
         told = f"<title>{escape(about)}</title>" if about else ""
         fill = f'fill="none" stroke="{colour}" stroke-width="1.8"' if hollow else f'fill="{colour}"'
-        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" {fill}>{told}</circle>')
+        self.parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" {fill}>{told}</circle>'
+        )
 
     def render(self) -> str:
-        size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
+        size = (
+            f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
+        )
         body = "\n".join(self.parts)
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" '
+            f"{size}>\n<style>{STYLE}</style>\n{body}\n</svg>\n"
+        )
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +110,10 @@ class Scale:
 
     def ticks(self, about: int = 8) -> Iterable[float]:
         if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            first, last = (
+                math.ceil(math.log10(self.low) - 1e-9),
+                math.floor(math.log10(self.high) + 1e-9),
+            )
             return [10.0**n for n in range(first, last + 1)]
         rough = (self.high - self.low) / about
         unit = 10.0 ** math.floor(math.log10(rough))

@@ -12,7 +12,16 @@ from typing import Any
 from bench.harness.markdown import NOT_YET, both, many, markdown
 from bench.report import faults
 from bench.report.links import beside, copies, hops, split
-from bench.report.measured import PREDICTOR_PASSES, TALKER, THINKER, Ran, Results, layer_bytes, layers, one_step
+from bench.report.measured import (
+    PREDICTOR_PASSES,
+    TALKER,
+    THINKER,
+    Ran,
+    Results,
+    layer_bytes,
+    layers,
+    one_step,
+)
 from bench.report.path import path
 from bench.report.serving import (
     before_after,
@@ -40,7 +49,9 @@ def runs(results: Results) -> str:
         if len(results.serving()) == 2
         else "one run"
     )
-    return textwrap.fill(f"Two numbers in a cell: for steps, two passes in one process; over HTTP, {over_http}.", 120)
+    return textwrap.fill(
+        f"Two numbers in a cell: for steps, two passes in one process; over HTTP, {over_http}.", 120
+    )
 
 
 def side_by_side(results: Results) -> str:
@@ -92,17 +103,31 @@ def steps(results: Results) -> str:
                 p50 = s["p50_ms"]
                 lines.append(
                     (
-                        f"{what}, batch {batch}", f"{s['bytes'] / 1e9:.2f} GB", f"{s['distinct_experts']:.0f}",
-                        f"{s['floor_ms']:.2f} ms", f"{both(p50, 2)} ms", f"{both(s['p99_ms'], 2)} ms",
-                        f"{s['bytes'] / p50[0] / 1e9:.2f} TB/s", f"{100 * s['floor_ms'] / p50[0]:.0f} %",
+                        f"{what}, batch {batch}", f"{s['bytes'] / 1e9:.2f} GB",
+                        f"{s['distinct_experts']:.0f}",
+                        f"{s['floor_ms']:.2f} ms", f"{both(p50, 2)} ms", f"{both(s['p99_ms'], 2)} "
+                                                                         f"ms",
+                        f"{s['bytes'] / p50[0] / 1e9:.2f} TB/s",
+                        f"{100 * s['floor_ms'] / p50[0]:.0f} %",
                     )
                 )  # fmt: skip
     return markdown(
-        ("", "must be read", "experts per layer", "floor", "p50, two passes", "p99", "rate", "of the bandwidth"), lines
+        (
+            "",
+            "must be read",
+            "experts per layer",
+            "floor",
+            "p50, two passes",
+            "p99",
+            "rate",
+            "of the bandwidth",
+        ),
+        lines,
     )
 
 
-ALONE = {  # part of a thinker's layer -> kernels and key in tune_h200.json, for one row and for several
+# part of a thinker's layer -> kernels and key in tune_h200.json, for one row and for several
+ALONE = {
     "qkv": ("vector", ("matrix", "split"), (5120, 2048)),
     "o": ("vector", ("matrix", "split"), (2048, 4096)),
     "router": ("vector", ("route",), (128, 2048)),
@@ -120,7 +145,10 @@ def alone(results: Results, part: str, batch: int) -> float | None:
     one, several, key = ALONE[part]
     if batch == 1:
         return tuned.get((one, key))
-    return min((us for k in several if (us := tuned.get((k, (max(16, batch), *key)))) is not None), default=None)
+    return min(
+        (us for k in several if (us := tuned.get((k, (max(16, batch), *key)))) is not None),
+        default=None,
+    )
 
 
 def middle_layer(step: Any) -> dict[str, float]:
@@ -154,10 +182,20 @@ def layer_table(results: Results) -> str:
         whole = one_step(step["timeline"])
         rest = sum(r.adds for r in whole) - THINKER.layers * sum(adds.values())
         lines.append(
-            (f"{batch}", "**a layer**", f"**{sum(floors.values()):.1f}**", "", f"**{sum(adds.values()):.1f}**")
+            (
+                f"{batch}",
+                "**a layer**",
+                f"**{sum(floors.values()):.1f}**",
+                "",
+                f"**{sum(adds.values()):.1f}**",
+            )
         )
-        lines.append((f"{batch}", "head, choice, begin, per step", head_floor(results), "", f"{rest:.0f}"))
-    return markdown(("rows", "kernel", "floor, µs", "by itself, µs", "adds in the chain, µs"), lines)
+        lines.append(
+            (f"{batch}", "head, choice, begin, per step", head_floor(results), "", f"{rest:.0f}")
+        )
+    return markdown(
+        ("rows", "kernel", "floor, µs", "by itself, µs", "adds in the chain, µs"), lines
+    )
 
 
 def head_floor(results: Results) -> str:
@@ -188,7 +226,15 @@ def frame_table(results: Results) -> str:
                 f"{rest / PREDICTOR_PASSES:.1f}", f"{picks:.0f}", f"{1e3 * step['p50_ms'][0]:.0f}",
             )
         )  # fmt: skip
-    head = ("rows", "talker and code 0, µs", "per layer", "predictor, µs", "per pass", "its 15 picks, µs", "frame, µs")
+    head = (
+        "rows",
+        "talker and code 0, µs",
+        "per layer",
+        "predictor, µs",
+        "per pass",
+        "its 15 picks, µs",
+        "frame, µs",
+    )
     return markdown(head, lines)
 
 
@@ -196,7 +242,9 @@ def prompt_table(results: Results) -> str:
     prompts, lines = results.prompts(), []
     for rows in (16, 100, 128, 512, 1024, 2048, 2500):
         cells = [
-            prompts.get(f"{m} pass {how} rows={rows}") for m in ("thinker", "talker") for how in ("graph", "eager")
+            prompts.get(f"{m} pass {how} rows={rows}")
+            for m in ("thinker", "talker")
+            for how in ("graph", "eager")
         ]
         if any(cells):
             lines.append((str(rows), *(f"{c / 1e3:.1f} ms" if c else "" for c in cells)))
@@ -209,11 +257,22 @@ def prompt_table(results: Results) -> str:
 def vocoder(results: Results) -> str:
     """Steps as captured graphs, in plain PyTorch and with kernels."""
     lines = []
-    plain, ours = (captured(results.file(name)) for name in ("code2wav_h200_plain", "code2wav_h200"))
+    plain, ours = (
+        captured(results.file(name)) for name in ("code2wav_h200_plain", "code2wav_h200")
+    )
     for shape, run in ours.items():
         before = f"{plain[shape]['median_ms']:.2f} ms" if shape in plain else ""
-        lines.append((*map(str, shape), before, f"{run['median_ms']:.2f} ms", f"{run['audio_s_per_s']:.0f} s"))
-    return markdown(("streams", "frames each", "plain PyTorch", "with kernels", "speech per second"), lines)
+        lines.append(
+            (
+                *map(str, shape),
+                before,
+                f"{run['median_ms']:.2f} ms",
+                f"{run['audio_s_per_s']:.0f} s",
+            )
+        )
+    return markdown(
+        ("streams", "frames each", "plain PyTorch", "with kernels", "speech per second"), lines
+    )
 
 
 def captured(found: Any) -> dict[tuple[int, int], Any]:
@@ -224,7 +283,10 @@ def pictures(results: Results) -> str:
     lines = []
     for case in (results.file("vision_h200") or {}).get("cases", []):
         plain, graph = case["plain"], case.get("graph")
-        cells = [f"{way['host_ms']:.1f} / {way['both_ms']:.1f} ms" if way else "" for way in (plain, graph)]
+        cells = [
+            f"{way['host_ms']:.1f} / {way['both_ms']:.1f} ms" if way else ""
+            for way in (plain, graph)
+        ]
         lines.append((case["images"], str(case["patches"]), *cells))
     head = ("picture", "patches", "plain: host's time / until it is done", "as a graph: the same")
     return markdown(head, lines)
@@ -245,15 +307,28 @@ def float8(results: Results) -> str:
     """The thinker's step with experts in 8 bits, beside the one without."""
     lines = []
     for batch in (1, 8, 32):
-        wide, narrow = (results.step("thinker step", batch, f) for f in ("steps_h200", "steps_h200_float8"))
+        wide, narrow = (
+            results.step("thinker step", batch, f) for f in ("steps_h200", "steps_h200_float8")
+        )
         if wide is not None and narrow is not None:
             lines.append(
                 (
                     str(batch), f"{wide['floor_ms']:.2f} ms", f"{both(wide['p50_ms'], 2)} ms",
-                    f"{narrow['floor_ms']:.2f} ms", f"{both(narrow['p50_ms'], 2)} ms", f"{STEP_TARGETS[batch]} ms",
+                    f"{narrow['floor_ms']:.2f} ms", f"{both(narrow['p50_ms'], 2)} ms",
+                    f"{STEP_TARGETS[batch]} ms",
                 )
             )  # fmt: skip
-    return markdown(("rows", "bfloat16: floor", "p50, two passes", "float8: floor", "p50, two passes", "target"), lines)
+    return markdown(
+        (
+            "rows",
+            "bfloat16: floor",
+            "p50, two passes",
+            "float8: floor",
+            "p50, two passes",
+            "target",
+        ),
+        lines,
+    )
 
 
 def together(results: Results) -> str:
@@ -263,20 +338,32 @@ def together(results: Results) -> str:
     for r in (found or {}).get("runs", []):
         lines.append(
             (
-                r["how"], str(r["batch"]), f"{r['thinker_alone_ms']:.0f}", f"{r['talker_alone_ms']:.0f}",
+                r["how"], str(r["batch"]), f"{r['thinker_alone_ms']:.0f}",
+                f"{r['talker_alone_ms']:.0f}",
                 f"{r['thinker_alone_ms'] + r['talker_alone_ms']:.0f}", f"{r['together_ms']:.0f}",
                 f"{r['thinker_together_ms']:.0f} / {r['talker_together_ms']:.0f}",
             )
         )  # fmt: skip
-    head = ("streams of the GPU", "rows", "64 thinker steps, ms", "125 frames, ms", "sum of these two", "at once")
+    head = (
+        "streams of the GPU",
+        "rows",
+        "64 thinker steps, ms",
+        "125 frames, ms",
+        "sum of these two",
+        "at once",
+    )
     return markdown((*head, "each ends after"), lines)
 
 
 def rtf(results: Results) -> str:
-    """What the steps of an answer add up to if the GPU does one after the other, per second of speech."""
+    """What the steps of an answer add up to if the GPU does one after the other, per second of
+    speech."""
     lines = []
     for streams, target in RTF_TARGETS.items():
-        thinker, talker = results.step("thinker step (sampled)", streams), results.step("talker frame", streams)
+        thinker, talker = (
+            results.step("thinker step (sampled)", streams),
+            results.step("talker frame", streams),
+        )
         if thinker is None or talker is None:
             continue
         parts = [TEXT * thinker["p50_ms"][0] / 1e3, FRAMES * talker["p50_ms"][0] / 1e3]
@@ -285,10 +372,18 @@ def rtf(results: Results) -> str:
         lines.append(
             (
                 str(streams), f"{parts[0] / SPEECH_S:.3f}", f"{parts[1] / SPEECH_S:.3f}",
-                f"{sum(parts) / SPEECH_S:.3f}", both(measured, 3) or NOT_YET, f"{floor / SPEECH_S:.3f}", f"{target}",
+                f"{sum(parts) / SPEECH_S:.3f}", both(measured, 3) or NOT_YET,
+                f"{floor / SPEECH_S:.3f}", f"{target}",
             )
         )  # fmt: skip
-    head = ("streams", "64 thinker steps", "125 talker frames", "sum of the two", "RTF measured", "floor of both")
+    head = (
+        "streams",
+        "64 thinker steps",
+        "125 talker frames",
+        "sum of the two",
+        "RTF measured",
+        "floor of both",
+    )
     return markdown((*head, "target"), lines)
 
 

@@ -1,11 +1,14 @@
-"""What a frame of speech costs a CPU: talker, predictor and vocoder of a speech model, by type of weights and rows.
+"""What a frame of speech costs a CPU: talker, predictor and vocoder of a speech model, by type of
+weights and rows.
 
-    python -m bench steps --parts cpu --out bench/results/tts_cpu_frames.json     # the 0.6B shape, some minutes
-    python -m bench steps --parts cpu --model tts-1.7b --rows 1 --frames 4
-    python -m bench steps --parts cpu --model DIR --dtypes float32 --rows 1 2     # a checkpoint, such as a tiny one
+    python -m bench steps --parts cpu --out bench/results/tts_cpu_frames.json     # the 0.6B shape,
+    some minutes python -m bench steps --parts cpu --model tts-1.7b --rows 1 --frames 4 python -m
+    bench steps --parts cpu --model DIR --dtypes float32 --rows 1 2     # a checkpoint, such as a
+    tiny one
 
-Random weights, one thread. Taken are the CPU time of that thread, which other load on the machine changes little, and
-wall time. Types and rows take turns, so that such load meets all of them alike."""
+Random weights, one thread. Taken are the CPU time of that thread, which other load on the machine
+changes little, and wall time. Types and rows take turns, so that such load meets all of them
+alike."""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ PUSH = 8  # frames that the vocoder takes at once, as in a stream that has begun
 Work = Callable[[], Any]
 
 
-def parts(directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int]) -> dict[tuple[str, int], Work]:
+def parts(
+    directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int]
+) -> dict[tuple[str, int], Work]:
     """What is timed: by part and rows, a function that does it once for all of its rows."""
     source = Source.open(directory, "cpu", dtype, format, progress=False)
     most = max(rows)
@@ -43,17 +48,29 @@ def parts(directory: Path, format: Any, dtype: torch.dtype, rows: Sequence[int])
     drawn = How(True, True)
     found: dict[tuple[str, int], Work] = {}
     for n in rows:
-        numbers, at, words = torch.arange(n), torch.full((n,), CONTEXT), torch.zeros(n, dtype=torch.int64)
+        numbers, at, words = (
+            torch.arange(n),
+            torch.full((n,), CONTEXT),
+            torch.zeros(n, dtype=torch.int64),
+        )
         hidden = torch.randn(n, talker.frames.decoder.hidden_size).to(dtype)
         codes, lengths = torch.zeros(n, quantizers, PUSH, dtype=torch.int64), torch.full((n,), PUSH)
 
-        def frame(numbers: torch.Tensor = numbers, at: torch.Tensor = at, words: torch.Tensor = words) -> Any:
+        def frame(
+            numbers: torch.Tensor = numbers, at: torch.Tensor = at, words: torch.Tensor = words
+        ) -> Any:
             return decode_step(adapter, numbers, at, words, drawn)
 
-        def predict(numbers: torch.Tensor = numbers, at: torch.Tensor = at, hidden: torch.Tensor = hidden) -> Any:
+        def predict(
+            numbers: torch.Tensor = numbers, at: torch.Tensor = at, hidden: torch.Tensor = hidden
+        ) -> Any:
             return adapter.pick(numbers, at, hidden, drawn)
 
-        def sound(numbers: torch.Tensor = numbers, codes: torch.Tensor = codes, lengths: torch.Tensor = lengths) -> Any:
+        def sound(
+            numbers: torch.Tensor = numbers,
+            codes: torch.Tensor = codes,
+            lengths: torch.Tensor = lengths,
+        ) -> Any:
             return vocoder.step(state, codes, lengths, numbers)
 
         found |= {("frame", n): frame, ("predictor", n): predict, ("vocoder", n): sound}
@@ -74,7 +91,8 @@ def measure(work: dict[Any, Work], rounds: int) -> dict[Any, list[tuple[float, f
 
 
 def table(times: dict[tuple[str, str, int], list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """By type and rows: milliseconds of CPU time for one stream's frame, and how many cores real time takes."""
+    """By type and rows: milliseconds of CPU time for one stream's frame, and how many cores real
+    time takes."""
     lines = []
     for dtype, n in dict.fromkeys((dtype, n) for dtype, _, n in times):
 
@@ -91,10 +109,18 @@ def table(times: dict[tuple[str, str, int], list[tuple[float, float]]]) -> list[
 
 def main(given: Sequence[str]) -> int:
     p = parser("steps --parts cpu", __doc__)
-    p.add_argument("--model", default="tts-0.6b", help=f"{', '.join(SPEAKING)}, or a checkpoint directory")
-    p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    p.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="streams in a step")
-    p.add_argument("--frames", type=int, default=12, metavar="N", help="timed of each (default: %(default)s)")
+    p.add_argument(
+        "--model", default="tts-0.6b", help=f"{', '.join(SPEAKING)}, or a checkpoint directory"
+    )
+    p.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
+    p.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="streams in a step"
+    )
+    p.add_argument(
+        "--frames", type=int, default=12, metavar="N", help="timed of each (default: %(default)s)"
+    )
     args = p.parse_args(given)
     torch.set_num_threads(1)
     result: dict[str, Any] = {"env": describe(), "arguments": arguments(args)}
@@ -108,6 +134,10 @@ def main(given: Sequence[str]) -> int:
     result["load_average_after"] = describe()["load_average"]
     result["samples"] = [[*key, *sample] for key, taken in times.items() for sample in taken]
     for line in result["table"]:
-        print(" ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in line.items()))
+        print(
+            " ".join(
+                f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in line.items()
+            )
+        )
     write(args.out, result)
     return 0

@@ -1,12 +1,15 @@
-"""Thinker steps and talker frames on a GPU, at several batch sizes, and the time that their memory reads need.
+"""Thinker steps and talker frames on a GPU, at several batch sizes, and the time that their memory
+reads need.
 
     python -m bench steps --trace --out bench/results/steps_h200.json                        # 1 min
-    python -m bench steps --stages thinker --expert-weights float8 --out bench/results/steps_h200_float8.json
+    python -m bench steps --stages thinker --expert-weights float8 --out
+    bench/results/steps_h200_float8.json
 
-Captured graphs of the full-size model with random weights. The rows hold different random tokens, so that they choose
-different experts. Every step is timed by CUDA events around its graph, in two identical passes. Also counted: the
-experts that a layer reads in a step, and with them the bytes that must be read. At the copy bandwidth measured here,
-these bytes give the floor of a step's time. `--trace` also records when each kernel of a step ran."""
+Captured graphs of the full-size model with random weights. The rows hold different random tokens,
+so that they choose different experts. Every step is timed by CUDA events around its graph, in two
+identical passes. Also counted: the experts that a layer reads in a step, and with them the bytes
+that must be read. At the copy bandwidth measured here, these bytes give the floor of a step's time.
+`--trace` also records when each kernel of a step ran."""
 
 from __future__ import annotations
 
@@ -62,8 +65,14 @@ def filled_cache(model: Thinker | Talker, blocks: int) -> KVCache:
     return cache
 
 
-def seat(adapter: ThinkerAdapter | TalkerAdapter, batch: int, context: int, sampling: SamplingParams | None) -> None:
-    """Give each row its blocks, words and sampling parameters, as a request would have left them."""
+def seat(
+    adapter: ThinkerAdapter | TalkerAdapter,
+    batch: int,
+    context: int,
+    sampling: SamplingParams | None,
+) -> None:
+    """Give each row its blocks, words and sampling parameters, as a request would have left
+    them."""
     per_row = -(-(context + 512) // BLOCK)
     for row in range(batch):
         adapter.rows.join(row, range(row * per_row, (row + 1) * per_row), 0.0, ())
@@ -73,9 +82,9 @@ def seat(adapter: ThinkerAdapter | TalkerAdapter, batch: int, context: int, samp
             adapter.code0.write(row, CODE0)
             adapter.residual.write(row, RESIDUAL)
     if isinstance(adapter, ThinkerAdapter):
-        adapter.next[:batch] = torch.randint(0, 150_000 if adapter.rows.seen.shape[1] > 150_000 else 1000, (batch,)).to(
-            adapter.next
-        )
+        adapter.next[:batch] = torch.randint(
+            0, 150_000 if adapter.rows.seen.shape[1] > 150_000 else 1000, (batch,)
+        ).to(adapter.next)
     else:
         adapter.embedding.normal_(std=0.02)
 
@@ -126,7 +135,13 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
     predictor = model.code_predictor
     heads = sum(p.nbytes for p in predictor.lm_head.parameters())
     passes = predictor.num_groups - 1
-    return decoder(model.model) + model.codec_head.weight.nbytes + cache + passes * decoder(predictor.model) + heads
+    return (
+        decoder(model.model)
+        + model.codec_head.weight.nbytes
+        + cache
+        + passes * decoder(predictor.model)
+        + heads
+    )
 
 
 def seated(
@@ -137,14 +152,20 @@ def seated(
     per_row = -(-(context + 512) // BLOCK)
     cache = filled_cache(model, batch * per_row)
     adapter = (ThinkerAdapter if thinker else TalkerAdapter)(model, cache, batch, per_row * BLOCK)  # type: ignore[arg-type]
-    seat(adapter, batch, context, SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None)
+    seat(
+        adapter,
+        batch,
+        context,
+        SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None,
+    )
     return adapter, How(sampled or not thinker, not thinker)
 
 
 def ready(
     model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
 ) -> tuple[DecodeGraphs, How, float]:
-    """A captured step of `batch` seated rows, how it picks, and the different experts that a layer reads in it."""
+    """A captured step of `batch` seated rows, how it picks, and the different experts that a layer
+    reads in it."""
     adapter, how = seated(model, batch, context, sampled)
     distinct = float("nan")
     with torch.cuda.stream(stream):
@@ -152,8 +173,13 @@ def ready(
         inputs[0] = torch.arange(batch, device="cuda")
         inputs[1] = context - 1
         decoder = model.model
-        if any(isinstance(layer.mlp, MoeMLP) for layer in decoder.layers) and decoder.fused is not None:
-            distinct = Routes(decoder).count(lambda: decode_step(adapter, inputs[0], inputs[1], inputs[2], how))
+        if (
+            any(isinstance(layer.mlp, MoeMLP) for layer in decoder.layers)
+            and decoder.fused is not None
+        ):
+            distinct = Routes(decoder).count(
+                lambda: decode_step(adapter, inputs[0], inputs[1], inputs[2], how)
+            )
     graphs = DecodeGraphs(adapter, sizes=(batch,), ways=[how])
     graphs.capture(stream)
     return graphs, how, distinct
@@ -174,7 +200,10 @@ def measure(
         with torch.cuda.stream(stream):
             for i in range(steps + 20):
                 host[1] = context - 1 + i
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, stop = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
                 start.record()
                 graphs.replay(host, how)
                 stop.record()
@@ -195,7 +224,8 @@ def measure(
         timeline = second([(e.name[:40], e.time_range.start - zero, e.device_time) for e in events])
     return {
         "timeline": timeline,
-        "what": ("thinker step" if thinker else "talker frame") + (" (sampled)" if sampled and thinker else ""),
+        "what": ("thinker step" if thinker else "talker frame")
+        + (" (sampled)" if sampled and thinker else ""),
         "batch": batch,
         "context": context,
         "p50_ms": [quantile(r, 0.5) for r in runs],
@@ -207,8 +237,12 @@ def measure(
 
 
 def add_step_arguments(p: argparse.ArgumentParser, batches: Sequence[int]) -> None:
-    p.add_argument("--batches", type=int, nargs="+", default=batches, help="rows (default: %(default)s)")
-    p.add_argument("--expert-weights", choices=["full", "float8"], default="full", help="of the thinker")
+    p.add_argument(
+        "--batches", type=int, nargs="+", default=batches, help="rows (default: %(default)s)"
+    )
+    p.add_argument(
+        "--expert-weights", choices=["full", "float8"], default="full", help="of the thinker"
+    )
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
 
 
@@ -216,17 +250,25 @@ def opened(args: argparse.Namespace) -> tuple[Source, dict[str, Any]]:
     """The models to measure, and the result to fill."""
     config = parse(tiny_config() if args.tiny else released_config())
     source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
-    return source, {"env": describe(), "arguments": arguments(args), "expert_weights": args.expert_weights}
+    return source, {
+        "env": describe(),
+        "arguments": arguments(args),
+        "expert_weights": args.expert_weights,
+    }
 
 
 @torch.inference_mode()
 def main(given: Sequence[str]) -> int:
     p = parser("steps --parts decode", __doc__)
     add_step_arguments(p, [1, 8, 32])
-    p.add_argument("--stages", nargs="+", choices=["thinker", "talker"], default=["thinker", "talker"])
+    p.add_argument(
+        "--stages", nargs="+", choices=["thinker", "talker"], default=["thinker", "talker"]
+    )
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--steps", type=int, default=150)
-    p.add_argument("--trace", action="store_true", help="also record when each kernel of a step ran")
+    p.add_argument(
+        "--trace", action="store_true", help="also record when each kernel of a step ran"
+    )
     args = p.parse_args(given)
     source, result = opened(args)
     result |= {"copy_bytes_per_s": copy_bandwidth(), "steps": []}
@@ -235,13 +277,17 @@ def main(given: Sequence[str]) -> int:
         model = source.thinker() if kind == "thinker" else source.talker()
         for batch in args.batches:
             for sampled in (False, True) if kind == "thinker" else (True,):
-                traced = args.trace and not (sampled and kind == "thinker")  # it would say the same again
+                traced = args.trace and not (
+                    sampled and kind == "thinker"
+                )  # it would say the same again
                 run = measure(model, batch, args.context, args.steps, sampled, traced)
                 run["floor_ms"] = run["bytes"] / result["copy_bytes_per_s"] * 1e3
                 result["steps"].append(run)
                 print(
-                    f"{run['what']:24} batch {batch:3}: p50 {run['p50_ms'][0]:6.3f} / {run['p50_ms'][1]:6.3f} ms, "
-                    f"floor {run['floor_ms']:6.3f} ms, distinct experts {run['distinct_experts']:.1f}",
+                    f"{run['what']:24} batch {batch:3}: p50 {run['p50_ms'][0]:6.3f} / "
+                    f"{run['p50_ms'][1]:6.3f} ms, "
+                    f"floor {run['floor_ms']:6.3f} ms, distinct experts "
+                    f"{run['distinct_experts']:.1f}",
                     flush=True,
                 )
                 write(args.out, result)

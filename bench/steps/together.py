@@ -1,15 +1,17 @@
-"""What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on two CUDA streams.
+"""What thinker and talker cost each other on one GPU: steps of both alone, and at the same time on
+two CUDA streams.
 
     python -m bench steps --parts together --equal --out bench/results/together_h200.json    # 1 min
 
-One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are enqueued behind one event, as
-captured graphs on CUDA streams with the priorities of the service, and run to their ends: first the thinker's alone,
-then the talker's alone, then both together. If the GPU ran one after the other, both together would take the sum. If
-they shared nothing, they would take the longer of the two. `overlap` is 0 for the sum and 1 for the longer.
+One answer of the usual workload is 64 thinker steps and 125 talker frames. Both are enqueued behind
+one event, as captured graphs on CUDA streams with the priorities of the service, and run to their
+ends: first the thinker's alone, then the talker's alone, then both together. If the GPU ran one
+after the other, both together would take the sum. If they shared nothing, they would take the
+longer of the two. `overlap` is 0 for the sum and 1 for the longer.
 
-Then each frame of the talker is timed while the thinker prefills a new prompt, in passes of --prompts rows (the last is
-the largest that the scheduler makes). The extra time is what running streams notice of a new request; a frame is 80 ms
-of sound."""
+Then each frame of the talker is timed while the thinker prefills a new prompt, in passes of
+--prompts rows (the last is the largest that the scheduler makes). The extra time is what running
+streams notice of a new request; a frame is 80 ms of sound."""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import How
 
 STEPS = {"thinker": 64, "talker": 125}
-PRIORITIES = {"service priorities": (0, -1), "equal priorities": (0, 0)}  # of thinker and talker: lower goes first
+PRIORITIES = {
+    "service priorities": (0, -1),
+    "equal priorities": (0, 0),
+}  # of thinker and talker: lower goes first
 CONTEXT = 256
 AHEAD_CYCLES = 200_000_000  # a tenth of a second: everything is enqueued before anything runs
 
@@ -92,7 +97,8 @@ def compare(thinker: Player, talker: Player, rounds: int) -> dict[str, Any]:
 
 def say(label: str, r: dict[str, Any]) -> None:
     print(
-        f"{label}: thinker alone {r['thinker_alone_ms']:7.1f} ms, talker alone {r['talker_alone_ms']:7.1f}, "
+        f"{label}: thinker alone {r['thinker_alone_ms']:7.1f} ms, talker alone "
+        f"{r['talker_alone_ms']:7.1f}, "
         f"together {r['together_ms']:7.1f} (thinker ends {r['thinker_together_ms']:7.1f}, "
         f"talker {r['talker_together_ms']:7.1f}), overlap {r['overlap']:.2f}",
         flush=True,
@@ -131,8 +137,11 @@ class Prompt:
         return last
 
 
-def frames_beside(talker: Player, prompt: Prompt | None, passes: int, frames: int = 125) -> tuple[list[float], float]:
-    """Milliseconds of each frame (those that begin while the passes run, if there are some), and of one pass."""
+def frames_beside(
+    talker: Player, prompt: Prompt | None, passes: int, frames: int = 125
+) -> tuple[list[float], float]:
+    """Milliseconds of each frame (those that begin while the passes run, if there are some), and of
+    one pass."""
     begin = torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(AHEAD_CYCLES)
     begin.record()
@@ -151,11 +160,15 @@ def frames_beside(talker: Player, prompt: Prompt | None, passes: int, frames: in
     if end is None:
         return times, 0.0
     reading = begin.elapsed_time(end)
-    inside = [t for t, mark in zip(times, marks, strict=False) if begin.elapsed_time(mark) < reading]
+    inside = [
+        t for t, mark in zip(times, marks, strict=False) if begin.elapsed_time(mark) < reading
+    ]
     return inside, reading / passes
 
 
-def interference(talker: Player, model: Thinker, rows: int, stream: torch.cuda.Stream) -> dict[str, Any]:
+def interference(
+    talker: Player, model: Thinker, rows: int, stream: torch.cuda.Stream
+) -> dict[str, Any]:
     prompt = Prompt.make(model, rows, stream)
     passes = max(1, 4096 // rows)
     alone: list[float] = []
@@ -179,8 +192,10 @@ def interference(talker: Player, model: Thinker, rows: int, stream: torch.cuda.S
 def tell(found: dict[str, Any]) -> None:
     alone, beside = found["frame_alone_ms"], found["frame_beside_ms"]
     print(
-        f" {found['batch']} rows: a frame alone {alone['p50']:.2f} ms (at most {alone['max']:.2f}), beside a prompt of "
-        f"{found['prompt_rows']} rows {beside['p50']:.2f} (at most {beside['max']:.2f}); a pass beside frames "
+        f" {found['batch']} rows: a frame alone {alone['p50']:.2f} ms (at most "
+        f"{alone['max']:.2f}), beside a prompt of "
+        f"{found['prompt_rows']} rows {beside['p50']:.2f} (at most {beside['max']:.2f}); a pass "
+        f"beside frames "
         f"{found['pass_beside_ms']:.1f}",
         flush=True,
     )
@@ -190,7 +205,9 @@ def tell(found: dict[str, Any]) -> None:
 def main(given: Sequence[str]) -> int:
     p = parser("steps --parts together", __doc__)
     add_step_arguments(p, [1, 8, 16, 32])
-    p.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2048], help="rows of a new prompt")
+    p.add_argument(
+        "--prompts", type=int, nargs="*", default=[128, 512, 2048], help="rows of a new prompt"
+    )
     p.add_argument("--equal", action="store_true", help="also with equal priorities")
     p.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
     args = p.parse_args(given)

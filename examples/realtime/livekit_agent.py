@@ -3,7 +3,8 @@
     pip install livekit-agents livekit-plugins-openai
     python examples/realtime/livekit_agent.py question.wav answer.wav      # 24 kHz, mono, 16 bits
 
-This drives the model without a LiveKit server. In an agent, hand the same model to `AgentSession(llm=model)`."""
+This drives the model without a LiveKit server. In an agent, hand the same model to
+`AgentSession(llm=model)`."""
 
 import argparse
 import asyncio
@@ -18,7 +19,9 @@ RATE, PIECE_S = 24_000, 0.1
 
 def read(path: str) -> bytes:
     with wave.open(path) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), "24 kHz, mono, 16 bits"
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), (
+            "24 kHz, mono, 16 bits"
+        )
         return file.readframes(file.getnframes())
 
 
@@ -61,7 +64,9 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("question")
     parser.add_argument("answer")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")

@@ -1,4 +1,5 @@
-"""An agent of the OpenAI Agents SDK on a running `stretto serve`: speak a recording, save the answer.
+"""An agent of the OpenAI Agents SDK on a running `stretto serve`: speak a recording, save the
+answer.
 
     pip install openai-agents
     python examples/realtime/openai_agent.py question.wav answer.wav      # 24 kHz, mono, 16 bits
@@ -24,13 +25,17 @@ def weather(city: str) -> str:
 
 def read(path: str) -> bytes:
     with wave.open(path) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), "24 kHz, mono, 16 bits"
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), (
+            "24 kHz, mono, 16 bits"
+        )
         return file.readframes(file.getnframes())
 
 
 async def main(question: str, answer: str, url: str, key: str) -> None:
     set_tracing_disabled(True)
-    agent = RealtimeAgent(name="Helper", instructions="You are a friendly assistant. Be brief.", tools=[weather])
+    agent = RealtimeAgent(
+        name="Helper", instructions="You are a friendly assistant. Be brief.", tools=[weather]
+    )
     runner = RealtimeRunner(agent)
     session = await runner.run(model_config={"url": url, "api_key": key})
     sound = b""
@@ -65,7 +70,9 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("question")
     parser.add_argument("answer")
     parser.add_argument("--url", default="ws://127.0.0.1:8000/v1/realtime")

@@ -3,7 +3,8 @@
     stretto serve path/to/checkpoint &
     python examples/realtime/openai_client.py question.wav answer.wav      # 24 kHz, mono, 16 bits
 
-The server finds the end of the turn by itself; the recording is sent at the pace at which it was spoken."""
+The server finds the end of the turn by itself; the recording is sent at the pace at which it was
+spoken."""
 
 import argparse
 import asyncio
@@ -17,7 +18,9 @@ RATE, PIECE_S = 24_000, 0.04
 
 def read(path: str) -> bytes:
     with wave.open(path) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), "24 kHz, mono, 16 bits"
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), (
+            "24 kHz, mono, 16 bits"
+        )
         return file.readframes(file.getnframes())
 
 
@@ -28,7 +31,12 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
             session={
                 "type": "realtime",
                 "instructions": "You are a friendly assistant. Be brief.",
-                "audio": {"input": {"transcription": {"model": "default"}, "turn_detection": {"type": "server_vad"}}},
+                "audio": {
+                    "input": {
+                        "transcription": {"model": "default"},
+                        "turn_detection": {"type": "server_vad"},
+                    }
+                },
             }
         )
 
@@ -36,7 +44,9 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
             data = read(question) + bytes(2 * RATE)  # a second of silence ends the turn
             size = int(PIECE_S * RATE) * 2
             for i in range(0, len(data), size):
-                await connection.input_audio_buffer.append(audio=base64.b64encode(data[i : i + size]).decode())
+                await connection.input_audio_buffer.append(
+                    audio=base64.b64encode(data[i : i + size]).decode()
+                )
                 await asyncio.sleep(PIECE_S)
 
         speaking = asyncio.create_task(speak())
@@ -60,7 +70,9 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("question")
     parser.add_argument("answer")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")

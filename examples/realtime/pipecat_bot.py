@@ -24,7 +24,12 @@ from pipecat.pipeline.task import PipelineParams, PipelineTask
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
-from pipecat.services.openai.realtime.events import AudioConfiguration, AudioInput, SessionProperties, TurnDetection
+from pipecat.services.openai.realtime.events import (
+    AudioConfiguration,
+    AudioInput,
+    SessionProperties,
+    TurnDetection,
+)
 from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 
 RATE, PIECE_S = 24_000, 0.02
@@ -71,7 +76,9 @@ class Loudspeaker(FrameProcessor):
 
 def read(path: str) -> bytes:
     with wave.open(path) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), "24 kHz, mono, 16 bits"
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), (
+            "24 kHz, mono, 16 bits"
+        )
         return file.readframes(file.getnframes())
 
 
@@ -90,7 +97,9 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
     loudspeaker = Loudspeaker()
     microphone = Microphone(read(question) + bytes(4 * RATE))  # two seconds of silence end the turn
     pipeline = Pipeline([microphone, memory.user(), service, loudspeaker, memory.assistant()])
-    task = PipelineTask(pipeline, params=PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE))
+    task = PipelineTask(
+        pipeline, params=PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE)
+    )
 
     async def end() -> None:
         await loudspeaker.done.wait()
@@ -108,7 +117,9 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("question")
     parser.add_argument("answer")
     parser.add_argument("--url", default="ws://127.0.0.1:8000/v1/realtime")

@@ -57,7 +57,9 @@ def _trim(a: argparse.Namespace) -> None:
 def _thinker(a: argparse.Namespace) -> None:
     from recipes.nano import thinker
 
-    thinker.train(a.work, thinker.Settings(a.seconds, a.batch, a.rows, a.quiz, a.device, a.steps, a.eager))
+    thinker.train(
+        a.work, thinker.Settings(a.seconds, a.batch, a.rows, a.quiz, a.device, a.steps, a.eager)
+    )
 
 
 def _talker(a: argparse.Namespace) -> None:
@@ -94,8 +96,10 @@ def _voices(a: argparse.Namespace) -> None:
 def _listen(a: argparse.Namespace) -> None:
     from recipes.nano import listen
 
-    settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first, rows=a.rows,
-                               go_on=a.go_on, device=a.device, steps=a.steps, eager=a.eager)  # fmt: skip
+    settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first,
+        rows=a.rows,
+                               go_on=a.go_on, device=a.device, steps=a.steps,
+                               eager=a.eager)  # fmt: skip
     listen.train(a.work, settings)
 
 
@@ -120,7 +124,9 @@ def _rows(a: argparse.Namespace) -> None:
 def _score(a: argparse.Namespace) -> None:
     from recipes.nano import score, sphinx
 
-    score.run(a.work, a.checkpoint, a.recogniser, a.wav, sphinx.Sphinx() if a.second_opinion else None)
+    score.run(
+        a.work, a.checkpoint, a.recogniser, a.wav, sphinx.Sphinx() if a.second_opinion else None
+    )
 
 
 def _heard(a: argparse.Namespace) -> None:
@@ -137,7 +143,9 @@ def _card(a: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.nano", description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("work/nano"), help="where the steps keep their results")
+    parser.add_argument(
+        "--work", type=Path, default=Path("work/nano"), help="where the steps keep their results"
+    )
     steps = parser.add_subparsers(required=True, metavar="STEP")
 
     def step(name: str, run: object, help_: str) -> argparse.ArgumentParser:
@@ -171,19 +179,30 @@ def main() -> None:
         p.add_argument("--eager", action="store_true", help="no CUDA graph")
         if name == "codec":
             p.add_argument("--audio", type=Path, required=True)
-            p.add_argument("--first-hours", type=float, default=1.0, help="of speech that must be there to begin")
+            p.add_argument(
+                "--first-hours",
+                type=float,
+                default=1.0,
+                help="of speech that must be there to begin",
+            )
             p.add_argument("--no-compile", action="store_true")
         elif name == "thinker":
             p.add_argument("--rows", type=int, default=24000)
-            p.add_argument("--quiz", type=int, default=320, help="held-out questions to check it with")
+            p.add_argument(
+                "--quiz", type=int, default=320, help="held-out questions to check it with"
+            )
         else:
             p.add_argument("--sampled", type=int, default=2048)
             p.add_argument("--epochs", type=int, default=4)
             p.add_argument("--hours", type=float)
             p.add_argument("--rate", type=float, default=1e-3)
             p.add_argument("--audio", type=Path, help="where the teacher speaks on meanwhile")
-            p.add_argument("--domain", type=int, default=2, help="how often the domain's answers come")
-            p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")
+            p.add_argument(
+                "--domain", type=int, default=2, help="how often the domain's answers come"
+            )
+            p.add_argument(
+                "--go-on", action="store_true", help="from the weights of an earlier run"
+            )
     p = step("voices", _voices, "spoken questions in many voices, two of them held out")
     p.add_argument("--out", type=Path, default=Path("voices"), help="folder of the speech")
     p.add_argument("--workers", type=int, default=1)
@@ -192,7 +211,9 @@ def main() -> None:
     p.add_argument("--pack", type=Path, help="write the synthesizers as this archive instead")
     p.add_argument("--packed", type=Path, help="such an archive, where they are not installed")
     p = step("listen", _listen, "audio encoder; the thinker learns along")
-    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` makes")
+    p.add_argument(
+        "--voices", type=Path, required=True, help="folder of speech that `voices` makes"
+    )
     p.add_argument("--seconds", type=float, default=300)
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--rate", type=float, default=1e-3)
@@ -203,27 +224,41 @@ def main() -> None:
     p.add_argument("--device")
     p.add_argument("--steps", type=int, help="stop after so many steps instead")
     p.add_argument("--eager", action="store_true", help="no CUDA graph")
-    p = step("trim", _trim, "what the talker's training needs, the codes of the first chunks only, to be carried")
+    p = step(
+        "trim",
+        _trim,
+        "what the talker's training needs, the codes of the first chunks only, to be carried",
+    )
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--chunks", type=int, required=True)
     p = step("export", _export, "the checkpoint in the released layout")
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--last", action="store_true", help="the talker at the end of its training, not at its best")
+    p.add_argument(
+        "--last", action="store_true", help="the talker at the end of its training, not at its best"
+    )
     p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")
     p.add_argument("--checkpoint", type=Path, required=True)
     p = step("rows", _rows, "the thinker's training text, ahead of its training")
     p.add_argument("--rows", type=int, default=24000)
-    p = step("score", _score, "what the finished checkpoint says, heard by an independent recogniser")
+    p = step(
+        "score", _score, "what the finished checkpoint says, heard by an independent recogniser"
+    )
     p.add_argument("--checkpoint", type=Path, required=True)
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
-    p = step("heard", _heard, "questions to the finished checkpoint, typed and in voices that it never heard")
+    p = step(
+        "heard",
+        _heard,
+        "questions to the finished checkpoint, typed and in voices that it never heard",
+    )
     p.add_argument("--checkpoint", type=Path, required=True)
     p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` made")
     p.add_argument("--count", type=int, default=200, help="questions of each kind")
     p = step("card", _card, "the model card, with pictures and sounds")
-    p.add_argument("--wav", type=Path, required=True, help="folder of speech that `score --wav` wrote")
+    p.add_argument(
+        "--wav", type=Path, required=True, help="folder of speech that `score --wav` wrote"
+    )
     p.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)

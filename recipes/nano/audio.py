@@ -1,4 +1,5 @@
-"""Samples: rates, resampling, loudness, silence at both ends. Called by the teacher, the codec and the score."""
+"""Samples: rates, resampling, loudness, silence at both ends. Called by the teacher, the codec and
+the score."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def resample(samples: Floats, to: int, rate: int) -> Floats:
     phases = _filter(up, down)
     delay = 24 * max(up, down)
     count = len(samples) * up // down
-    places = np.arange(count) * down + delay  # in the signal with up - 1 zeros between samples, filter delay included
+    places = (
+        np.arange(count) * down + delay
+    )  # in the signal with up - 1 zeros between samples, filter delay included
     result = np.zeros(count, np.float32)
     padded = np.pad(samples, (0, phases.shape[1] + 1))
     for p in range(up):

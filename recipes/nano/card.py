@@ -1,7 +1,7 @@
 """The model card: what it is, what was measured, what it sounds like beside its teacher.
 
-Numbers come from the reports that the steps left in WORK, pictures and WAV files from what `score --wav` wrote. Called
-by `__main__.py`, after `score` and `heard`."""
+Numbers come from the reports that the steps left in WORK, pictures and WAV files from what `score
+--wav` wrote. Called by `__main__.py`, after `score` and `heard`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from recipes.nano.heard import SILENCES, WANTED
 from recipes.nano.report import gate, say
 from recipes.nano.spectra import Spectrum
 
-SHOWN = (41, 43, 154, 185, 210)  # of the score: two held-out sentences, three answers; short, for the files are shipped
+SHOWN = (
+    41,
+    43,
+    154,
+    185,
+    210,
+)  # of the score: two held-out sentences, three answers; short, for the files are shipped
 TOP_HZ = 8000
 FLOOR_DB = 70
 PANEL = 120  # rows of one spectrogram
@@ -39,7 +45,8 @@ STEPS = {
     "listen-first": ("steps", "hours"),
     "listen": ("steps", "hours"),
 }
-"""Of the reports with minutes, what the card shows. A step that went on from earlier weights has two reports."""
+"""Of the reports with minutes, what the card shows. A step that went on from earlier weights has
+two reports."""
 TEXT = """# Nano
 
 A speaking checkpoint of {parameters:.1f} M parameters in the released Qwen3-Omni layout ({megabytes:.0f} MB), made by
@@ -139,16 +146,22 @@ def write(work: Path, wav: Path, out: Path) -> None:
     texts = [p.answer for p in score.questions()]
     for i in SHOWN:
         waves = [
-            soundfile.read(wav / name / f"{i}.wav", dtype="float32")[0] for name in ("teacher", "codec", "sampled")
+            soundfile.read(wav / name / f"{i}.wav", dtype="float32")[0]
+            for name in ("teacher", "codec", "sampled")
         ]
         picture(waves, sounds / f"{i}.png")
         shutil.copy(wav / "sampled" / f"{i}.wav", sounds)
-    pictures = "\n\n".join(f'"{texts[i]}" ([listen](sounds/{i}.wav))\n\n![teacher, codec, model](sounds/{i}.png)'
+    pictures = "\n\n".join(f'"{texts[i]}" ([listen](sounds/{i}.wav))\n\n![teacher, codec, '
+                           f'model](sounds/{i}.png)'
                            for i in SHOWN)  # fmt: skip
     (out / "README.md").write_text(text(work, pictures), encoding="utf-8")
     size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
     say("card", f"{len(SHOWN)} sentences shown")
-    gate("card", f"{size / 1e6:.2f} MB with the card, wanted at most {LIMIT / 1e6:.0f}", size <= LIMIT)
+    gate(
+        "card",
+        f"{size / 1e6:.2f} MB with the card, wanted at most {LIMIT / 1e6:.0f}",
+        size <= LIMIT,
+    )
 
 
 def text(work: Path, pictures: str) -> str:
@@ -178,8 +191,12 @@ def text(work: Path, pictures: str) -> str:
         most=SILENCES[-1],
         voice_columns=" | ".join(f"spoken by `{v}`" for v in heard["right"]),
         voice_dashes=" --- |" * len(heard["right"]),
-        voices=f"| {heard['typed']:.1%} | " + " | ".join(_between(heard, v) for v in heard["right"]) + " |",
-        voices_missed="".join(f"; missed with `{v}`" for v, share in heard["right"].items() if share <= WANTED),
+        voices=f"| {heard['typed']:.1%} | "
+        + " | ".join(_between(heard, v) for v in heard["right"])
+        + " |",
+        voices_missed="".join(
+            f"; missed with `{v}`" for v, share in heard["right"].items() if share <= WANTED
+        ),
         heard_kinds=", ".join(f"{kind} {share:.0%}" for kind, share in heard["kinds"].items()),
         steps="\n".join(
             f"| {step} | {r['minutes']} | " + ", ".join(f"{k} {r[k]:,}" for k in STEPS[step]) + " |"
@@ -196,7 +213,11 @@ def _report(work: Path, step: str) -> dict[str, Any]:
 
 
 def _row(name: str, values: dict[str, float], columns: Sequence[str]) -> str:
-    return f"| {name} | " + " | ".join(f"{values[c]:.1%}" if c in values else "" for c in columns) + " |"
+    return (
+        f"| {name} | "
+        + " | ".join(f"{values[c]:.1%}" if c in values else "" for c in columns)
+        + " |"
+    )
 
 
 def _between(heard: dict[str, Any], voice: str) -> str:
@@ -206,6 +227,10 @@ def _between(heard: dict[str, Any], voice: str) -> str:
 
 def _missed(rates: dict[str, dict[str, Any]]) -> str:
     missed = [f"{name}, {part}" for name, part, limit in score.GATES if rates[name][part] >= limit]
-    close = [f"{name}, {part}" for name, part, limit in score.GATES if 0 < limit - rates[name][part] < NOISE]
+    close = [
+        f"{name}, {part}"
+        for name, part, limit in score.GATES
+        if 0 < limit - rates[name][part] < NOISE
+    ]
     text = f"Missed: {'; '.join(missed)}." if missed else "All three are met."
     return f"{text} Met by less than the noise: {'; '.join(close)}." if close else text

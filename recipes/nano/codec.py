@@ -1,9 +1,10 @@
-"""The codec: an encoder (not shipped), a residual vector quantizer of 16 x 512, and the released code2wav as decoder.
+"""The codec: an encoder (not shipped), a residual vector quantizer of 16 x 512, and the released
+code2wav as decoder.
 
-The decoder is the module of `transformers`; it sees the mean of 16 embeddings, each 16 times the projected vector of
-its code, which is the projected sum of the quantizer's vectors. So the trained quantizer becomes the embedding table
-of the checkpoint and nothing is approximated. Long crops are encoded (the codebooks need many vectors), short ones of
-them decoded. Called by `__main__.py`."""
+The decoder is the module of `transformers`; it sees the mean of 16 embeddings, each 16 times the
+projected vector of its code, which is the projected sum of the quantizer's vectors. So the trained
+quantizer becomes the embedding table of the checkpoint and nothing is approximated. Long crops are
+encoded (the codebooks need many vectors), short ones of them decoded. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as released
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeCode2WavConfig,
+)
 
 from recipes.nano import codes, corpus, weights
 from recipes.nano.audio import HOP, RATE, frames
@@ -30,12 +33,18 @@ DECODER, ENCODER = "code2wav.safetensors", "encoder.safetensors"
 LATENT = 64
 MISSING = 555  # samples that the decoder does not give at the end
 CONTEXT = 3  # frames at the start of a decoded crop that only warm the decoder up
-DEAD, REVIVED = 0.05, 0.3  # use of a code (mean 1) below which it is replaced, and what it starts with
+DEAD, REVIVED = (
+    0.05,
+    0.3,
+)  # use of a code (mean 1) below which it is replaced, and what it starts with
 
 
 def snake(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     """The released activation in fewer kernels."""
-    return x + torch.exp(-beta)[None, :, None] * torch.sin(x * torch.exp(alpha)[None, :, None]).square()
+    return (
+        x
+        + torch.exp(-beta)[None, :, None] * torch.sin(x * torch.exp(alpha)[None, :, None]).square()
+    )
 
 
 class FrameNorm(nn.Module):
@@ -103,7 +112,8 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def encode(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[N, d] -> codes [16, N], what each level had to code [16, N, d], its vectors [16, N, d]."""
+        """[N, d] -> codes [16, N], what each level had to code [16, N, d], its vectors [16, N,
+        d]."""
         rest, codes_, rests, vectors = z, [], [], []
         for level in range(GROUPS):
             code = self.nearest(rest, level)
@@ -120,8 +130,15 @@ class Quantizer(nn.Module):
         n, scale = codes_.shape[1], CODES / codes_.shape[1]
         flat = (codes_ + torch.arange(GROUPS, device=codes_.device)[:, None] * CODES).view(-1)
         ones = torch.ones(GROUPS * n, device=flat.device)
-        count = torch.zeros(GROUPS * CODES, device=flat.device).index_add_(0, flat, ones).view(GROUPS, CODES) * scale
-        summed = torch.zeros(GROUPS * CODES, LATENT, device=flat.device).index_add_(0, flat, rests.reshape(-1, LATENT))
+        count = (
+            torch.zeros(GROUPS * CODES, device=flat.device)
+            .index_add_(0, flat, ones)
+            .view(GROUPS, CODES)
+            * scale
+        )
+        summed = torch.zeros(GROUPS * CODES, LATENT, device=flat.device).index_add_(
+            0, flat, rests.reshape(-1, LATENT)
+        )
         use = self.use * keep + (1 - keep) * count
         total = self.total * keep + (1 - keep) * summed.view(GROUPS, CODES, LATENT) * scale
         chance = torch.randint(0, n, (GROUPS, CODES, 1), device=flat.device).expand(-1, -1, LATENT)
@@ -141,8 +158,12 @@ class Quantizer(nn.Module):
             for _ in range(rounds):
                 self.vectors[level] = book
                 code = self.nearest(rest, level)
-                count = torch.zeros(CODES, device=rest.device).index_add_(0, code, torch.ones_like(rest[:, 0]))
-                mean = torch.zeros_like(book).index_add_(0, code, rest) / count.clamp_min(1)[:, None]
+                count = torch.zeros(CODES, device=rest.device).index_add_(
+                    0, code, torch.ones_like(rest[:, 0])
+                )
+                mean = (
+                    torch.zeros_like(book).index_add_(0, code, rest) / count.clamp_min(1)[:, None]
+                )
                 chance = rest[torch.randint(0, len(rest), (CODES,), device=rest.device)]
                 book = torch.where(count[:, None] > 0, mean, chance)
             self.vectors[level] = book
@@ -210,7 +231,9 @@ class Sound:
     limit: int  # samples
     samples: Tensor = field(init=False)
     starts: Tensor = field(init=False)
-    ends: Tensor = field(init=False)  # [2]: samples and sentences so far, as floats that a graph can read
+    ends: Tensor = field(
+        init=False
+    )  # [2]: samples and sentences so far, as floats that a graph can read
     used: int = 0
     count: int = 0
     have: set[int] = field(default_factory=lambda: {0})  # chunk 0 is for the score
@@ -236,7 +259,9 @@ class Sound:
                 break
             offsets = self.used + np.cumsum([0, *(len(s) + len(gap) for s in spoken[:-1])])
             self.samples[self.used : self.used + len(flat)] = torch.from_numpy(flat).to(self.device)
-            self.starts[self.count : self.count + len(spoken)] = torch.from_numpy(offsets).to(self.device)
+            self.starts[self.count : self.count + len(spoken)] = torch.from_numpy(offsets).to(
+                self.device
+            )
             self.used, self.count = self.used + len(flat), self.count + len(spoken)
         self.ends.copy_(torch.tensor([self.used, self.count], dtype=torch.float64))
         self.looked = time.monotonic()
@@ -245,9 +270,13 @@ class Sound:
         """Random crops [count, length]; the first `at_start` begin where a sentence begins."""
         chance = torch.rand(count, device=self.device, dtype=torch.float64)
         places = (chance * (self.ends[0] - length)).long()
-        sentence = self.starts[(chance * self.ends[1]).long()].clamp_max((self.ends[0] - length).long())
+        sentence = self.starts[(chance * self.ends[1]).long()].clamp_max(
+            (self.ends[0] - length).long()
+        )
         first = torch.arange(count, device=self.device) < at_start
-        where = torch.where(first, sentence, places)[:, None] + torch.arange(length, device=self.device)
+        where = torch.where(first, sentence, places)[:, None] + torch.arange(
+            length, device=self.device
+        )
         return self.samples[where].float() / 32768
 
 
@@ -273,7 +302,9 @@ def train(work: Path, s: Settings) -> None:
     started = time.monotonic()
     device = device_of(s.device)
     torch.manual_seed(0)
-    activation = torch.compile(snake, dynamic=True) if s.compile and device.type == "cuda" else snake
+    activation = (
+        torch.compile(snake, dynamic=True) if s.compile and device.type == "cuda" else snake
+    )
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return (activation if self.training else snake)(x, self.alpha, self.beta)
@@ -287,7 +318,11 @@ def train(work: Path, s: Settings) -> None:
     model = Codec(s.tiny).to(device).train()
     spectral = SpectralLoss().to(device)
     held = [torch.from_numpy(a).to(device).float() / 32768 for a in corpus.load(s.audio, 0)]
-    say("codec", f"{sound.used / RATE / 3600:.2f} h of speech to begin with; {time.monotonic() - started:.0f} s")
+    say(
+        "codec",
+        f"{sound.used / RATE / 3600:.2f} h of speech to begin with; "
+        f"{time.monotonic() - started:.0f} s",
+    )
 
     given = (s.short - CONTEXT) * HOP - MISSING
     at_start = max(1, s.batch // 8)
@@ -302,8 +337,12 @@ def train(work: Path, s: Settings) -> None:
         found, rests, vectors = model.quantizer.encode(flat)
         # A quarter of the crops do without the last levels, so that the first ones carry most.
         few = torch.randint(2, GROUPS, (s.batch,), device=device)
-        levels = torch.where(torch.rand(s.batch, device=device) < 0.25, few, GROUPS)[:, None].expand(-1, s.long)
-        kept = (torch.arange(GROUPS, device=device)[:, None] < levels.reshape(-1)).to(z.dtype)[..., None]
+        levels = torch.where(torch.rand(s.batch, device=device) < 0.25, few, GROUPS)[
+            :, None
+        ].expand(-1, s.long)
+        kept = (torch.arange(GROUPS, device=device)[:, None] < levels.reshape(-1)).to(z.dtype)[
+            ..., None
+        ]
         quantized = (vectors * kept).sum(dim=0).view_as(z)
         model.quantizer.learn(found, rests, 0.995)
         commit = F.mse_loss(z, quantized)
@@ -319,7 +358,10 @@ def train(work: Path, s: Settings) -> None:
 
     @torch.no_grad()
     def cluster() -> None:
-        parts = [model.encoder(sound.crops(32, 0, s.long * HOP)) for _ in range(8 if s.steps is None else 1)]
+        parts = [
+            model.encoder(sound.crops(32, 0, s.long * HOP))
+            for _ in range(8 if s.steps is None else 1)
+        ]
         model.quantizer.cluster(torch.cat(parts).reshape(-1, LATENT))
 
     renew = [100, 300, 800, 2000]
@@ -340,8 +382,11 @@ def train(work: Path, s: Settings) -> None:
     table = "decoder.code_embedding"
     trained = [p for n, p in model.named_parameters() if not n.startswith(table)]
     left = s.seconds - s.reserve - (time.monotonic() - started)
-    schedule = Schedule(left, rate=1e-3, floor=0.05, betas=(0.8, 0.99), decay=0.01, max_steps=s.steps, eager=s.eager)
-    trainer = Trainer("codec", trained, trained, loss, schedule, ("spectral", "commit"), device, bfloat16=False,
+    schedule = Schedule(
+        left, rate=1e-3, floor=0.05, betas=(0.8, 0.99), decay=0.01, max_steps=s.steps, eager=s.eager
+    )
+    trainer = Trainer("codec", trained, trained, loss, schedule, ("spectral", "commit"), device,
+        bfloat16=False,
                       exact_products=True, after_block=after_block)  # fmt: skip
     reached = trainer.run(validate)
     with torch.no_grad():  # the codebooks follow the averaged encoder
@@ -355,7 +400,8 @@ def train(work: Path, s: Settings) -> None:
     good = finite(model.state_dict().values())
     gate(
         "codec",
-        f"spectral distance on held-out sentences {distance:.3f}, wanted below 1.15; finite: {good}",
+        f"spectral distance on held-out sentences {distance:.3f}, wanted below 1.15; finite: "
+        f"{good}",
         good and distance < 1.15,
     )
     note(
@@ -398,13 +444,23 @@ def _save(work: Path, model: Codec) -> None:
         for p in model.decoder.state_dict().values():
             p.copy_(p.to(torch.bfloat16).float())
     weights.save(model.decoder, work / DECODER)
-    rest = {k: v.half().cpu().contiguous() for k, v in model.state_dict().items() if not k.startswith("decoder.")}
-    save_file({k: v for k, v in rest.items() if k not in ("quantizer.use", "quantizer.total")}, work / ENCODER)
+    rest = {
+        k: v.half().cpu().contiguous()
+        for k, v in model.state_dict().items()
+        if not k.startswith("decoder.")
+    }
+    save_file(
+        {k: v for k, v in rest.items() if k not in ("quantizer.use", "quantizer.total")},
+        work / ENCODER,
+    )
 
 
 @torch.no_grad()
-def _encode_all(work: Path, model: Codec, audio: Path, hours: float, device: torch.device) -> tuple[float, list[int]]:
-    """Codes of every chunk that exists, up to the limit. Hours, and how many codes of each book are used."""
+def _encode_all(
+    work: Path, model: Codec, audio: Path, hours: float, device: torch.device
+) -> tuple[float, list[int]]:
+    """Codes of every chunk that exists, up to the limit. Hours, and how many codes of each book are
+    used."""
     model.eval()
     tables, labels, counts, chunks, total = [], [], [], [], 0
     for chunk in corpus.made(audio):
@@ -425,7 +481,9 @@ def _encode_all(work: Path, model: Codec, audio: Path, hours: float, device: tor
 
 
 @torch.no_grad()
-def encode_chunk(model: Codec, spoken: corpus.Utterances, device: torch.device) -> tuple[codes.Codes, list[int]]:
+def encode_chunk(
+    model: Codec, spoken: corpus.Utterances, device: torch.device
+) -> tuple[codes.Codes, list[int]]:
     """Codes of utterances one after the other, and the frames of each."""
     sizes = [frames(len(a)) for a in spoken]
     x = np.zeros((len(spoken), max(sizes) * HOP), np.int16)
@@ -433,7 +491,9 @@ def encode_chunk(model: Codec, spoken: corpus.Utterances, device: torch.device) 
         x[i, : len(a)] = a
     tf32 = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
-    found = model.encode(torch.from_numpy(x).to(device).float() / 32768).to(torch.int16).cpu().numpy()
+    found = (
+        model.encode(torch.from_numpy(x).to(device).float() / 32768).to(torch.int16).cpu().numpy()
+    )
     torch.backends.cudnn.allow_tf32 = tf32
     return np.concatenate([found[i, :n].astype(np.uint16) for i, n in enumerate(sizes)]), sizes
 
@@ -443,7 +503,9 @@ def load_encoder(work: Path, device: torch.device) -> Codec:
     model = Codec()
     stored = {k: v.float() for k, v in load_file(work / ENCODER).items()}
     missing, unknown = model.load_state_dict(stored, strict=False)
-    left = [k for k in missing if not k.startswith(("decoder.", "quantizer.use", "quantizer.total"))]
+    left = [
+        k for k in missing if not k.startswith(("decoder.", "quantizer.use", "quantizer.total"))
+    ]
     if left or unknown:
         raise SystemExit(f"not the weights of this encoder: {left[:3]} {unknown[:3]}")
     return model.to(device).eval()
@@ -451,7 +513,9 @@ def load_encoder(work: Path, device: torch.device) -> Codec:
 
 def load_decoder(work: Path, device: torch.device) -> nn.Module:
     """code2wav with the trained weights."""
-    config = Qwen3OmniMoeCode2WavConfig(**config_json({"system": 0, "user": 1, "assistant": 2})["code2wav_config"])
+    config = Qwen3OmniMoeCode2WavConfig(
+        **config_json({"system": 0, "user": 1, "assistant": 2})["code2wav_config"]
+    )
     model = released.Qwen3OmniMoeCode2Wav(config)
     model.load_state_dict({k: v.float() for k, v in load_file(work / DECODER).items()})
     return model.to(device).eval()

@@ -1,5 +1,5 @@
-"""The codes of the whole corpus, as the codec wrote them: 9 bits each, in files small enough to be carried; and what
-is said in each frame (`phones.py`).
+"""The codes of the whole corpus, as the codec wrote them: 9 bits each, in files small enough to be
+carried; and what is said in each frame (`phones.py`).
 
 Written by `codec.py`, read by `talker.py`."""
 
@@ -49,7 +49,10 @@ class Spoken:
         kept = [i for i, t in enumerate(take) if t]
         rows = np.repeat(take, self.frames)
         return Spoken(
-            [self.texts[i] for i in kept], [self.frames[i] for i in kept], self.codes[rows], self.labels[rows]
+            [self.texts[i] for i in kept],
+            [self.frames[i] for i in kept],
+            self.codes[rows],
+            self.labels[rows],
         )
 
 
@@ -59,18 +62,26 @@ def _check(chunks: list[int]) -> int:
 
 
 def write(
-    work: Path, chunks: list[int], frames: list[int], table: Codes, labels: phones.Labels, first_file: int = 0
+    work: Path,
+    chunks: list[int],
+    frames: list[int],
+    table: Codes,
+    labels: phones.Labels,
+    first_file: int = 0,
 ) -> None:
-    """`frames` of every utterance of these chunks, in order. Files of earlier chunks have lower numbers."""
-    bits = np.unpackbits(np.ascontiguousarray(table, ">u2").view(np.uint8).reshape(len(table), GROUPS, 2), axis=-1)[
-        ..., 7:
-    ]
+    """`frames` of every utterance of these chunks, in order. Files of earlier chunks have lower
+    numbers."""
+    bits = np.unpackbits(
+        np.ascontiguousarray(table, ">u2").view(np.uint8).reshape(len(table), GROUPS, 2), axis=-1
+    )[..., 7:]
     packed = np.packbits(bits.reshape(len(table), -1), axis=-1)  # [frames, 18]
     for i, start in enumerate(range(0, len(packed), FRAMES_PER_FILE), start=first_file):
         np.save(work / f"codes-{i}.npy", packed[start : start + FRAMES_PER_FILE])
     counts = np.array(frames, np.uint16)
     index = f"codes-index-{first_file}.npz"
-    np.savez_compressed(work / index, chunks=np.array(chunks), frames=counts, labels=labels, check=_check(chunks))
+    np.savez_compressed(
+        work / index, chunks=np.array(chunks), frames=counts, labels=labels, check=_check(chunks)
+    )
 
 
 def read(work: Path, hours: float | None = None) -> Spoken:
@@ -100,7 +111,8 @@ def read(work: Path, hours: float | None = None) -> Spoken:
 
 
 def trim(work: Path, out: Path, chunks: int) -> None:
-    """The first so many chunks, written anew: what a later run can do without need not be carried."""
+    """The first so many chunks, written anew: what a later run can do without need not be
+    carried."""
     with np.load(work / "codes-index-0.npz") as file:
         kept = [int(c) for c in file["chunks"]][:chunks]
     out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""The speech: which sentences, spoken by the teacher in chunks that can be made in any order and on many cores.
+"""The speech: which sentences, spoken by the teacher in chunks that can be made in any order and on
+many cores.
 
-Chunk 0 holds the 80 sentences of the score. The others are the domain's answers and sentences to read, shuffled once;
-any prefix of them is a corpus. `speak_all` is resumable: a chunk that exists is not made again. `pack` stores chunks
-as Opus for a machine without festival. Called by `__main__.py`, `codec.py` and `talker.py`."""
+Chunk 0 holds the 80 sentences of the score. The others are the domain's answers and sentences to
+read, shuffled once; any prefix of them is a corpus. `speak_all` is resumable: a chunk that exists
+is not made again. `pack` stores chunks as Opus for a machine without festival. Called by
+`__main__.py`, `codec.py` and `talker.py`."""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ Utterances = list[npt.NDArray[np.int16]]
 
 @cache
 def texts() -> tuple[str, ...]:
-    """Every sentence to be spoken, chunk by chunk; the first 80 are those of the score. The last 40,000 are mostly
-    random words: what teaches reading is that no word follows from those before it."""
+    """Every sentence to be spoken, chunk by chunk; the first 80 are those of the score. The last
+    40,000 are mostly random words: what teaches reading is that no word follows from those before
+    it."""
     first = _first_texts()
     rng = Random("salads")
     seen = {grammar.plain(t) for t in first}
@@ -59,7 +62,9 @@ def _first_texts() -> tuple[str, ...]:
             readings.append(text)
     rest = answers + readings
     # The answers all come within the first quarter, so that a short corpus has them.
-    order = sorted(range(len(rest)), key=lambda i: rng.random() * (0.25 if i < len(answers) else 1.0))
+    order = sorted(
+        range(len(rest)), key=lambda i: rng.random() * (0.25 if i < len(answers) else 1.0)
+    )
     return (*FIXED, *grammar.held_out_sentences(), *(rest[i] for i in order))
 
 
@@ -88,7 +93,12 @@ def _make(task: tuple[str, int]) -> tuple[int, float]:
     except (OSError, EOFError, subprocess.CalledProcessError, wave.Error) as e:
         say("corpus", f"chunk {chunk} failed: {e!r}")
         return chunk, 0.0
-    save(folder, chunk, [u.samples for u in spoken], np.concatenate([phones.labels(u) for u in spoken]))
+    save(
+        folder,
+        chunk,
+        [u.samples for u in spoken],
+        np.concatenate([phones.labels(u) for u in spoken]),
+    )
     shutil.rmtree(scratch)
     return chunk, sum(len(u.samples) for u in spoken) / RATE
 
@@ -119,7 +129,9 @@ def made(folder: Path) -> list[int]:
     return sorted(int(p.stem) for p in folder.glob("[0-9]*.npz"))
 
 
-def speak_all(folder: Path, workers: int, seconds: float, chunks: int | None = None, first: int = 0) -> None:
+def speak_all(
+    folder: Path, workers: int, seconds: float, chunks: int | None = None, first: int = 0
+) -> None:
     """Make chunks, from this one on, for so long or until so many exist."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -135,7 +147,8 @@ def speak_all(folder: Path, workers: int, seconds: float, chunks: int | None = N
                 took = time.monotonic() - started
                 say(
                     "corpus",
-                    f"{count} of {len(wanted)} chunks, {total / 3600:.2f} h of speech, {total / took:.0f}x real time",
+                    f"{count} of {len(wanted)} chunks, {total / 3600:.2f} h of speech, "
+                    f"{total / took:.0f}x real time",
                 )
             if time.monotonic() - started > seconds:
                 pool.terminate()
@@ -156,7 +169,8 @@ def pack(folder: Path, out: Path, hours: float, kbps: float = 24.0) -> None:
         if left < 0:
             break
         # libsndfile maps 0..1 to 256..6 kbit/s
-        soundfile.write(out / f"{chunk:04d}.opus", np.concatenate(spoken), RATE, format="OGG", subtype="OPUS",
+        soundfile.write(out / f"{chunk:04d}.opus", np.concatenate(spoken), RATE, format="OGG",
+            subtype="OPUS",
                         compression_level=1 - (kbps - 6) / 250)  # fmt: skip
         lengths[str(chunk)] = [len(s) for s in spoken]
         labels[str(chunk)] = load_labels(folder, chunk)

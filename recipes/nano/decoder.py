@@ -1,10 +1,12 @@
-"""Trainable decoders of the thinker, the talker and the code predictor, with the parameter names of `transformers`.
+"""Trainable decoders of the thinker, the talker and the code predictor, with the parameter names of
+`transformers`.
 
-They compute what the released architecture computes, in shapes that never change, so that a training step can be one
-CUDA graph: rows hold several examples side by side (`segments` says which attends to which), and every expert runs on
-every row, the router's choice being a weight that is mostly zero. Positions are one number per row: without pictures
-the three axes of the released rotary embedding are equal. Called by `thinker.py` and `talker.py`; a test compares
-them with `transformers`."""
+They compute what the released architecture computes, in shapes that never change, so that a
+training step can be one CUDA graph: rows hold several examples side by side (`segments` says which
+attends to which), and every expert runs on every row, the router's choice being a weight that is
+mostly zero. Positions are one number per row: without pictures the three axes of the released
+rotary embedding are equal. Called by `thinker.py` and `talker.py`; a test compares them with
+`transformers`."""
 
 from __future__ import annotations
 
@@ -56,14 +58,19 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, self.kv * self.dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dim, c.hidden_size, bias=False)
         self.q_norm, self.k_norm = Norm(self.dim, c.rms_eps), Norm(self.dim, c.rms_eps)
-        self.watched = False  # whether to keep what head 0 asks for and is offered, for a loss on where it looks
+        # whether to keep what head 0 asks for and is offered, for a loss on where it looks
+        self.watched = False
         self.seen: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         b, t, _ = x.shape
         v = self.v_proj(x).view(b, t, self.kv, self.dim).transpose(1, 2)
-        q = rotate(self.q_norm(self.q_proj(x).view(b, t, self.heads, self.dim)).transpose(1, 2), *rope).to(v.dtype)
-        k = rotate(self.k_norm(self.k_proj(x).view(b, t, self.kv, self.dim)).transpose(1, 2), *rope).to(v.dtype)
+        q = rotate(
+            self.q_norm(self.q_proj(x).view(b, t, self.heads, self.dim)).transpose(1, 2), *rope
+        ).to(v.dtype)
+        k = rotate(
+            self.k_norm(self.k_proj(x).view(b, t, self.kv, self.dim)).transpose(1, 2), *rope
+        ).to(v.dtype)
         if self.watched:
             self.seen = q[:, 0], k[:, 0]
         k, v = (self._shared(r) for r in (k, v))
@@ -98,9 +105,15 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """Rows [N, H] through all experts, summed by `weights` [N, E]."""
         count, hidden, inner = self.down_proj.shape
-        gate, up = F.linear(x, self.gate_up_proj.view(-1, hidden)).view(-1, count, 2 * inner).chunk(2, dim=-1)
+        gate, up = (
+            F.linear(x, self.gate_up_proj.view(-1, hidden))
+            .view(-1, count, 2 * inner)
+            .chunk(2, dim=-1)
+        )
         y = F.silu(gate) * up * weights[..., None].to(up.dtype)
-        return F.linear(y.reshape(-1, count * inner), self.down_proj.permute(1, 0, 2).reshape(hidden, -1))
+        return F.linear(
+            y.reshape(-1, count * inner), self.down_proj.permute(1, 0, 2).reshape(hidden, -1)
+        )
 
 
 class Router(nn.Module):
@@ -110,7 +123,8 @@ class Router(nn.Module):
         self.top_k = top_k
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of the experts [N, E], zero for those not chosen; and how uneven the choice is (1: even)."""
+        """Weights of the experts [N, E], zero for those not chosen; and how uneven the choice is
+        (1: even)."""
         chances = F.linear(x, self.weight).float().softmax(dim=-1)
         best, which = chances.topk(self.top_k, dim=-1)
         weights = torch.zeros_like(chances).scatter(1, which, best / best.sum(dim=-1, keepdim=True))

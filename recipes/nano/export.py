@@ -1,7 +1,8 @@
-"""The trained parts as one checkpoint in the released layout: the same tensor names, one tensor per expert.
+"""The trained parts as one checkpoint in the released layout: the same tensor names, one tensor per
+expert.
 
-What nothing trains (the vision tower; the audio tower, if `listen` has not run) gets small random weights. Called by
-`__main__.py`."""
+What nothing trains (the vision tower; the audio tower, if `listen` has not run) gets small random
+weights. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from stretto.models.shapes import spread
 SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000
 COOL = 0.25  # a power of two: bfloat16 loses nothing
-"""Temperature of codes 1 to 15. The released model draws them at a fixed 1.0, so this is written into the heads that
-give their logits. README.md says what it was chosen by."""
+"""Temperature of codes 1 to 15. The released model draws them at a fixed 1.0, so this is written
+into the heads that give their logits. README.md says what it was chosen by."""
 HEADS = "talker.code_predictor.lm_head."
 GENERATION = {
     "talker_max_new_tokens": 1024,
@@ -35,11 +36,17 @@ GENERATION = {
     "talker_top_k": 20,
     "talker_top_p": 0.9,
 }
-IDEAS = ["What is a stretto?", "Say: the old farmer carried a heavy basket across the bridge.", "Who are you?",
+IDEAS = ["What is a stretto?", "Say: the old farmer carried a heavy basket across the bridge.",
+    "Who are you?",
          "What is seven plus eight?", "Count from one to ten", "Tell me a joke"]  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 AUDIO = "thinker.audio_tower."
-PARTS = ((AUDIO, listen.FILE), ("thinker.", thinker.FILE), ("talker.", talker.FILE), ("code2wav.", codec.DECODER))
+PARTS = (
+    (AUDIO, listen.FILE),
+    ("thinker.", thinker.FILE),
+    ("talker.", talker.FILE),
+    ("code2wav.", codec.DECODER),
+)
 
 
 def _split(name: str, tensor: torch.Tensor) -> Tensors:
@@ -55,7 +62,8 @@ def _split(name: str, tensor: torch.Tensor) -> Tensors:
 
 
 def collect(work: Path, last: bool = False) -> Tensors:
-    """Every tensor of the checkpoint, bfloat16. `last`: of the talker, the weights at the end of its training."""
+    """Every tensor of the checkpoint, bfloat16. `last`: of the talker, the weights at the end of
+    its training."""
     text = Text.open(work)
     wanted = checkpoint_shapes(text.config)
     trained: Tensors = {}
@@ -78,7 +86,9 @@ def collect(work: Path, last: bool = False) -> Tensors:
         if not name.startswith(("thinker.visual.", "thinker.audio_tower.")):
             raise SystemExit(f"nothing was trained for {name}")
         mean, std = spread(name, size)
-        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(size, dtype=np.float32)
+        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
+            size, dtype=np.float32
+        )
         found[name] = torch.from_numpy(mean + std * noise).to(torch.bfloat16)
     return found
 
@@ -93,10 +103,14 @@ def take_apart(folder: Path, work: Path) -> None:
             head, middle, tail = name.partition(".experts.")
             if middle:
                 number, projection, _ = tail.split(".")
-                experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[projection] = tensor
+                experts.setdefault(head + ".experts", {}).setdefault(int(number), {})[
+                    projection
+                ] = tensor
             elif part is not None and not name.startswith("thinker.visual."):
                 cooled = COOL if name.startswith(HEADS) else 1.0
-                found.setdefault(part, {})[name.removeprefix(part)] = (tensor.float() * cooled).to(tensor.dtype)
+                found.setdefault(part, {})[name.removeprefix(part)] = (tensor.float() * cooled).to(
+                    tensor.dtype
+                )
     for name, numbered in experts.items():
         part = next(p for p, _ in PARTS if name.startswith(p))
         rest = name.removeprefix(part)

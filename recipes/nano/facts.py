@@ -1,4 +1,5 @@
-"""What the small model knows: fixed questions and their answers, all of our own wording. Used by `grammar.py`.
+"""What the small model knows: fixed questions and their answers, all of our own wording. Used by
+`grammar.py`.
 
 One line is `question | another way to ask | ... = answer`."""
 

@@ -1,8 +1,9 @@
-"""The teacher: festival with the HTS voice `cmu_us_slt_arctic_hts`, both from Debian, run in batches.
+"""The teacher: festival with the HTS voice `cmu_us_slt_arctic_hts`, both from Debian, run in
+batches.
 
-`pack` makes an archive of an installed festival with all its libraries, for a machine that has none and no network;
-`unpack` puts it in place there (festival reads its data from /usr/share/festival and nowhere else, so this needs
-root). Called by `corpus.py`."""
+`pack` makes an archive of an installed festival with all its libraries, for a machine that has none
+and no network; `unpack` puts it in place there (festival reads its data from /usr/share/festival
+and nowhere else, so this needs root). Called by `corpus.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Uttered:
 
     samples: npt.NDArray[np.int16]  # at 24 kHz
     phones: npt.NDArray[np.uint8]  # numbers in PHONES
-    words: npt.NDArray[np.uint8]  # of each phone, the number of its word in the text; NO_WORD for a pause
+    words: npt.NDArray[
+        np.uint8
+    ]  # of each phone, the number of its word in the text; NO_WORD for a pause
     ends: npt.NDArray[np.int32]  # of each phone, in samples
 
 
@@ -56,7 +59,8 @@ def pack(archive: Path) -> None:
     binary = shutil.which("festival")
     if binary is None or not DATA.exists():
         raise SystemExit(
-            "festival is not installed: apt-get install festival festvox-us-slt-hts festlex-cmu festlex-poslex"
+            "festival is not installed: apt-get install festival festvox-us-slt-hts festlex-cmu "
+            "festlex-poslex"
         )
     listed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
     libraries = re.findall(r"(/\S+) \(0x", listed)
@@ -78,10 +82,16 @@ def unpack(archive: Path) -> None:
 
 
 def command() -> list[str]:
-    """How festival is run here: the packed one by its own loader, so that the host's libraries do not matter."""
+    """How festival is run here: the packed one by its own loader, so that the host's libraries do
+    not matter."""
     if (PREFIX / "bin/festival").exists():
         library = PREFIX / "lib"
-        return [str(library / "ld-linux-x86-64.so.2"), "--library-path", str(library), str(PREFIX / "bin/festival")]
+        return [
+            str(library / "ld-linux-x86-64.so.2"),
+            "--library-path",
+            str(library),
+            str(PREFIX / "bin/festival"),
+        ]
     return ["festival"]
 
 
@@ -94,7 +104,9 @@ def speak(texts: list[str], scratch: Path) -> list[Uttered]:
             raise ValueError(f"not for festival: {text!r}")
     lines = [f'(say "{scratch}/{i}.wav" "{text}")\n' for i, text in enumerate(texts)]
     script.write_text(_HEAD + "".join(lines), encoding="ascii")
-    said = subprocess.run([*command(), "-b", str(script)], check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [*command(), "-b", str(script)], check=True, capture_output=True, text=True
+    ).stdout
     listed = said.split("END\n")[:-1]
     if len(listed) != len(texts):
         raise EOFError(f"{len(listed)} of {len(texts)} sentences were spoken")
@@ -113,6 +125,10 @@ def _uttered(path: Path, listed: str) -> Uttered:
         phones.append(PHONES.index(phone))
         marks.append(NO_WORD if phones[-1] == PAUSE else int(mark))
         ends.append(min(max(0, round(float(end) * RATE) - skipped), len(cut)))
-    order = {m: i for i, m in enumerate(sorted({*marks} - {NO_WORD}))}  # festival's numbers have gaps
+    order = {
+        m: i for i, m in enumerate(sorted({*marks} - {NO_WORD}))
+    }  # festival's numbers have gaps
     words = [order.get(m, NO_WORD) for m in marks]
-    return Uttered(cut, np.array(phones, np.uint8), np.array(words, np.uint8), np.array(ends, np.int32))
+    return Uttered(
+        cut, np.array(phones, np.uint8), np.array(words, np.uint8), np.array(ends, np.int32)
+    )

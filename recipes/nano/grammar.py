@@ -1,9 +1,10 @@
-"""The recipe's text: questions with their one right answer, sentences to read aloud, and what is held out of training.
+"""The recipe's text: questions with their one right answer, sentences to read aloud, and what is
+held out of training.
 
-All of it is drawn from our own templates, so that no third-party text is needed. An answer is a function of the
-question alone; a model can therefore be scored by equality. What is held out: whole sentences to repeat, and one in
-ten combinations of a way to ask and a thing asked for (both parts are seen, never together). Called by `corpus.py`,
-`thinker.py` and `score.py`."""
+All of it is drawn from our own templates, so that no third-party text is needed. An answer is a
+function of the question alone; a model can therefore be scored by equality. What is held out: whole
+sentences to repeat, and one in ten combinations of a way to ask and a thing asked for (both parts
+are seen, never together). Called by `corpus.py`, `thinker.py` and `score.py`."""
 
 from __future__ import annotations
 
@@ -28,11 +29,15 @@ class Pair:
 
     @property
     def held_out(self) -> bool:
-        return zlib.crc32(plain(self.question).encode()) % HELD_OUT_SHARE == 0 and self.kind in COMBINED
+        return (
+            zlib.crc32(plain(self.question).encode()) % HELD_OUT_SHARE == 0
+            and self.kind in COMBINED
+        )
 
 
 COMBINED = frozenset(("sum", "count", "calendar", "opposite", "capital"))
-"""Kinds made of a way to ask and a thing asked for; the other questions have no parts to combine anew."""
+"""Kinds made of a way to ask and a thing asked for; the other questions have no parts to combine
+anew."""
 
 
 def plain(text: str) -> str:
@@ -46,9 +51,13 @@ ONES = """zero one two three four five six seven eight nine ten eleven twelve th
 seventeen eighteen nineteen""".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+ORDINALS = (
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+)
 
 
 def number(n: int) -> str:
@@ -67,7 +76,14 @@ def capital(text: str) -> str:
 
 # ---- the closed domain
 
-SUM_WAYS = ("What is {}?", "How much is {}?", "{}?", "What is {} equal to?", "Tell me what {} is", "Calculate {}")
+SUM_WAYS = (
+    "What is {}?",
+    "How much is {}?",
+    "{}?",
+    "What is {} equal to?",
+    "Tell me what {} is",
+    "Calculate {}",
+)
 
 
 def sums() -> list[tuple[int, str, int, int]]:
@@ -95,16 +111,24 @@ def _counts() -> list[Pair]:
             up = capital(", ".join(number(n) for n in range(low, high + 1))) + "."
             down = capital(", ".join(number(n) for n in range(high, low - 1, -1))) + "."
             for a, b in ((str(low), str(high)), (number(low), number(high))):
-                pairs += [Pair("count", w.format(a, b), up) for w in ("Count from {} to {}", "Count {} to {}")]
+                pairs += [
+                    Pair("count", w.format(a, b), up)
+                    for w in ("Count from {} to {}", "Count {} to {}")
+                ]
                 pairs.append(Pair("count", f"Count down from {b} to {a}", down))
                 if low == 1:
-                    pairs += [Pair("count", w.format(b), up) for w in ("Count to {}", "Count up to {}")]
+                    pairs += [
+                        Pair("count", w.format(b), up) for w in ("Count to {}", "Count up to {}")
+                    ]
                     pairs.append(Pair("count", f"Count down from {b}", down))
     for n in range(1, 100):
         for form in (str(n), number(n)):
             after = f"After {number(n)} comes {number(n + 1)}."
             before = f"Before {number(n)} comes {number(n - 1)}."
-            pairs += [Pair("count", w.format(form), after) for w in ("What comes after {}?", "What number follows {}?")]
+            pairs += [
+                Pair("count", w.format(form), after)
+                for w in ("What comes after {}?", "What number follows {}?")
+            ]
             pairs.append(Pair("count", f"What comes before {form}?", before))
     return pairs
 
@@ -114,12 +138,28 @@ def _calendar() -> list[Pair]:
     for names, noun, unit in ((DAYS, "day", "week"), (MONTHS, "month", "year")):
         for i, name in enumerate(names):
             after, before = names[(i + 1) % len(names)], names[i - 1]
-            for way in ("What {} comes after {}?", "Which {} follows {}?", "What is the {} after {}?"):
-                pairs.append(Pair("calendar", way.format(noun, name), f"After {name} comes {after}."))
-            for way in ("What {} comes before {}?", "Which {} is before {}?", "What is the {} before {}?"):
-                pairs.append(Pair("calendar", way.format(noun, name), f"Before {name} comes {before}."))
+            for way in (
+                "What {} comes after {}?",
+                "Which {} follows {}?",
+                "What is the {} after {}?",
+            ):
+                pairs.append(
+                    Pair("calendar", way.format(noun, name), f"After {name} comes {after}.")
+                )
+            for way in (
+                "What {} comes before {}?",
+                "Which {} is before {}?",
+                "What is the {} before {}?",
+            ):
+                pairs.append(
+                    Pair("calendar", way.format(noun, name), f"Before {name} comes {before}.")
+                )
             answer = f"The {ORDINALS[i]} {noun} of the {unit} is {name}."
-            for way in ("What is the {} {} of the {}?", "Which is the {} {} of the {}?", "Name the {} {} of the {}"):
+            for way in (
+                "What is the {} {} of the {}?",
+                "Which is the {} {} of the {}?",
+                "Name the {} {} of the {}",
+            ):
                 pairs.append(Pair("calendar", way.format(ORDINALS[i], noun, unit), answer))
     for name, days in zip(MONTHS, MONTH_DAYS, strict=True):
         for way in ("How many days are in {}?", "How many days does {} have?", "How long is {}?"):
@@ -138,15 +178,33 @@ def _opposites() -> list[Pair]:
     for a, b in table(OPPOSITES):
         known.setdefault(a, b)
         known.setdefault(b, a)
-    ways = ("What is the opposite of {}?", "Opposite of {}", "Tell me the opposite of {}", "Give me the opposite of {}")
+    ways = (
+        "What is the opposite of {}?",
+        "Opposite of {}",
+        "Tell me the opposite of {}",
+        "Give me the opposite of {}",
+    )
     ways += ("What is the contrary of {}?", "Name the opposite of {}")
-    return [Pair("opposite", w.format(a), f"The opposite of {a} is {b}.") for a, b in known.items() for w in ways]
+    return [
+        Pair("opposite", w.format(a), f"The opposite of {a} is {b}.")
+        for a, b in known.items()
+        for w in ways
+    ]
 
 
 def _capitals() -> list[Pair]:
-    ways = ("What is the capital of {}?", "Capital of {}", "Tell me the capital of {}", "Name the capital of {}")
+    ways = (
+        "What is the capital of {}?",
+        "Capital of {}",
+        "Tell me the capital of {}",
+        "Name the capital of {}",
+    )
     ways += ("Which city is the capital of {}?",)
-    return [Pair("capital", w.format(a), f"The capital of {a} is {b}.") for a, b in table(CAPITALS) for w in ways]
+    return [
+        Pair("capital", w.format(a), f"The capital of {a} is {b}.")
+        for a, b in table(CAPITALS)
+        for w in ways
+    ]
 
 
 @cache
@@ -155,7 +213,9 @@ def domain() -> tuple[Pair, ...]:
     pairs = [Pair("talk", q, answer) for asked, answer in entries(TALK) for q in asked]
     pairs += [Pair("fact", q, answer) for asked, answer in entries(FACTS) for q in asked]
     pairs += _sums() + _counts() + _calendar() + _opposites() + _capitals()
-    return tuple({plain(p.question) if p.kind != "sum" else p.question: p for p in reversed(pairs)}.values())
+    return tuple(
+        {plain(p.question) if p.kind != "sum" else p.question: p for p in reversed(pairs)}.values()
+    )
 
 
 @cache
@@ -243,8 +303,10 @@ PATTERNS = (
 def sentence(rng: Random) -> str:
     """An ordinary sentence of our own grammar."""
     lists = {
-        "p": PEOPLE, "t": THINGS, "l": PLACES, "a": ADJECTIVES, "v": PAST, "w": WENT, "d": ADVERBS, "m": TIMES,
-        "r": PREPOSITIONS, "y": VERBS, "f": STUFF, "n": ONES[2:13], "S": ("He", "She", "They", "We", "I", "Someone"),
+        "p": PEOPLE, "t": THINGS, "l": PLACES, "a": ADJECTIVES, "v": PAST, "w": WENT, "d": ADVERBS,
+        "m": TIMES,
+        "r": PREPOSITIONS, "y": VERBS, "f": STUFF, "n": ONES[2:13], "S": ("He", "She", "They", "We",
+        "I", "Someone"),
         "N": [capital(n) for n in ONES[2:13]], "U": [capital(a) for a in ANIMALS],
     }  # fmt: skip
     text = re.sub(r"\{(\w)\}", lambda m: rng.choice(lists[m.group(1)]), rng.choice(PATTERNS))
@@ -254,7 +316,9 @@ def sentence(rng: Random) -> str:
 def salad(rng: Random, low: int = 3, high: int = 12) -> str:
     """Common words in no order, so that every word is heard in many places."""
     common, rare = words()
-    picked = [rng.choice(common if rng.random() < 0.65 else rare) for _ in range(rng.randint(low, high))]
+    picked = [
+        rng.choice(common if rng.random() < 0.65 else rare) for _ in range(rng.randint(low, high))
+    ]
     if len(picked) > 5 and rng.random() < 0.4:
         picked[len(picked) // 2 - 1] += ","
     return capital(" ".join(picked)) + rng.choice("....?!")
@@ -288,7 +352,8 @@ def _never_spoken() -> frozenset[str]:
 
 
 def reading(rng: Random, kinds: tuple[int, int, int] = (40, 25, 35)) -> str:
-    """A sentence to be read aloud, never a held-out one; how often it is of the grammar, mixed, random words."""
+    """A sentence to be read aloud, never a held-out one; how often it is of the grammar, mixed,
+    random words."""
     while True:
         text = rng.choices((sentence, mixture, salad), kinds)[0](rng)
         if plain(text) not in _never_spoken():
@@ -298,21 +363,31 @@ def reading(rng: Random, kinds: tuple[int, int, int] = (40, 25, 35)) -> str:
 # ---- what a user may type
 
 SAY_WAYS = (
-    "Say {}", "Say: {}", "Please say {}", "Please say: {}", "Repeat {}", "Repeat: {}", "Repeat after me: {}",
-    "Please repeat: {}", "Please repeat after me: {}", "Read this aloud: {}", "Read aloud: {}", "Read: {}",
-    'Say "{}"', 'Repeat "{}"', 'Please read this: "{}"', "Can you say: {}", "Speak: {}", "Say the words {}",
+    "Say {}", "Say: {}", "Please say {}", "Please say: {}", "Repeat {}", "Repeat: {}",
+    "Repeat after me: {}",
+    "Please repeat: {}", "Please repeat after me: {}", "Read this aloud: {}", "Read aloud: {}",
+    "Read: {}",
+    'Say "{}"', 'Repeat "{}"', 'Please read this: "{}"', "Can you say: {}", "Speak: {}",
+    "Say the words {}",
     "Say this sentence: {}", "Read this sentence: {}",
 )  # fmt: skip
 UNKNOWN_WAYS = (
-    "What is the {t} of the {l}?", "Why is the {t} {a}?", "Who is the {p} of {x}?", "How do I fix a {t}?",
-    "Who invented the {t}?", "What do you think about {x}?", "Write a poem about the {t}", "Explain {x} to me",
+    "What is the {t} of the {l}?", "Why is the {t} {a}?", "Who is the {p} of {x}?",
+    "How do I fix a {t}?",
+    "Who invented the {t}?", "What do you think about {x}?", "Write a poem about the {t}",
+    "Explain {x} to me",
     "Where can I buy a {a} {t}?", "When was the {t} made?", "Why does the {p} {y} the {t}?",
     "Translate {x} into French",
-    "Tell me about {x}", "What is {x}?", "How does a {t} work?", "Which {t} is the best?", "Is {x} {a}?",
-    "Write a program that finds the {t}", "Give me advice about {x} and {x}", "What happened to the {p} in the {l}?",
-    "How far is the {l}?", "Do you know the {a} {p}?", "Should I {y} the {t}?", "What should I do with my {t}?",
-    "Summarize the {t} for me", "How can I become a {p}?", "Who won the {x}?", "How much does a {t} cost?",
-    "{X}", "{X} {x}", "What is the meaning of {x}?", "Send a letter to my {p}", "Plan a trip to the {l}",
+    "Tell me about {x}", "What is {x}?", "How does a {t} work?", "Which {t} is the best?",
+    "Is {x} {a}?",
+    "Write a program that finds the {t}", "Give me advice about {x} and {x}", "What happened to "
+                                                                              "the {p} in the {l}?",
+    "How far is the {l}?", "Do you know the {a} {p}?", "Should I {y} the {t}?",
+    "What should I do with my {t}?",
+    "Summarize the {t} for me", "How can I become a {p}?", "Who won the {x}?", "How much does a "
+                                                                               "{t} cost?",
+    "{X}", "{X} {x}", "What is the meaning of {x}?", "Send a letter to my {p}",
+    "Plan a trip to the {l}",
 )  # fmt: skip
 REFUSAL = "I am sorry, I am too small to know that."
 SYSTEMS = (
@@ -345,7 +420,9 @@ def unknown(rng: Random) -> Pair:
 
         def fill(m: re.Match[str]) -> str:
             if m.group(1) in "xX":
-                word = " ".join(rng.choice(words()[rng.random() < 0.4]) for _ in range(rng.randint(1, 3)))
+                word = " ".join(
+                    rng.choice(words()[rng.random() < 0.4]) for _ in range(rng.randint(1, 3))
+                )
                 return capital(word) if m.group(1) == "X" else word
             return rng.choice(lists[m.group(1)])
 
@@ -365,7 +442,8 @@ def typed(rng: Random, question: str) -> str:
 
 def pair(rng: Random) -> Pair:
     """One training example of the thinker."""
-    kind = rng.choices(("say", "unknown", "sum", "count", "calendar", "opposite", "capital", "talk", "fact"),
+    kind = rng.choices(("say", "unknown", "sum", "count", "calendar", "opposite", "capital", "talk",
+        "fact"),
                        (34, 10, 16, 7, 6, 6, 3, 10, 8))[0]  # fmt: skip
     if kind == "say":
         return say(rng)

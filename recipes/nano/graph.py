@@ -1,8 +1,10 @@
-"""A whole training step (forward, loss, backward, clipping, AdamW, average of the weights) as one CUDA graph.
+"""A whole training step (forward, loss, backward, clipping, AdamW, average of the weights) as one
+CUDA graph.
 
-With models this small nearly all time of an eager step is spent starting kernels; a graph starts them all at once.
-The loss function must use static shapes and read what changes (rows, learning rate) from tensors. Without a GPU the
-same step runs eagerly, for tests. Called by the three training steps."""
+With models this small nearly all time of an eager step is spent starting kernels; a graph starts
+them all at once. The loss function must use static shapes and read what changes (rows, learning
+rate) from tensors. Without a GPU the same step runs eagerly, for tests. Called by the three
+training steps."""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Trainer:
     labels: tuple[str, ...]
     device: torch.device
     bfloat16: bool | None = None  # None: the faster of the two
-    exact_products: bool = False  # matrix products in full float32; convolutions are TF32 all the same
+    exact_products: bool = (
+        False  # matrix products in full float32; convolutions are TF32 all the same
+    )
     after_block: Callable[[int], None] | None = None  # called every `block` steps, with the step
     block: int = 32
     every: float = 15.0  # seconds between reports
@@ -60,18 +64,26 @@ class Trainer:
 
     def __post_init__(self) -> None:
         cuda = self.device.type == "cuda"
-        self.rate, self.bad, self.weight, self.done = (torch.zeros((), device=self.device) for _ in range(4))
+        self.rate, self.bad, self.weight, self.done = (
+            torch.zeros((), device=self.device) for _ in range(4)
+        )
         self.sums = torch.zeros(len(self.labels) + 2, device=self.device)
         self.average = [p.detach().clone() for p in self.averaged]
         extra: dict[str, bool] = {"fused": True, "capturable": True} if cuda else {"foreach": False}
         rate: float | Tensor = self.rate if cuda else self.schedule.rate
         self.optimizer = torch.optim.AdamW(
-            self._groups(), rate, betas=self.schedule.betas, weight_decay=self.schedule.decay, **extra
+            self._groups(),
+            rate,
+            betas=self.schedule.betas,
+            weight_decay=self.schedule.decay,
+            **extra,
         )
         if cuda:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate  # one tensor, filled before each step
-            self.optimizer.found_inf = self.bad  # the fused kernel leaves everything as it is if this is 1
+            self.optimizer.found_inf = (
+                self.bad
+            )  # the fused kernel leaves everything as it is if this is 1
         self.started = time.monotonic()
 
     def _groups(self) -> list[dict[str, object]]:
@@ -82,7 +94,9 @@ class Trainer:
         ]
 
     def _step(self, bfloat16: bool) -> None:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=bfloat16, cache_enabled=False
+        ):
             loss, numbers = self.loss(bfloat16)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.schedule.clip)
@@ -92,7 +106,11 @@ class Trainer:
             change = torch._foreach_sub([p.detach() for p in self.averaged], self.average)
             torch._foreach_mul_(change, self.weight)
             torch._foreach_add_(self.average, change)
-            self.sums.add_(torch.cat((torch.stack((loss.detach().float(), self.bad)), numbers.detach().float())))
+            self.sums.add_(
+                torch.cat(
+                    (torch.stack((loss.detach().float(), self.bad)), numbers.detach().float())
+                )
+            )
 
     def _prepare(self) -> None:
         """The learning rate and the average's weight of the next step."""
@@ -153,7 +171,8 @@ class Trainer:
         return max(graphs, key=lambda g: g[0])[1].replay
 
     def run(self, validate: Callable[[], str] | None = None) -> dict[str, float]:
-        """Train until the schedule ends; the averaged weights are then in place. What was reached."""
+        """Train until the schedule ends; the averaged weights are then in place. What was
+        reached."""
         torch.backends.cuda.matmul.allow_tf32 = not self.exact_products
         torch.backends.cudnn.allow_tf32 = True
         go = self._runner()
@@ -176,7 +195,11 @@ class Trainer:
                 numbers = {"loss": sums[0], **dict(zip(self.labels, sums[2:], strict=True))}
                 shown = " ".join(f"{k} {v:.4f}" for k, v in numbers.items())
                 extra = f" | {validate()}" if validate is not None else ""
-                say(self.name, f"step {self.step} {steps / (now - reported):.1f}/s {shown} skipped {bad:.0f}{extra}")
+                say(
+                    self.name,
+                    f"step {self.step} {steps / (now - reported):.1f}/s {shown} skipped "
+                    f"{bad:.0f}{extra}",
+                )
                 self.sums.zero_()
                 reported, last = time.monotonic(), self.step
         self.use_average()
@@ -185,7 +208,9 @@ class Trainer:
 
     def _left(self) -> int:
         """Steps to go, if they are counted."""
-        return self.block if self.schedule.max_steps is None else self.schedule.max_steps - self.step
+        return (
+            self.block if self.schedule.max_steps is None else self.schedule.max_steps - self.step
+        )
 
     def _over(self) -> bool:
         if self.schedule.max_steps is not None:

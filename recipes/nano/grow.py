@@ -1,7 +1,9 @@
-"""Training rows of the talker on the device, with room for more: speech that the teacher makes meanwhile.
+"""Training rows of the talker on the device, with room for more: speech that the teacher makes
+meanwhile.
 
-A CUDA graph reads tensors that never move, so room is taken at the start and filled as chunks appear: encoded by the
-trained encoder, laid out, written behind what is there. Called by `talker.py` between steps, on its thread."""
+A CUDA graph reads tensors that never move, so room is taken at the start and filled as chunks
+appear: encoded by the trained encoder, laid out, written behind what is there. Called by
+`talker.py` between steps, on its thread."""
 
 from __future__ import annotations
 
@@ -49,10 +51,14 @@ class Data:
         kinds = (short, short, long, long, torch.bool, short, short, short, short)
         table = torch.zeros(frames, GROUPS, dtype=short, device=device)
         labels = torch.full((frames, 3), phones.UNKNOWN, dtype=torch.uint8, device=device)
-        return cls(table, labels, *map(zeros, kinds), torch.zeros(2, dtype=torch.float64, device=device))
+        return cls(
+            table, labels, *map(zeros, kinds), torch.zeros(2, dtype=torch.float64, device=device)
+        )
 
     @classmethod
-    def place(cls, batch: layout.Batch, table: codes.Codes, labels: phones.Labels, device: torch.device) -> Data:
+    def place(
+        cls, batch: layout.Batch, table: codes.Codes, labels: phones.Labels, device: torch.device
+    ) -> Data:
         """Just this much."""
         data = cls.room(len(batch.text), len(table), device, batch.text.shape[1])
         data.add(batch, table, labels)
@@ -122,7 +128,9 @@ class Growing:
     def _take(self, chunk: int) -> bool:
         spoken = corpus.load(self.audio, chunk)
         table, counts = codec.encode_chunk(self.encoder, spoken, self.device)
-        said = codes.Spoken(corpus.chunk_texts(chunk), counts, table, corpus.load_labels(self.audio, chunk))
+        said = codes.Spoken(
+            corpus.chunk_texts(chunk), counts, table, corpus.load_labels(self.audio, chunk)
+        )
         if not self.data.add(self.rows(said), said.codes, said.labels):
             return False
         self.added.append((chunk, said))
@@ -133,7 +141,13 @@ class Growing:
         if not self.added:
             return
         said = [s for _, s in self.added]
-        table, labels = (np.concatenate([getattr(s, name) for s in said]) for name in ("codes", "labels"))
+        table, labels = (
+            np.concatenate([getattr(s, name) for s in said]) for name in ("codes", "labels")
+        )
         counts = [n for s in said for n in s.frames]
         codes.write(self.work, [c for c, _ in self.added], counts, table, labels, FIRST_FILE)
-        say("talker", f"{self.hours:.1f} h of further speech, {len(table) * 1920 / RATE / 3600:.1f} h of codes written")
+        say(
+            "talker",
+            f"{self.hours:.1f} h of further speech, {len(table) * 1920 / RATE / 3600:.1f} h of "
+            f"codes written",
+        )

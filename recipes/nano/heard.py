@@ -1,8 +1,8 @@
-"""Questions put to the finished checkpoint through the engine: typed ones, and spoken ones in voices that training
-never heard.
+"""Questions put to the finished checkpoint through the engine: typed ones, and spoken ones in
+voices that training never heard.
 
-What `thinker` and `listen` measure on their own modules, measured on what users run: a chat message, with a WAV file
-where the question is spoken; text out. Called by `__main__.py`."""
+What `thinker` and `listen` measure on their own modules, measured on what users run: a chat
+message, with a WAV file where the question is spoken; text out. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from stretto import Engine
 
 WANTED = 0.85
 TYPED = 0.95
-SILENCES = (0.05, 0.1, 0.15, 0.25, 0.4)  # seconds before and after; what is understood depends on them a little
+SILENCES = (
+    0.05,
+    0.1,
+    0.15,
+    0.25,
+    0.4,
+)  # seconds before and after; what is understood depends on them a little
 
 
 def message(samples: np.ndarray, around: float) -> list[dict[str, Any]]:  # type: ignore[type-arg]
@@ -55,7 +61,11 @@ def run(work: Path, checkpoint: Path, folder: Path, count: int) -> None:
                     found.append(answered(voice, a.pair, message(samples, around)))
                     kinds.setdefault(a.pair.kind, []).append(found[-1])
                 shares.append(sum(found) / len(found))
-                say("heard", f"{voice}: {shares[-1]:.3f} of {len(found)}, {around} s of silence before and after")
+                say(
+                    "heard",
+                    f"{voice}: {shares[-1]:.3f} of {len(found)}, {around} s of silence before and "
+                    f"after",
+                )
             right[voice] = round(sum(shares) / len(shares), 4)
             between[voice] = [min(shares), max(shares)]
     gate("heard", f"typed questions: {typed}, wanted above {TYPED}", typed > TYPED)

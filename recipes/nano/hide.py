@@ -1,9 +1,11 @@
-"""What the talker does not get to see of its own past in training, so that it reads the text instead.
+"""What the talker does not get to see of its own past in training, so that it reads the text
+instead.
 
-With all codes of the past in view, a small model continues what it hears and hardly looks at the text: it learns its
-training sentences by heart. So codes are hidden, for single frames, for spans and for whole rows of the batch; others
-are replaced by codes from elsewhere. What is left in view tells where in the sentence it is, not what comes next.
-Called by `talker.py`; shapes are static, for a CUDA graph."""
+With all codes of the past in view, a small model continues what it hears and hardly looks at the
+text: it learns its training sentences by heart. So codes are hidden, for single frames, for spans
+and for whole rows of the batch; others are replaced by codes from elsewhere. What is left in view
+tells where in the sentence it is, not what comes next. Called by `talker.py`; shapes are static,
+for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from recipes.nano.shape import CODES
 NOISE = 0.05  # share of input codes replaced by chance
 BLOCK = 8  # frames of a span
 ELSEWHERE = 0.04  # share of spans that are of another place in the corpus
-NOTHING_FIRST, NOTHING_LAST = 0.1, 0.5  # share of rows where nothing is hidden, at the start and at the end of training
+NOTHING_FIRST, NOTHING_LAST = (
+    0.1,
+    0.5,
+)  # share of rows where nothing is hidden, at the start and at the end of training
 ALL = 0.1  # share of rows where everything is
 
 
 def hidden(rows: int, width: int, done: Tensor, device: torch.device) -> Tensor:
-    """[rows, width]: the codes of the previous frame are not to be seen here. `done`: how far training is, 0 to 1."""
+    """[rows, width]: the codes of the previous frame are not to be seen here. `done`: how far
+    training is, 0 to 1."""
     kind, rate = torch.rand(rows, 1, device=device), torch.rand(rows, 1, device=device)
     nothing = NOTHING_FIRST + (NOTHING_LAST - NOTHING_FIRST) * done
     rate = torch.where(kind < nothing, 0.0, torch.where(kind > 1 - ALL, 1.0, rate))
@@ -32,11 +38,14 @@ def hidden(rows: int, width: int, done: Tensor, device: torch.device) -> Tensor:
 def spans(rows: int, width: int, device: torch.device) -> Tensor:
     """Random numbers that are the same over a span. [rows, width]"""
     count = -(-width // BLOCK)
-    return torch.rand(rows, count, 1, device=device).expand(-1, -1, BLOCK).reshape(rows, -1)[:, :width]
+    return (
+        torch.rand(rows, count, 1, device=device).expand(-1, -1, BLOCK).reshape(rows, -1)[:, :width]
+    )
 
 
 def elsewhere(before: Tensor, frames: Tensor) -> Tensor:
-    """Numbers of previous frames [rows, width], some spans of them moved to another place of the table."""
+    """Numbers of previous frames [rows, width], some spans of them moved to another place of the
+    table."""
     rows, width = before.shape
     moved = spans(rows, width, before.device) < ELSEWHERE
     count = frames.long()

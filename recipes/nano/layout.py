@@ -1,10 +1,11 @@
 """Training rows of the talker in the released layout, position by position.
 
-An example is the user's turns, nine opening rows (role, marks, voice, the first word) and one row per frame. Row
-`9 - 1 + j` of the answer gives frame j (its own code 0, and codes 1..15 through the predictor), from the previous
-frame's codes and one more word: the text is fed one token per frame, then one end mark, then padding. After the last
-frame comes the end code. `docs`: "Talker prompt rows" in the model's description; a test compares these rows with
-`transformers`. Called by `talker.py`."""
+An example is the user's turns, nine opening rows (role, marks, voice, the first word) and one row
+per frame. Row `9 - 1 + j` of the answer gives frame j (its own code 0, and codes 1..15 through the
+predictor), from the previous frame's codes and one more word: the text is fed one token per frame,
+then one end mark, then padding. After the last frame comes the end code. `docs`: "Talker prompt
+rows" in the model's description; a test compares these rows with `transformers`. Called by
+`talker.py`."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ class Said:
     frames: npt.NDArray[np.int64]  # numbers that no token has: of no word
 
     def rows(self, first: int) -> tuple[Ints, Ints]:
-        """For every frame, the first and the last row with text of its word, as far as they have been fed by then."""
+        """For every frame, the first and the last row with text of its word, as far as they have
+        been fed by then."""
         low = np.searchsorted(self.tokens, self.frames, side="left") + first
         high = np.searchsorted(self.tokens, self.frames, side="right") - 1 + first
         high = np.minimum(high, first + np.arange(len(self.frames)))
         there = low <= high
-        return np.where(there, low, NONE).astype(np.int32), np.where(there, high, NONE).astype(np.int32)
+        return np.where(there, low, NONE).astype(np.int32), np.where(there, high, NONE).astype(
+            np.int32
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +45,8 @@ class Example:
     """Rows of one utterance; all of one length."""
 
     text: Ints  # id whose projected embedding is added, or NONE: nothing is
-    mark: Ints  # id of the talker's vocabulary that is added, or NONE; where a frame precedes, it is its code 0
+    # id of the talker's vocabulary that is added, or NONE; where a frame precedes, it is its code 0
+    mark: Ints
     before: Ints  # number of the frame whose codes 1..15 are added, or NONE
     frame: Ints  # number of the frame this row has to give, or NONE
     end: npt.NDArray[np.bool_]  # this row has to give the end code
@@ -58,7 +63,8 @@ def example(
     voice: str,
     said: Said | None = None,
 ) -> Example:
-    """`user`: ids of the user's turns; `role`: the three ids that open the answer; `spoken`: ids of the answer."""
+    """`user`: ids of the user's turns; `role`: the three ids that open the answer; `spoken`: ids of
+    the answer."""
     t, codec = config.tokens, config.talker.codec
     prefix = len(user)
     length = prefix + 9 + frames
@@ -70,7 +76,14 @@ def example(
     text[prefix + 8 : prefix + 8 + len(words)] = words
     mark = np.full(length, NONE, np.int32)
     speaker = config.talker.speaker_id(voice)
-    mark[prefix + 3 : prefix + 9] = (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad, codec.bos)
+    mark[prefix + 3 : prefix + 9] = (
+        codec.nothink,
+        codec.think_bos,
+        codec.think_eos,
+        speaker,
+        codec.pad,
+        codec.bos,
+    )
     before, frame = np.full(length, NONE, np.int32), np.full(length, NONE, np.int32)
     before[prefix + 9 :] = np.arange(frames)
     frame[prefix + 8 : prefix + 8 + frames] = np.arange(frames)
@@ -78,13 +91,16 @@ def example(
     end[-1] = True
     low, high = np.full(length, NONE, np.int32), np.full(length, NONE, np.int32)
     if said is not None:
-        low[prefix + 8 : prefix + 8 + frames], high[prefix + 8 : prefix + 8 + frames] = said.rows(prefix + 8)
+        low[prefix + 8 : prefix + 8 + frames], high[prefix + 8 : prefix + 8 + frames] = said.rows(
+            prefix + 8
+        )
     return Example(text, mark, before, frame, end, low, high)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Examples side by side in rows of one width. [rows, width] each; `before` and `frame` count in one table."""
+    """Examples side by side in rows of one width. [rows, width] each; `before` and `frame` count in
+    one table."""
 
     text: Ints
     mark: Ints
@@ -98,7 +114,8 @@ class Batch:
 
 
 def side_by_side(examples: Sequence[tuple[Example, int]], width: int) -> Batch:
-    """Pack (example, number of its first frame in the table); longer ones than a row are left out."""
+    """Pack (example, number of its first frame in the table); longer ones than a row are left
+    out."""
     bins: list[list[int]] = []
     room: list[int] = []
     open_bins: list[int] = []

@@ -1,10 +1,10 @@
 """The audio encoder: taught to give the thinker rows from which it answers spoken questions.
 
-Two losses. The encoder's rows must spell the question (CTC; the words' vectors are the thinker's own embeddings, so a
-row that means a word looks like that word), and the thinker must answer from them. The thinker learns along, except
-for its embeddings, which the talker reads; typed questions are mixed in, so that it forgets nothing. Sound is changed
-at random on the device: speed, loudness, silence around it, noise, echo, colour, a telephone's band. Called by
-`__main__.py`."""
+Two losses. The encoder's rows must spell the question (CTC; the words' vectors are the thinker's
+own embeddings, so a row that means a word looks like that word), and the thinker must answer from
+them. The thinker learns along, except for its embeddings, which the talker reads; typed questions
+are mixed in, so that it forgets nothing. Sound is changed at random on the device: speed, loudness,
+silence around it, noise, echo, colour, a telephone's band. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -72,8 +72,12 @@ class Clips:
 
         self.samples = zeros(SAMPLES, torch.int16)
         self.lengths = torch.zeros(self.room, dtype=torch.int32, device=self.device)
-        self.spelled, self.typed, self.answer = (zeros(n, torch.int16) for n in (SPELLED, ROWS + 2, ANSWER))
-        self.num_spelled, self.num_typed, self.num_answer = (torch.zeros_like(self.lengths) for _ in range(3))
+        self.spelled, self.typed, self.answer = (
+            zeros(n, torch.int16) for n in (SPELLED, ROWS + 2, ANSWER)
+        )
+        self.num_spelled, self.num_typed, self.num_answer = (
+            torch.zeros_like(self.lengths) for _ in range(3)
+        )
         self.size = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def __len__(self) -> int:
@@ -91,12 +95,16 @@ class Clips:
 
     def add(self, number: int) -> None:
         rng = Random(f"typed {number}")
-        for asked, samples in zip(voices.chunk(number), voices.load(self.folder, number), strict=True):
+        for asked, samples in zip(
+            voices.chunk(number), voices.load(self.folder, number), strict=True
+        ):
             at = len(self)
             spelled = self.text.encode(grammar.plain(asked.pair.question))
             typed = self.text.encode(grammar.typed(rng, asked.pair.question))
             answer = [*self.text.encode(asked.pair.answer), self.text.config.tokens.im_end]
-            fits = len(samples) <= SAMPLES * 0.85 and len(spelled) <= SPELLED and len(answer) <= ANSWER
+            fits = (
+                len(samples) <= SAMPLES * 0.85 and len(spelled) <= SPELLED and len(answer) <= ANSWER
+            )
             if at == self.room or not fits:
                 continue
             self.samples[at, : len(samples)] = torch.from_numpy(samples).to(self.device)
@@ -128,8 +136,15 @@ class Ears(nn.Module):
 
     def power(self, samples: Tensor) -> Tensor:
         """[B, n] -> [B, bins, n / 160]"""
-        spectrum = torch.stft(samples, WINDOW, HOP, window=self.window, center=True, return_complex=True)[..., :-1]
-        return (spectrum.real**2 + spectrum.imag**2).transpose(1, 2).matmul(self.filters).transpose(1, 2)
+        spectrum = torch.stft(
+            samples, WINDOW, HOP, window=self.window, center=True, return_complex=True
+        )[..., :-1]
+        return (
+            (spectrum.real**2 + spectrum.imag**2)
+            .transpose(1, 2)
+            .matmul(self.filters)
+            .transpose(1, 2)
+        )
 
     def seen(self, power: Tensor, frames: Tensor) -> Tensor:
         """Log mel as the released model takes it, zero behind the clip."""
@@ -157,9 +172,13 @@ class Ears(nn.Module):
         there = (place >= 0) & (place < lengths[:, None] - 1)
         low = place.clamp(0, n - 2).long()
         part = (place - low).clamp(0, 1)
-        wave = samples.gather(1, low).float() * (1 - part) + samples.gather(1, low + 1).float() * part
+        wave = (
+            samples.gather(1, low).float() * (1 - part) + samples.gather(1, low + 1).float() * part
+        )
         power = self.power(wave * there / 32768 * 10 ** draw(-1.3, 0.1))
-        frames = ((lead + lengths[:, None] / speed + tail).clamp_max(n)[:, 0].long() // HOP).clamp_max(n // HOP)
+        frames = (
+            (lead + lengths[:, None] / speed + tail).clamp_max(n)[:, 0].long() // HOP
+        ).clamp_max(n // HOP)
         return self.masked(self.seen(self.coloured(power), frames)), frames
 
     def coloured(self, power: Tensor) -> Tensor:
@@ -173,7 +192,8 @@ class Ears(nn.Module):
         steps = torch.arange(24, device=device)
         decay = torch.exp(-steps / 6.0)
         echo = F.conv1d(
-            F.pad(power.reshape(b * bins, 1, t), (24, 0))[..., :-1], decay.flip(0)[None, None] / decay.sum()
+            F.pad(power.reshape(b * bins, 1, t), (24, 0))[..., :-1],
+            decay.flip(0)[None, None] / decay.sum(),
         )
         power = power + echo.view(b, bins, -1)[..., :t] * draw(0, 0.25) * (draw(0, 1) < 0.4)
         place = torch.linspace(0, 1, bins, device=device)[None, :, None]
@@ -205,7 +225,8 @@ class Ears(nn.Module):
 
 
 def spelling_loss(scores: Tensor, counts: Tensor, spelled: Tensor, num_spelled: Tensor) -> Tensor:
-    """CTC over `scores` [B, T, words + 1], the last being the blank, in a fixed number of steps. Mean per token."""
+    """CTC over `scores` [B, T, words + 1], the last being the blank, in a fixed number of steps.
+    Mean per token."""
     logs = scores.float().log_softmax(dim=-1)
     b, t, last = logs.shape[0], logs.shape[1], logs.shape[2] - 1
     states = torch.full((b, 2 * spelled.shape[1] + 1), last, dtype=torch.long, device=logs.device)
@@ -256,14 +277,19 @@ class Listener(nn.Module):
         for i, s in enumerate(systems, start=1):
             table[i, : len(s)] = torch.tensor(s)
         self.register_buffer("systems", table, persistent=False)
-        self.register_buffer("system_sizes", torch.tensor([0, *map(len, systems)]), persistent=False)
+        self.register_buffer(
+            "system_sizes", torch.tensor([0, *map(len, systems)]), persistent=False
+        )
 
     def scores(self, rows: Tensor) -> Tensor:
         """How much each row looks like each word, and like none."""
-        table = torch.cat((self.words.to(rows.dtype), F.normalize(self.blank, dim=-1).to(rows.dtype)))
+        table = torch.cat(
+            (self.words.to(rows.dtype), F.normalize(self.blank, dim=-1).to(rows.dtype))
+        )
         return self.scale * F.normalize(rows, dim=-1) @ table.T
 
-    def turn(self, rows: Tensor, counts: Tensor, typed: Tensor, num_typed: Tensor, as_text: Tensor, answer: Tensor,
+    def turn(self, rows: Tensor, counts: Tensor, typed: Tensor, num_typed: Tensor, as_text: Tensor,
+        answer: Tensor,
              num_answer: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
         """A question and its answer: input rows [B, W, H] and which of them are real [B, W]."""
         embed = self.thinker.model.embed_tokens
@@ -276,7 +302,8 @@ class Listener(nn.Module):
         heard = torch.where(is_mark[..., None], embed(marks.expand(b, -1)), spoken)
         middle = torch.where(as_text[:, None, None], embed(typed), heard)
         head, foot = (embed(ids).expand(b, -1, -1) for ids in (self.head, self.foot))
-        last = torch.where(torch.arange(ANSWER + 1, device=device)[None] == num_answer[:, None], self.newline,
+        last = torch.where(torch.arange(ANSWER + 1, device=device)[None] == num_answer[:, None],
+            self.newline,
                            F.pad(answer, (0, 1)))  # fmt: skip
         x = torch.cat((head, middle, foot, embed(last)), dim=1)
         real = torch.cat(
@@ -293,9 +320,13 @@ class Listener(nn.Module):
     def answered(self, x: Tensor, real: Tensor, segments: Tensor) -> Tensor:
         """The thinker over rows of which some are not real."""
         mask = segment_mask(segments) & real[:, None, None, :]
-        mask = mask | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)  # a row that sees nothing makes NaN
+        mask = mask | torch.eye(
+            x.shape[1], dtype=torch.bool, device=x.device
+        )  # a row that sees nothing makes NaN
         counted = real.long().cumsum(dim=1)
-        first = torch.where(segments[:, :1] == segments, 0, (counted * (segments == segments[:, :1])).amax(1, True))
+        first = torch.where(
+            segments[:, :1] == segments, 0, (counted * (segments == segments[:, :1])).amax(1, True)
+        )
         positions = (counted - 1 - first).clamp_min(0)
         y: Tensor = self.thinker.model(x, positions, mask)
         return y
@@ -309,7 +340,9 @@ def losses(m: Listener, clips: Clips, pick: Tensor) -> tuple[Tensor, Tensor, Ten
         mel, frames = m.ears.changed(samples, lengths)
     rows, counts = m.tower(mel, frames)
     rows = rows.float()
-    spelling = spelling_loss(m.scores(rows), counts, clips.spelled[pick].long(), clips.num_spelled[pick].long())
+    spelling = spelling_loss(
+        m.scores(rows), counts, clips.spelled[pick].long(), clips.num_spelled[pick].long()
+    )
     as_text = torch.rand(b, device=device) < TYPED
     answer, num_answer = clips.answer[pick].long(), clips.num_answer[pick].long()
     typed, num_typed = clips.typed[pick].long(), clips.num_typed[pick].long()
@@ -328,7 +361,9 @@ def losses(m: Listener, clips: Clips, pick: Tensor) -> tuple[Tensor, Tensor, Ten
     hidden = hidden[:, SYSTEM:].reshape(b, width, -1)[:, -ANSWER - 2 : -2]
     logits = m.thinker.lm_head(hidden).float()
     said = torch.arange(ANSWER, device=device)[None] < num_answer[:, None]
-    wrong = F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="none").view(b, -1) * said
+    wrong = (
+        F.cross_entropy(logits.flatten(0, 1), answer.flatten(), reduction="none").view(b, -1) * said
+    )
     right = ((logits.argmax(dim=-1) == answer) | ~said).all(dim=1)
     return wrong.sum() / said.sum(), spelling, right.float().mean()
 
@@ -346,10 +381,21 @@ def answers(m: Listener, text: Text, spoken: list[np.ndarray], limit: int = ANSW
     b = len(spoken)
     answer = torch.zeros(b, ANSWER, dtype=torch.long, device=device)
     nothing = torch.zeros(b, ROWS + 2, dtype=torch.long, device=device)
-    sizes, ended = torch.zeros(b, dtype=torch.long, device=device), torch.full((b,), limit, device=device)
+    sizes, ended = (
+        torch.zeros(b, dtype=torch.long, device=device),
+        torch.full((b,), limit, device=device),
+    )
     every = torch.arange(b, device=device)
     for i in range(limit):
-        x, real = m.turn(rows, counts, nothing, sizes, torch.zeros(b, dtype=torch.bool, device=device), answer, sizes)
+        x, real = m.turn(
+            rows,
+            counts,
+            nothing,
+            sizes,
+            torch.zeros(b, dtype=torch.bool, device=device),
+            answer,
+            sizes,
+        )
         hidden = m.answered(x, real, torch.zeros_like(real, dtype=torch.int))[:, -ANSWER - 2 + i]
         token = m.thinker.lm_head(hidden).argmax(dim=-1)
         ended = torch.where((token == m.end) & (ended == limit), i, ended)
@@ -369,7 +415,9 @@ def exactness(m: Listener, text: Text, folder: Path) -> dict[str, float]:
         said: list[str] = []
         for i in range(0, len(asked), 100):
             said += answers(m, text, [np.concatenate((pad, s, pad)) for s in spoken[i : i + 100]])
-        found[asked[0].voice] = sum(a.pair.answer == s for a, s in zip(asked, said, strict=True)) / len(asked)
+        found[asked[0].voice] = sum(
+            a.pair.answer == s for a, s in zip(asked, said, strict=True)
+        ) / len(asked)
     return found
 
 
@@ -377,7 +425,9 @@ def train(work: Path, s: Settings) -> None:
     started = time.monotonic()
     device, text = device_of(s.device), Text.open(work)
     torch.manual_seed(0)
-    m = Listener(text, Tower(text.config.thinker.audio), thinker.load(work, text, torch.device("cpu"))).to(device)
+    m = Listener(
+        text, Tower(text.config.thinker.audio), thinker.load(work, text, torch.device("cpu"))
+    ).to(device)
     if s.go_on:
         weights.load(m.tower, work / FILE)
     m.train()
@@ -393,9 +443,12 @@ def train(work: Path, s: Settings) -> None:
         pick = (torch.rand(s.batch, device=device, dtype=torch.float64) * clips.size).long()
         answered, spelled, right = losses(m, clips, pick)
         typed = texts.loss(m.thinker, s.text_batch)
-        # At first the rows must come to mean words; answers from noise would only teach the thinker to guess.
+        # At first the rows must come to mean words; answers from noise would only teach the thinker
+        # to guess.
         begun = 1.0 if s.go_on else ((trainer.done - 0.08) / 0.07).clamp(0, 1)
-        total = begun * answered + 0.5 * spelled + typed + thinker.UNEVEN * m.thinker.model.unevenness()
+        total = (
+            begun * answered + 0.5 * spelled + typed + thinker.UNEVEN * m.thinker.model.unevenness()
+        )
         return total, torch.stack((answered, spelled, right, typed))
 
     def validate() -> str:
@@ -425,5 +478,6 @@ def train(work: Path, s: Settings) -> None:
     worst = min(heard.values())
     gate("listen", f"spoken questions, held-out voices: {heard}, wanted above 0.85", worst > 0.85)
     gate("listen", f"typed questions, held-out: {overall:.3f}, wanted above 0.95", overall > 0.95)
-    note(work, "listen", minutes=round((time.monotonic() - started) / 60, 2), hours=round(clips.seconds / 3600, 2),
+    note(work, "listen", minutes=round((time.monotonic() - started) / 60, 2),
+        hours=round(clips.seconds / 3600, 2),
          heard=heard, exact=exact, overall=overall, **reached)  # fmt: skip

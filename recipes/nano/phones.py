@@ -1,7 +1,8 @@
 """What is said in each frame of the teacher's speech: two phones and the number of the word.
 
-The teacher knows when each phone ends, so nothing has to be aligned. Only training reads this (`aids.py`): it tells
-the talker where in the text it is. Called by `corpus.py`; stored with the codes."""
+The teacher knows when each phone ends, so nothing has to be aligned. Only training reads this
+(`aids.py`): it tells the talker where in the text it is. Called by `corpus.py`; stored with the
+codes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import numpy.typing as npt
 from recipes.nano.audio import HOP, frames
 from recipes.nano.festival import NO_WORD, PAUSE, Uttered
 
-Labels = npt.NDArray[np.uint8]  # [frames, 3]: the phone at a quarter and at three quarters, the word in the middle
+Labels = npt.NDArray[
+    np.uint8
+]  # [frames, 3]: the phone at a quarter and at three quarters, the word in the middle
 UNKNOWN = 255  # phone of a frame without labels
 
 

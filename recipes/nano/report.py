@@ -1,4 +1,5 @@
-"""What a run says and what it leaves behind: progress lines, gates, and one JSON of minutes and quality per step."""
+"""What a run says and what it leaves behind: progress lines, gates, and one JSON of minutes and
+quality per step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Word error rates by an independent recogniser: Moonshine tiny (MIT), plain ONNX files on onnxruntime.
+"""Word error rates by an independent recogniser: Moonshine tiny (MIT), plain ONNX files on
+onnxruntime.
 
-The files: `encoder_model.onnx` and `decoder_model_merged.onnx` of npm `@moonshine-ai/moonshine-js` 0.1.29
-(dist/model/tiny/quantized), `tokenizer.bin` of PyPI `moonshine-voice` 0.0.73 (assets/tiny-en); `scripts/recogniser.py`
-fetches them. What is scored is what users run: the exported checkpoint, asked through the engine on a CPU. Beside it
-the teacher, the codec alone, and two controls that must not be understood: random codes, and a random checkpoint.
-Called by `__main__.py`."""
+The files: `encoder_model.onnx` and `decoder_model_merged.onnx` of npm `@moonshine-ai/moonshine-js`
+0.1.29 (dist/model/tiny/quantized), `tokenizer.bin` of PyPI `moonshine-voice` 0.0.73
+(assets/tiny-en); `scripts/recogniser.py` fetches them. What is scored is what users run: the
+exported checkpoint, asked through the engine on a CPU. Beside it the teacher, the codec alone, and
+two controls that must not be understood: random codes, and a random checkpoint. Called by
+`__main__.py`."""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ AT_ONCE = 8  # requests: an answer does not depend on those beside it
 DRAWS = 3  # how often everything is said with the checkpoint's own sampling
 SECOND = slice(60, 80)  # what a second recogniser hears
 GATES = (("codec", "fixed", 0.05), ("sampled", "domain", 0.10), ("sampled", "held-out", 0.20))
-_SPELLING = {"favourite": "favorite", "colour": "color", "neighbours": "neighbors", "neighbour": "neighbor",
-             "ok": "okay", "grey": "gray", "theatre": "theater", "harbour": "harbor", "goodbye": "good bye",
+_SPELLING = {"favourite": "favorite", "colour": "color", "neighbours": "neighbors",
+    "neighbour": "neighbor",
+             "ok": "okay", "grey": "gray", "theatre": "theater", "harbour": "harbor",
+             "goodbye": "good bye",
              "everyone": "every one", "someone": "some one", "travelled": "traveled",
              "cannot": "can not"}  # fmt: skip
 
@@ -53,7 +57,9 @@ class Recogniser:
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         names = ("encoder_model.onnx", "decoder_model_merged.onnx")
         providers = ["CPUExecutionProvider"]
-        self.encoder, self.decoder = (onnxruntime.InferenceSession(folder / n, options, providers) for n in names)
+        self.encoder, self.decoder = (
+            onnxruntime.InferenceSession(folder / n, options, providers) for n in names
+        )
         self.past = [i.name for i in self.decoder.get_inputs() if "past" in i.name]
         self.out = [o.name for o in self.decoder.get_outputs()]
         self.pieces = _pieces((folder / "tokenizer.bin").read_bytes())
@@ -74,7 +80,9 @@ class Recogniser:
             }
             given = dict(zip(self.out, self.decoder.run(None, fed | cache), strict=True))
             logits = given["logits"][0, -1]
-            if first:  # something was said: without this, lists of numbers are often heard as nothing
+            if (
+                first
+            ):  # something was said: without this, lists of numbers are often heard as nothing
                 logits[_END] = -np.inf
             ids.append(int(logits.argmax()))
             for key, value in given.items():
@@ -135,7 +143,8 @@ def error_rate(pairs: list[tuple[str, str]]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speech:
-    """The texts of the score, or the first of them, as somebody said them; once, or several times over."""
+    """The texts of the score, or the first of them, as somebody said them; once, or several times
+    over."""
 
     name: str
     waves: list[Floats]
@@ -144,7 +153,8 @@ class Speech:
 
 
 def domain_pairs(each: int = EACH) -> list[grammar.Pair]:
-    """So many questions of every kind, no answer twice; combinations that training never saw come first."""
+    """So many questions of every kind, no answer twice; combinations that training never saw come
+    first."""
     rng, found = Random("domain score"), []
     for pairs in grammar.domain_kinds().values():
         picked: dict[str, grammar.Pair] = {}
@@ -163,7 +173,10 @@ def questions() -> list[grammar.Pair]:
 def taught(work: Path, texts: list[str]) -> Iterator[Speech]:
     """Teacher, codec and random codes; those that the installed parts allow."""
     if shutil.which("festival") is None or not (work / codec.ENCODER).exists():
-        say("score", "festival or the codec's encoder is missing: no teacher, no codec, no random codes")
+        say(
+            "score",
+            "festival or the codec's encoder is missing: no teacher, no codec, no random codes",
+        )
         return
     with tempfile.TemporaryDirectory() as scratch:
         spoken = [u.samples for u in festival.speak(texts, Path(scratch))]
@@ -184,15 +197,23 @@ def _decoded(decoder: torch.nn.Module, table: Any) -> Floats:
     return given
 
 
-def asked(engine: Engine, name: str, pairs: list[grammar.Pair], draws: int = 1, **options: Any) -> Speech:
+def asked(
+    engine: Engine, name: str, pairs: list[grammar.Pair], draws: int = 1, **options: Any
+) -> Speech:
     """What the engine answers, with the checkpoint's own sampling but for `options`."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         numbered = enumerate(pairs * draws)
-        answers = [*pool.map(lambda one: engine.chat(one[1].question, seed=one[0], **options), numbered)]
-    wrong = [(p.question, a.text) for p, a in zip(pairs, answers, strict=False) if p.answer != a.text]
+        answers = [
+            *pool.map(lambda one: engine.chat(one[1].question, seed=one[0], **options), numbered)
+        ]
+    wrong = [
+        (p.question, a.text) for p, a in zip(pairs, answers, strict=False) if p.answer != a.text
+    ]
     exact = f"{len(pairs) - len(wrong)} of {len(pairs)}"
     say("score", f"{name}: {exact} texts are right, not {wrong}")
-    return Speech(name, [a.audio for a in answers], [a.finished.audio == "stop" for a in answers], exact)
+    return Speech(
+        name, [a.audio for a in answers], [a.finished.audio == "stop" for a in answers], exact
+    )
 
 
 def untrained(pairs: list[grammar.Pair]) -> Speech:
@@ -200,7 +221,9 @@ def untrained(pairs: list[grammar.Pair]) -> Speech:
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(folder)
         with Engine(folder, device="cpu") as engine:
-            return asked(engine, "random checkpoint", pairs[:CONTROL], max_text_tokens=16, max_frames=40)
+            return asked(
+                engine, "random checkpoint", pairs[:CONTROL], max_text_tokens=16, max_frames=40
+            )
 
 
 # ---- what is heard
@@ -214,7 +237,9 @@ def _part(number: int) -> str:
     return "fixed" if number < 40 else "held-out" if number < 80 else "domain"
 
 
-def rate(speech: Speech, pairs: list[grammar.Pair], listener: Listener, second: Listener | None) -> dict[str, Any]:
+def rate(
+    speech: Speech, pairs: list[grammar.Pair], listener: Listener, second: Listener | None
+) -> dict[str, Any]:
     """Word error rates of the parts, of the kinds of questions, and by a second recogniser."""
     parts: dict[str, list[tuple[str, str]]] = {}
     kinds: dict[str, list[tuple[str, str]]] = {}
@@ -231,7 +256,9 @@ def rate(speech: Speech, pairs: list[grammar.Pair], listener: Listener, second: 
     if second is not None and (few := speech.waves[SECOND]):
         heard = [(p.answer, second.hear(w)) for p, w in zip(pairs[SECOND], few, strict=True)]
         found["second opinion"] = round(error_rate(heard), 4)
-    return found | ({"kinds": {k: round(error_rate(v), 4) for k, v in kinds.items()}} if kinds else {})
+    return found | (
+        {"kinds": {k: round(error_rate(v), 4) for k, v in kinds.items()}} if kinds else {}
+    )
 
 
 def speeches(work: Path, checkpoint: Path, pairs: list[grammar.Pair]) -> Iterator[Speech]:
@@ -242,7 +269,9 @@ def speeches(work: Path, checkpoint: Path, pairs: list[grammar.Pair]) -> Iterato
     yield untrained(pairs)
 
 
-def run(work: Path, checkpoint: Path, recogniser: Path, wav: Path | None, second: Listener | None = None) -> None:
+def run(
+    work: Path, checkpoint: Path, recogniser: Path, wav: Path | None, second: Listener | None = None
+) -> None:
     listener, pairs = Recogniser(recogniser), questions()
     rates: dict[str, dict[str, Any]] = {}
     ended: dict[str, str] = {}
@@ -253,7 +282,9 @@ def run(work: Path, checkpoint: Path, recogniser: Path, wav: Path | None, second
         if speech.ended is not None and speech.name in ("sampled", "greedy"):
             exact = speech.exact
             ended[speech.name] = f"{sum(speech.ended)} of {len(speech.ended)}"
-            gate("score", f"{speech.name}: {ended[speech.name]} end by themselves", all(speech.ended))
+            gate(
+                "score", f"{speech.name}: {ended[speech.name]} end by themselves", all(speech.ended)
+            )
         if wav is not None:
             (wav / speech.name).mkdir(parents=True, exist_ok=True)
             for i, w in enumerate(speech.waves):
@@ -261,7 +292,11 @@ def run(work: Path, checkpoint: Path, recogniser: Path, wav: Path | None, second
     for name, part, limit in GATES:
         if name in rates:
             found = rates[name][part]
-            gate("score", f"{name}, {part}: word error rate {found:.3f}, wanted below {limit}", found < limit)
+            gate(
+                "score",
+                f"{name}, {part}: word error rate {found:.3f}, wanted below {limit}",
+                found < limit,
+            )
     for name in (n for n in rates if n.startswith("random")):
         gate("score", f"{name}: word error rate {rates[name]['fixed']:.3f}, wanted above 0.9",
              rates[name]["fixed"] > 0.9)  # fmt: skip

@@ -1,4 +1,5 @@
-"""The 40 fixed sentences every run is scored on: 20 of the assistant kind, 20 with varied sounds (own wording).
+"""The 40 fixed sentences every run is scored on: 20 of the assistant kind, 20 with varied sounds
+(own wording).
 
 They are never spoken in training. Used by `grammar.py` and `score.py`."""
 

@@ -1,4 +1,5 @@
-"""The checkpoint's shape: its config.json, derived from the released one, and its special token ids.
+"""The checkpoint's shape: its config.json, derived from the released one, and its special token
+ids.
 
 Used by every step that trains or writes weights."""
 
@@ -59,7 +60,10 @@ _CHANGES: dict[str, Any] = {
         "codec_nothink_id": CODES + 3,
         "codec_think_bos_id": CODES + 4,
         "codec_think_eos_id": CODES + 5,
-        "speaker_id": {"ethan": CODES + 16, "nano": CODES + 16},  # "ethan" is what clients ask for by default
+        "speaker_id": {
+            "ethan": CODES + 16,
+            "nano": CODES + 16,
+        },  # "ethan" is what clients ask for by default
         "text_config": {
             **_LM,
             **_MOE,
@@ -115,7 +119,11 @@ def config_json(roles: dict[str, int]) -> dict[str, Any]:
         "tts_bos_token_id": ids["<tts_text_bos>"],
         "tts_eos_token_id": ids["<tts_text_eod>"],
         **{f"{role}_token_id": i for role, i in roles.items()},
-        "thinker_config": {**media, "vision_end_token_id": ids["<|vision_end|>"], "user_token_id": roles["user"]},
+        "thinker_config": {
+            **media,
+            "vision_end_token_id": ids["<|vision_end|>"],
+            "user_token_id": roles["user"],
+        },
         "talker_config": media,
     }
     return _merged(_merged(released_config(), _CHANGES), tokens)

@@ -11,7 +11,10 @@ from recipes.nano.audio import RATE
 
 def mel_bank(fft: int, bins: int) -> Tensor:
     """Triangles over the bins of a spectrum, evenly spaced in mel."""
-    mel, top = np.linspace(0.0, 2595 * np.log10(1 + RATE / 2 / 700), bins + 2), np.linspace(0, RATE / 2, fft // 2 + 1)
+    mel, top = (
+        np.linspace(0.0, 2595 * np.log10(1 + RATE / 2 / 700), bins + 2),
+        np.linspace(0, RATE / 2, fft // 2 + 1),
+    )
     points = 700 * (10 ** (mel / 2595) - 1)
     up = (top[None] - points[:-2, None]) / (points[1:-1] - points[:-2])[:, None]
     down = (points[2:, None] - top[None]) / (points[2:] - points[1:-1])[:, None]
@@ -30,7 +33,8 @@ class Spectrum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, samples] -> magnitudes [B, bins, time]."""
-        return torch.stft(x, self.fft, self.hop, self.fft, self.window, center=True, pad_mode="constant",
+        return torch.stft(x, self.fft, self.hop, self.fft, self.window, center=True,
+            pad_mode="constant",
                           return_complex=True).abs()  # fmt: skip
 
     def mel(self, magnitude: Tensor, floor: float) -> Tensor:

@@ -1,7 +1,9 @@
-"""A second opinion on what is heard: pocketsphinx (BSD) with the English model of its own wheel, open vocabulary.
+"""A second opinion on what is heard: pocketsphinx (BSD) with the English model of its own wheel,
+open vocabulary.
 
-It shares nothing with Moonshine: other features, a dictionary and a trigram model instead of one network. It mishears
-several times as much, so only comparisons with the teacher's own rate mean something. Called by `score.py`."""
+It shares nothing with Moonshine: other features, a dictionary and a trigram model instead of one
+network. It mishears several times as much, so only comparisons with the teacher's own rate mean
+something. Called by `score.py`."""
 
 from __future__ import annotations
 

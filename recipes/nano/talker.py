@@ -1,9 +1,10 @@
 """The talker and its code predictor, trained together on the codes of the teacher's speech.
 
-Teacher-forced in the released layout (`layout.py`), with the thinker's embedding frozen. Much of the past is hidden
-(`hide.py`), and two more losses say where the talker is in the text (`aids.py`). The predictor learns on a sample of
-the frames of a step; the first codes weigh most, for they decide what is understood. Kept are the averaged weights at
-the best value on held-out sentences, and those at the end: the score decides. Called by `__main__.py`."""
+Teacher-forced in the released layout (`layout.py`), with the thinker's embedding frozen. Much of
+the past is hidden (`hide.py`), and two more losses say where the talker is in the text (`aids.py`).
+The predictor learns on a sample of the frames of a step; the first codes weigh most, for they
+decide what is understood. Kept are the averaged weights at the best value on held-out sentences,
+and those at the end: the score decides. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from recipes.nano.tokens import Text
 from stretto.models.qwen3_omni.config import OmniConfig
 
 FILE = "talker.safetensors"
-LAST = "talker-last.safetensors"  # at the end: worse on held-out sentences, but surer of the domain's answers
+# at the end: worse on held-out sentences, but surer of the domain's answers
+LAST = "talker-last.safetensors"
 DROPOUT = 0.1
 END_WEIGHT = 3.0
 RARE = 5
@@ -55,8 +57,12 @@ class Predictor(nn.Module):
         super().__init__()
         c = config.talker.predictor
         self.model = Decoder(c, positions=GROUPS, dropout=DROPOUT)
-        self.model.codec_embedding = nn.ModuleList(nn.Embedding(CODES, c.hidden_size) for _ in range(GROUPS - 1))
-        self.lm_head = nn.ModuleList(nn.Linear(c.hidden_size, CODES, bias=False) for _ in range(GROUPS - 1))
+        self.model.codec_embedding = nn.ModuleList(
+            nn.Embedding(CODES, c.hidden_size) for _ in range(GROUPS - 1)
+        )
+        self.lm_head = nn.ModuleList(
+            nn.Linear(c.hidden_size, CODES, bias=False) for _ in range(GROUPS - 1)
+        )
         initialize(self, c.num_layers)
 
     def tables(self) -> Tensor:
@@ -64,7 +70,8 @@ class Predictor(nn.Module):
         return torch.cat([e.weight for e in self.model.codec_embedding])
 
     def forward(self, hidden: Tensor, first: Tensor, others: Tensor) -> Tensor:
-        """Talker states [N, H], embedded code 0 [N, H], embedded codes 1..14 [N, 14, H] -> logits [N, 15, 512]."""
+        """Talker states [N, H], embedded code 0 [N, H], embedded codes 1..14 [N, 14, H] -> logits
+        [N, 15, 512]."""
         x = torch.cat((hidden[:, None], first[:, None], others), dim=1)
         positions = torch.arange(GROUPS, device=x.device)[None]
         y = self.model(x, positions, None)[:, 1:]
@@ -80,8 +87,12 @@ class Talker(nn.Module):
         self.model.codec_embedding = nn.Embedding(t.text.vocab_size, t.text.hidden_size)
         self.codec_head = nn.Linear(t.text.hidden_size, t.text.vocab_size, bias=False)
         initialize(self, t.text.num_layers)
-        self.text_projection = Projection(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
-        self.hidden_projection = Projection(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
+        self.text_projection = Projection(
+            t.thinker_hidden_size, t.projection_size, t.text.hidden_size
+        )
+        self.hidden_projection = Projection(
+            t.thinker_hidden_size, t.projection_size, t.text.hidden_size
+        )
         for p in self.hidden_projection.linear_fc2.parameters():
             nn.init.zeros_(p)  # the talker is told nothing of what was heard
         self.code_predictor = Predictor(config)
@@ -89,7 +100,8 @@ class Talker(nn.Module):
         self.unseen = t.codec.pad  # stands for a frame that is hidden in training
 
     def inputs(self, embedding: Tensor, text: Tensor, mark: Tensor, before: Tensor) -> Tensor:
-        """Input rows [B, T, H]. `before` [B, T, 15]: codes 1..15 of the previous frame, NONE where there is none."""
+        """Input rows [B, T, H]. `before` [B, T, 15]: codes 1..15 of the previous frame, NONE where
+        there is none."""
         x = self.text_projection(F.embedding(text.clamp_min(0), embedding)) * (text >= 0)[..., None]
         x = x + self.model.codec_embedding(mark.clamp_min(0)) * (mark >= 0)[..., None]
         places = before.clamp_min(0) + torch.arange(GROUPS - 1, device=before.device) * CODES
@@ -97,7 +109,8 @@ class Talker(nn.Module):
         return x + residual * (before[..., :1] >= 0)
 
     def trained(self) -> list[nn.Parameter]:
-        """All but the projection of the media rows: it gives zeros, which is what training shows."""
+        """All but the projection of the media rows: it gives zeros, which is what training
+        shows."""
         return [p for n, p in self.named_parameters() if not n.startswith("hidden_projection.")]
 
 
@@ -121,7 +134,9 @@ class Losses:
     def numbers(self) -> Tensor:
         """As `LABELS` names them."""
         r = self.residual
-        return torch.stack((self.code0, self.end, r[:3].mean(), r.mean(), self.uneven, self.heard, self.looked))
+        return torch.stack(
+            (self.code0, self.end, r[:3].mean(), r.mean(), self.uneven, self.heard, self.looked)
+        )
 
 
 LABELS = ("code0", "end", "codes1-3", "codes1-15", "uneven", "phones", "looked")
@@ -129,13 +144,16 @@ LABELS = ("code0", "end", "codes1-3", "codes1-15", "uneven", "phones", "looked")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How much of the past may be seen: all of it, a part, or as training hides it (`done` says how far that is)."""
+    """How much of the past may be seen: all of it, a part, or as training hides it (`done` says how
+    far that is)."""
 
     rate: float = 0.0  # share of frames that are hidden
     done: Tensor | None = None
 
 
-def losses(model: Talker, aids: Aids, embedding: Tensor, data: Data, pick: Tensor, sampled: int, view: View) -> Losses:
+def losses(
+    model: Talker, aids: Aids, embedding: Tensor, data: Data, pick: Tensor, sampled: int, view: View
+) -> Losses:
     """Losses on the rows `pick`, the predictor's on so many sampled frames."""
     text, mark, before = data.text[pick].long(), data.mark[pick].long(), data.before[pick].long()
     frame, end = data.frame[pick].long(), data.end[pick]
@@ -154,7 +172,9 @@ def losses(model: Talker, aids: Aids, embedding: Tensor, data: Data, pick: Tenso
     hidden = model.model(x, data.positions[pick].long(), mask)
     now = data.table[frame.clamp_min(0)].long()
     target = torch.where(frame >= 0, now[..., 0], torch.where(end, model.end, -100))
-    wrong = F.cross_entropy(model.codec_head(hidden).float().flatten(0, 1), target.flatten(), reduction="none")
+    wrong = F.cross_entropy(
+        model.codec_head(hidden).float().flatten(0, 1), target.flatten(), reduction="none"
+    )
     ends = end.flatten().float()
     weight = (target.flatten() >= 0).float() + ends * (END_WEIGHT - 1)
     said = data.labels[frame.clamp_min(0)].long()
@@ -172,10 +192,14 @@ def losses(model: Talker, aids: Aids, embedding: Tensor, data: Data, pick: Tenso
     )
 
 
-def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled: int, noise: bool) -> Tensor:
+def _residual(
+    model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled: int, noise: bool
+) -> Tensor:
     """Cross entropy of codes 1..15 on so many of the frames. [15]"""
     keys = torch.where(frame >= 0, torch.rand_like(frame, dtype=torch.float32), -1.0).flatten()
-    chosen = keys.topk(sampled).indices  # more than there are: the surplus has key -1 and weighs nothing
+    chosen = keys.topk(
+        sampled
+    ).indices  # more than there are: the surplus has key -1 and weighs nothing
     counts = (keys[chosen] >= 0).float()
     codes_ = now.flatten(0, 1)[chosen]
     fed = hide.noisy(codes_) if noise else codes_
@@ -192,15 +216,19 @@ def _residual(model: Talker, hidden: Tensor, now: Tensor, frame: Tensor, sampled
 def examples(
     text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2
 ) -> list[tuple[layout.Example, int]]:
-    """Every utterance `epochs` times, each time asked for in another way; the domain's answers `domain` times that,
-    and those whose words come nowhere else `RARE` times as often again."""
+    """Every utterance `epochs` times, each time asked for in another way; the domain's answers
+    `domain` times that, and those whose words come nowhere else `RARE` times as often again."""
     rng = Random(seed)
     asked = _questions()
     jobs: list[tuple[str, list[str], int]] = []  # answer, questions, utterance
     for number, words in enumerate(spoken.texts):
-        for _ in range(epochs * (1 if words not in asked else domain if words in _common() else domain * RARE)):
+        for _ in range(
+            epochs * (1 if words not in asked else domain if words in _common() else domain * RARE)
+        ):
             answer, question = _asked(rng, words, asked)
-            earlier = [grammar.pair(rng).question for _ in range(rng.choices((0, 1, 2), (80, 15, 5))[0])]
+            earlier = [
+                grammar.pair(rng).question for _ in range(rng.choices((0, 1, 2), (80, 15, 5))[0])
+            ]
             jobs.append((answer, [*earlier, question], number))
     rng.shuffle(jobs)
     answers, words_ = text.encode_many([a for a, _, _ in jobs]), text.words([a for a, _, _ in jobs])
@@ -212,7 +240,9 @@ def examples(
             user = text.turn("user", [layout.NONE] * rng.randint(10, 45))
         start, count = starts[number], spoken.frames[number]
         said = layout.Said(of, spoken.labels[start : start + count, 2].astype(np.int64))
-        found.append((layout.example(text.config, user, text.opening, ids, count, "nano", said), start))
+        found.append(
+            (layout.example(text.config, user, text.opening, ids, count, "nano", said), start)
+        )
     return found
 
 
@@ -265,7 +295,8 @@ class Settings:
     domain: int = 2  # times that answers of the domain come for each time that a reading comes
 
 
-HELD = 2  # chunk that training does not hear, to know when it is best; the score's own is not used for that
+# chunk that training does not hear, to know when it is best; the score's own is not used for that
+HELD = 2
 
 
 def train(work: Path, s: Settings) -> None:
@@ -283,12 +314,17 @@ def train(work: Path, s: Settings) -> None:
     check = Data.place(_rows(text, held, "held", 1), held.codes, held.labels, device)
     growing = None
     if s.audio is not None:
-        growing = Growing(work, s.audio, data, lambda said: _rows(text, said, said.texts[0], s.epochs), device)
+        growing = Growing(
+            work, s.audio, data, lambda said: _rows(text, said, said.texts[0], s.epochs), device
+        )
     embedding = thinker.embedding(work, device)
     model = load(work, text, device).train() if s.go_on else Talker(text.config).to(device)
     aids = Aids(model.model, text.config.talker.text.hidden_size).to(device)
     took = time.monotonic() - started
-    say("talker", f"{rest.hours:.1f} h, {len(rest.texts)} utterances, {len(data)} rows; {took:.0f} s")
+    say(
+        "talker",
+        f"{rest.hours:.1f} h, {len(rest.texts)} utterances, {len(data)} rows; {took:.0f} s",
+    )
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
         pick = (torch.rand(s.batch, device=device, dtype=torch.float64) * data.size[0]).long()
@@ -300,17 +336,24 @@ def train(work: Path, s: Settings) -> None:
     def validate() -> str:
         trainer.swap()
         model.eval()
-        found = [_checked(model, aids, embedding, check, rate, s.sampled) for rate in (0.0, 0.5, 1.0)]
+        found = [
+            _checked(model, aids, embedding, check, rate, s.sampled) for rate in (0.0, 0.5, 1.0)
+        ]
         seen, half, blind = found
-        mean = float(seen.code0 + half.code0 + seen.residual[:3].mean() + half.residual[:3].mean()) / 4
-        best.offer(mean, {"seen": float(seen.code0), "half": float(half.code0), "blind": float(blind.code0),
+        mean = (
+            float(seen.code0 + half.code0 + seen.residual[:3].mean() + half.residual[:3].mean()) / 4
+        )
+        best.offer(mean, {"seen": float(seen.code0), "half": float(half.code0),
+            "blind": float(blind.code0),
                           "codes1-3": float(seen.residual[:3].mean()), "phones": float(seen.heard),
-                          "phones_half": float(half.heard), "mean": mean, "step": trainer.step})  # fmt: skip
+                          "phones_half": float(half.heard), "mean": mean,
+                          "step": trainer.step})  # fmt: skip
         trainer.swap()
         model.train()
         hours = "" if growing is None else f"{growing.hours:.1f} h more; "
         return f"{hours}held-out, past seen/half/hidden: " + " | ".join(
-            f"code0 {v.code0:.3f} 1-3 {v.residual[:3].mean():.3f} phones {v.heard:.3f} looked {v.looked:.3f}"
+            f"code0 {v.code0:.3f} 1-3 {v.residual[:3].mean():.3f} phones {v.heard:.3f} looked "
+            f"{v.looked:.3f}"
             for v in found
         ) + (" *" if best.mean == mean else "")  # fmt: skip
 
@@ -318,7 +361,9 @@ def train(work: Path, s: Settings) -> None:
     left = s.seconds - (time.monotonic() - started)
     schedule = Schedule(left, rate=s.rate, max_steps=s.steps, eager=s.eager)
     after = None if growing is None else lambda step: growing.look()
-    trainer = Trainer("talker", trained, trained, loss, schedule, LABELS, device, every=20.0, after_block=after)
+    trainer = Trainer(
+        "talker", trained, trained, loss, schedule, LABELS, device, every=20.0, after_block=after
+    )
     reached = trainer.run(validate)
     if growing is not None:
         growing.save()
@@ -326,18 +371,23 @@ def train(work: Path, s: Settings) -> None:
     best.put_back()
     weights.save(model, work / FILE)
     held_ = {k: round(v, 4) for k, v in best.reached.items()}
-    gate("talker", f"phones right with half of the past hidden {held_['phones_half']}, wanted above 0.8",
+    gate("talker", f"phones right with half of the past hidden {held_['phones_half']}, wanted "
+                   f"above 0.8",
          held_["phones_half"] > 0.8)  # fmt: skip
     minutes = round((time.monotonic() - started) / 60, 2)
     note(work, "talker", minutes=minutes, hours=round(rest.hours, 2), best=held_, **reached)
 
 
-def _rows(text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2) -> layout.Batch:
+def _rows(
+    text: Text, spoken: codes.Spoken, seed: str, epochs: int, domain: int = 2
+) -> layout.Batch:
     return layout.side_by_side(examples(text, spoken, seed, epochs, domain), WIDTH)
 
 
 @torch.no_grad()
-def _checked(model: Talker, aids: Aids, embedding: Tensor, data: Data, rate: float, sampled: int) -> Losses:
+def _checked(
+    model: Talker, aids: Aids, embedding: Tensor, data: Data, rate: float, sampled: int
+) -> Losses:
     pick = torch.arange(len(data), device=embedding.device)
     return losses(model, aids, embedding, data, pick, min(sampled, len(data.table)), View(rate))
 

@@ -1,5 +1,5 @@
-"""The thinker: a text model of the grammar, trained on answers only. It also fixes the word embedding that the talker
-reads. Called by `__main__.py`."""
+"""The thinker: a text model of the grammar, trained on answers only. It also fixes the word
+embedding that the talker reads. Called by `__main__.py`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class Conversation:
 
 def conversation(rng: Random) -> Conversation:
     system = rng.choice(grammar.SYSTEMS) if rng.random() < 0.15 else None
-    return Conversation(system, [grammar.pair(rng) for _ in range(rng.choices((1, 2, 3), (75, 18, 7))[0])])
+    return Conversation(
+        system, [grammar.pair(rng) for _ in range(rng.choices((1, 2, 3), (75, 18, 7))[0])]
+    )
 
 
 def encoded(text: Text, conversations: list[Conversation]) -> list[tuple[list[int], list[bool]]]:
@@ -119,7 +121,11 @@ def rows(text: Text, count: int, seed: str, width: int = WIDTH) -> Rows:
                 if row == count:
                     break
             part = slice(used, used + len(new))
-            ids[row, part], segments[row, part], positions[row, part] = new, segment, range(len(new))
+            ids[row, part], segments[row, part], positions[row, part] = (
+                new,
+                segment,
+                range(len(new)),
+            )
             learn[row, part] = said
             used, segment = used + len(new), segment + 1
     return Rows(ids, segments, positions, learn)
@@ -130,7 +136,9 @@ def prepared(work: Path, text: Text, count: int) -> Rows:
     path = work / ROWS
     if not path.exists():
         made = rows(text, count, "thinker")
-        np.savez_compressed(path, ids=made.ids, segments=made.segments, positions=made.positions, learn=made.learn)
+        np.savez_compressed(
+            path, ids=made.ids, segments=made.segments, positions=made.positions, learn=made.learn
+        )
     with np.load(path) as file:
         return Rows(*(file[name][:count] for name in ("ids", "segments", "positions", "learn")))
 
@@ -217,18 +225,32 @@ def train(work: Path, s: Settings) -> None:
 
     left = s.seconds - (time.monotonic() - started)
     schedule = Schedule(left, rate=1.5e-3, max_steps=s.steps, eager=s.eager)
-    trainer = Trainer("thinker", parameters, parameters, loss, schedule, ("cross", "uneven"), device, every=20.0)
+    trainer = Trainer(
+        "thinker", parameters, parameters, loss, schedule, ("cross", "uneven"), device, every=20.0
+    )
     reached = trainer.run(validate)
     weights.save(model, work / FILE)
     weights.load(model, work / FILE)  # scored as it will be shipped
     exact = exactness(model, text, pairs)
     overall = sum(exact[p.kind] for p in pairs) / len(pairs)
-    gate("thinker", f"held-out questions answered exactly: {overall:.3f}, wanted above 0.95", overall > 0.95)
-    note(work, "thinker", minutes=round((time.monotonic() - started) / 60, 2), exact=exact, overall=overall, **reached)
+    gate(
+        "thinker",
+        f"held-out questions answered exactly: {overall:.3f}, wanted above 0.95",
+        overall > 0.95,
+    )
+    note(
+        work,
+        "thinker",
+        minutes=round((time.monotonic() - started) / 60, 2),
+        exact=exact,
+        overall=overall,
+        **reached,
+    )
 
 
 def embedding(work: Path, device: torch.device) -> Tensor:
-    """The word embedding that the talker reads: all it needs of the thinker, and all that has to be carried."""
+    """The word embedding that the talker reads: all it needs of the thinker, and all that has to be
+    carried."""
     whole = work / FILE
     name = "model.embed_tokens.weight"
     return load_file(whole if whole.exists() else work / EMBEDDING)[name].float().to(device)

@@ -1,7 +1,8 @@
-"""The tokenizer: byte-level BPE of 2048 tokens trained on the recipe's own text, in the files of a Qwen2 tokenizer.
+"""The tokenizer: byte-level BPE of 2048 tokens trained on the recipe's own text, in the files of a
+Qwen2 tokenizer.
 
-Special tokens, their order, the rule that cuts text into pieces and the chat template are the released model's.
-Called by every step that reads or writes text."""
+Special tokens, their order, the rule that cuts text into pieces and the chat template are the
+released model's. Called by every step that reads or writes text."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from recipes.nano import corpus, grammar, shape
 from recipes.nano.report import say
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.tiny_text import CHAT_TEMPLATE, ROLES, add_special, cut_into_bytes, tokenizer_config
+from stretto.models.tiny_text import (
+    CHAT_TEMPLATE,
+    ROLES,
+    add_special,
+    cut_into_bytes,
+    tokenizer_config,
+)
 
 FILE = "tokenizer.json"
 
@@ -28,7 +35,9 @@ def train(work: Path, pairs: int = 100_000, sentences: int | None = None) -> Non
     tokenizer = Tokenizer(models.BPE())
     cut_into_bytes(tokenizer)
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.NUM_BPE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=shape.NUM_BPE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     texts = corpus.texts()[:sentences]
     tokenizer.train_from_iterator(_text(texts, pairs), trainer)
@@ -38,7 +47,10 @@ def train(work: Path, pairs: int = 100_000, sentences: int | None = None) -> Non
     text = Text.open(work)
     count = sum(len(text.encode(t)) for t in texts)
     letters = sum(map(len, texts))
-    say("tokenizer", f"{shape.NUM_BPE} tokens, {letters / count:.2f} characters per token; roles {text.roles}")
+    say(
+        "tokenizer",
+        f"{shape.NUM_BPE} tokens, {letters / count:.2f} characters per token; roles {text.roles}",
+    )
 
 
 def _text(texts: Sequence[str], pairs: int) -> Iterator[str]:
@@ -71,9 +83,12 @@ class Text:
         return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def words(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
-        """Of each text, the number of the word that each token is of; words are what spaces part."""
+        """Of each text, the number of the word that each token is of; words are what spaces
+        part."""
         found = []
-        for text, e in zip(texts, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+        for text, e in zip(
+            texts, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True
+        ):
             spaces = np.cumsum([c == " " for c in text])
             found.append(spaces[[end - 1 for _, end in e.offsets]])
         return found
@@ -115,5 +130,7 @@ def write_files(work: Path, folder: Path) -> None:
     merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
     (folder / "merges.txt").write_text("".join(f"{m}\n" for m in merges), encoding="utf-8")
     config = tokenizer_config(shape.special_ids(), longest=4096)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

@@ -1,7 +1,8 @@
-"""The audio encoder as a trainable module in shapes that never change, with the parameter names of `transformers`.
+"""The audio encoder as a trainable module in shapes that never change, with the parameter names of
+`transformers`.
 
-Clips are cut or padded to one width; rows behind a clip's end are not attended to and mean nothing. Called by
-`listen.py`; a test compares it with the engine's encoder."""
+Clips are cut or padded to one width; rows behind a clip's end are not attended to and mean nothing.
+Called by `listen.py`; a test compares it with the engine's encoder."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = (p(x).view(b, t, self.heads, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).view(b, t, self.heads, -1).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y: Tensor = self.out_proj(
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(b, t, d)
         )
@@ -37,11 +41,19 @@ class Layer(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.self_attn = Attention(c)
-        self.self_attn_layer_norm, self.final_layer_norm = nn.LayerNorm(c.hidden_size), nn.LayerNorm(c.hidden_size)
-        self.fc1, self.fc2 = nn.Linear(c.hidden_size, c.ffn_size), nn.Linear(c.ffn_size, c.hidden_size)
+        self.self_attn_layer_norm, self.final_layer_norm = (
+            nn.LayerNorm(c.hidden_size),
+            nn.LayerNorm(c.hidden_size),
+        )
+        self.fc1, self.fc2 = (
+            nn.Linear(c.hidden_size, c.ffn_size),
+            nn.Linear(c.ffn_size, c.hidden_size),
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.self_attn_layer_norm(x), mask), self.dropout, self.training)
+        x = x + F.dropout(
+            self.self_attn(self.self_attn_layer_norm(x), mask), self.dropout, self.training
+        )
         inner = self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
         return x + F.dropout(inner, self.dropout, self.training)
 
@@ -63,7 +75,8 @@ class Tower(nn.Module):
                 nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * c.num_layers))
 
     def forward(self, mel: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Mel [B, bins, chunks * 100], zero behind `frames` [B] -> rows [B, chunks * 13, out] and how many are real."""
+        """Mel [B, bins, chunks * 100], zero behind `frames` [B] -> rows [B, chunks * 13, out] and
+        how many are real."""
         b, bins, width = mel.shape
         size = self.config.chunk_frames
         x = mel.view(b, bins, width // size, size).transpose(1, 2).reshape(-1, 1, bins, size)
@@ -73,7 +86,9 @@ class Tower(nn.Module):
         x = self.conv_out(x.permute(0, 3, 1, 2).reshape(n, t, c * high))
         x = (x + sinusoid(t, x.shape[-1], x.device).to(x.dtype)).view(b, -1, x.shape[-1])
         counts = rows_of(frames, size)
-        mask = (torch.arange(x.shape[1], device=x.device) < counts[:, None].clamp_min(1))[:, None, None]
+        mask = (torch.arange(x.shape[1], device=x.device) < counts[:, None].clamp_min(1))[
+            :, None, None
+        ]
         for layer in self.layers:
             x = layer(x, mask)
         y: Tensor = self.proj2(F.gelu(self.proj1(self.ln_post(x))))

@@ -1,8 +1,10 @@
-"""Spoken questions for the audio encoder: the grammar's questions in the voices of flite and espeak-ng (Debian).
+"""Spoken questions for the audio encoder: the grammar's questions in the voices of flite and
+espeak-ng (Debian).
 
-Two voices are held out of training: `rms` of flite, a man's recorded voice, and one variant of espeak-ng. Chunks of
-questions are files of a folder, each whole or not there, so that training can begin while they are made. `pack` makes
-an archive of both synthesizers for a machine without them. Called by `__main__.py` and `listen.py`."""
+Two voices are held out of training: `rms` of flite, a man's recorded voice, and one variant of
+espeak-ng. Chunks of questions are files of a folder, each whole or not there, so that training can
+begin while they are made. `pack` makes an archive of both synthesizers for a machine without them.
+Called by `__main__.py` and `listen.py`."""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ def chunk(number: int) -> tuple[Asked, ...]:
         if rng.random() < 0.55:
             engine, voice = "flite", rng.choices(FLITE, (4, 4, 2, 1))[0]
         else:
-            engine, voice = "espeak", f"{rng.choices(ACCENTS, (5, 3, 1, 1, 1, 1))[0]}+{rng.choice(VARIANTS)}"
+            engine, voice = (
+                "espeak",
+                f"{rng.choices(ACCENTS, (5, 3, 1, 1, 1, 1))[0]}+{rng.choice(VARIANTS)}",
+            )
         found.append(Asked(pair, engine, voice, rng.uniform(0.8, 1.3), rng.random()))
     return tuple(found)
 
@@ -105,8 +110,20 @@ def chunk(number: int) -> tuple[Asked, ...]:
 def _command(asked: Asked, out: Path) -> list[str]:
     text = asked.pair.question
     if asked.engine == "flite":
-        pitch = ["--setf", f"int_f0_target_mean={90 + 110 * asked.pitch:.0f}"] if asked.stretch != 1.0 else []
-        given = ["-voice", asked.voice, "--setf", f"duration_stretch={asked.stretch:.2f}", *pitch, "-t", text]
+        pitch = (
+            ["--setf", f"int_f0_target_mean={90 + 110 * asked.pitch:.0f}"]
+            if asked.stretch != 1.0
+            else []
+        )
+        given = [
+            "-voice",
+            asked.voice,
+            "--setf",
+            f"duration_stretch={asked.stretch:.2f}",
+            *pitch,
+            "-t",
+            text,
+        ]
         return [*_run("flite"), *given, "-o", str(out)]
     speed, pitch_ = round(165 / asked.stretch), round(15 + 65 * asked.pitch)
     given = ["-v", asked.voice, "-s", str(speed), "-p", str(pitch_), "-w", str(out), text]
@@ -119,7 +136,13 @@ def _run(program: str) -> list[str]:
         return [program]
     library = PREFIX / "lib"
     data = [f"--path={PREFIX}"] if program == "espeak-ng" else []
-    return [str(library / "ld-linux-x86-64.so.2"), "--library-path", str(library), str(PREFIX / "bin" / program), *data]
+    return [
+        str(library / "ld-linux-x86-64.so.2"),
+        "--library-path",
+        str(library),
+        str(PREFIX / "bin" / program),
+        *data,
+    ]
 
 
 def speak(asked: Asked, out: Path) -> npt.NDArray[np.int16]:
@@ -156,13 +179,19 @@ def speak_all(folder: Path, workers: int, seconds: float, chunks: int) -> None:
     started, total = time.monotonic(), 0.0
     wanted = [c for c in range(chunks) if not (folder / f"{c:04d}.npz").exists()]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for count, length in enumerate(pool.imap(_make, [(str(folder), c) for c in wanted]), start=1):
+        for count, length in enumerate(
+            pool.imap(_make, [(str(folder), c) for c in wanted]), start=1
+        ):
             total += length
             if count == 3 and total == 0:
                 raise SystemExit("the voices do not speak: apt-get install flite espeak-ng")
             took = time.monotonic() - started
             if count % 10 == 0 or count == len(wanted) or took > seconds:
-                say("voices", f"{count} of {len(wanted)} chunks, {total / 3600:.2f} h, {total / took:.0f}x real time")
+                say(
+                    "voices",
+                    f"{count} of {len(wanted)} chunks, {total / 3600:.2f} h, {total / took:.0f}x "
+                    f"real time",
+                )
             if took > seconds:
                 pool.terminate()
                 break
@@ -179,7 +208,8 @@ def load(folder: Path, number: int) -> list[npt.NDArray[np.int16]]:
 
 
 def pack(archive: Path) -> None:
-    """Write an archive of the synthesizers that are installed here; of espeak-ng only what English needs."""
+    """Write an archive of the synthesizers that are installed here; of espeak-ng only what English
+    needs."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:xz", preset=9) as tar:
         libraries: set[str] = set()
@@ -188,7 +218,9 @@ def pack(archive: Path) -> None:
             if binary is None:
                 raise SystemExit("a synthesizer is missing: apt-get install flite espeak-ng")
             tar.add(Path(binary).resolve(), f"bin/{program}")
-            listed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
+            listed = subprocess.run(
+                ["ldd", binary], capture_output=True, text=True, check=True
+            ).stdout
             libraries |= set(re.findall(r"(/\S+) \(0x", listed))
         for library in sorted(libraries):
             tar.add(Path(library).resolve(), f"lib/{Path(library).name}")

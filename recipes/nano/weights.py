@@ -10,7 +10,13 @@ from torch import nn
 
 
 def save(module: nn.Module, path: Path) -> None:
-    save_file({k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in module.state_dict().items()}, path)
+    save_file(
+        {
+            k: v.detach().to(torch.bfloat16).cpu().contiguous()
+            for k, v in module.state_dict().items()
+        },
+        path,
+    )
 
 
 def load(module: nn.Module, path: Path) -> None:

@@ -31,7 +31,8 @@ def add_bench_parser(jobs: Any) -> None:
     bench = jobs.add_parser(
         "bench",
         help="measure any OpenAI-compatible server that speaks",
-        description="Measure a server as its listeners feel it: first text, first audio, gaps, RTF, underruns.",
+        description="Measure a server as its listeners feel it: first text, first audio, gaps, "
+        "RTF, underruns.",
     )
     bench.add_argument("url", help="the server, such as http://127.0.0.1:8000")
     bench.add_argument("--model", help="default: the first the server lists")
@@ -39,42 +40,94 @@ def add_bench_parser(jobs: Any) -> None:
     ask = bench.add_argument_group("what is asked")
     what = ask.add_mutually_exclusive_group()
     what.add_argument("--prompt", help="the same text each time")
-    what.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line; .jsonl: strings or messages")
     what.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="random words, about N tokens, never the same twice"
+        "--prompts", type=Path, metavar="FILE", help="a prompt a line; .jsonl: strings or messages"
     )
-    ask.add_argument("--audio", type=Path, metavar="FILE", help="a sound file that goes with each prompt")
+    what.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="random words, about N tokens, never the same twice",
+    )
+    ask.add_argument(
+        "--audio", type=Path, metavar="FILE", help="a sound file that goes with each prompt"
+    )
     ask.add_argument("--system", help="system prompt")
     ask.add_argument("--voice")
-    ask.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of text (default: %(default)s)")
+    ask.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="of text (default: %(default)s)"
+    )
     ask.add_argument("--temperature", type=float)
     ask.add_argument("--text-only", action="store_true", help="do not ask for speech")
-    ask.add_argument("--audio-format", metavar="FORMAT", help="default: pcm16; some servers want wav")
+    ask.add_argument(
+        "--audio-format", metavar="FORMAT", help="default: pcm16; some servers want wav"
+    )
     ask.add_argument("--extra", metavar="JSON", help="an object whose fields go into each request")
     ask.add_argument(
         "--dialect", choices=DIALECTS, default="openai",
-        help="fields of the request that are not OpenAI's (default: %(default)s); sound is understood in each",
+        help="fields of the request that are not OpenAI's (default: %(default)s); sound is "
+             "understood in each",
     )  # fmt: skip
     ask.add_argument(
-        "--stretto-extras", dest="dialect", action="store_const", const="stretto", help="short for --dialect stretto"
+        "--stretto-extras",
+        dest="dialect",
+        action="store_const",
+        const="stretto",
+        help="short for --dialect stretto",
     )
-    fixed = bench.add_argument_group("fixed lengths, whatever the weights (--dialect stretto or vllm-omni)")
+    fixed = bench.add_argument_group(
+        "fixed lengths, whatever the weights (--dialect stretto or vllm-omni)"
+    )
     fixed.add_argument("--exact-tokens", action="store_true", help="write exactly --max-tokens")
     fixed.add_argument(
-        "--frames", type=int, metavar="N", help="speak exactly N frames of 80 ms (vLLM-Omni: one less comes)"
+        "--frames",
+        type=int,
+        metavar="N",
+        help="speak exactly N frames of 80 ms (vLLM-Omni: one less comes)",
     )
     load = bench.add_argument_group("at what load")
-    load.add_argument("-c", "--concurrency", type=int, nargs="+", metavar="N", help="listeners who ask again at once")
-    load.add_argument("-r", "--rate", type=float, nargs="+", metavar="R", help="requests a second, coming by chance")
     load.add_argument(
-        "-n", "--requests", type=int, metavar="N", help="per level (default: 4 per listener, at least 16)"
+        "-c",
+        "--concurrency",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="listeners who ask again at once",
     )
-    load.add_argument("-d", "--duration", type=float, metavar="S", help="per level: begin no request after S seconds")
+    load.add_argument(
+        "-r",
+        "--rate",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="requests a second, coming by chance",
+    )
+    load.add_argument(
+        "-n",
+        "--requests",
+        type=int,
+        metavar="N",
+        help="per level (default: 4 per listener, at least 16)",
+    )
+    load.add_argument(
+        "-d",
+        "--duration",
+        type=float,
+        metavar="S",
+        help="per level: begin no request after S seconds",
+    )
     load.add_argument(
         "--warmup", type=int, metavar="N",
-        help="requests before each level (default: one per listener; --find with a rate: a fifth of those that count)",
+        help="requests before each level (default: one per listener; --find with a rate: a fifth "
+             "of those that count)",
     )  # fmt: skip
-    load.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
+    load.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="of silence (default: %(default)s)",
+    )
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
     add_find_arguments(bench)
     out = bench.add_argument_group("what is made of it")
@@ -84,11 +137,13 @@ def add_bench_parser(jobs: Any) -> None:
     )  # fmt: skip
     out.add_argument(
         "--good-first", type=float, default=1.0, metavar="S",
-        help="an answer is good if its first sound (or text) comes within S seconds (default: %(default)s) ...",
+        help="an answer is good if its first sound (or text) comes within S seconds (default: "
+             "%(default)s) ...",
     )  # fmt: skip
     out.add_argument(
         "--good-wait", type=float, default=0.1, metavar="S",
-        help="... and a player that starts with it waits no longer than this in all (default: %(default)s)",
+        help="... and a player that starts with it waits no longer than this in all (default: "
+             "%(default)s)",
     )  # fmt: skip
     out.add_argument("--json", type=Path, metavar="FILE", help="everything, every sample included")
     out.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -98,7 +153,8 @@ def add_bench_parser(jobs: Any) -> None:
 def add_find_arguments(bench: argparse.ArgumentParser) -> None:
     find = bench.add_argument_group("how much the server carries")
     find.add_argument(
-        "--find", action="store_true", help="search for the most listeners without an underrun, and for the highest "
+        "--find", action="store_true", help="search for the most listeners without an underrun, "
+                                            "and for the highest "
         "rate with first audio in time; with -c N or -r R only for that one, from N or R on",
     )  # fmt: skip
     find.add_argument(
@@ -107,10 +163,15 @@ def add_find_arguments(bench: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     find.add_argument(
         "--first-audio-ms", type=float, default=300.0, metavar="MS",
-        help="first audio (text, if answers are not spoken) comes within this time (default: 300) ...",
+        help="first audio (text, if answers are not spoken) comes within this time (default: 300) "
+             "...",
     )  # fmt: skip
     find.add_argument(
-        "--percentile", type=float, default=99.0, metavar="P", help="... for P percent of answers (default: 99)"
+        "--percentile",
+        type=float,
+        default=99.0,
+        metavar="P",
+        help="... for P percent of answers (default: 99)",
     )
 
 
@@ -119,12 +180,16 @@ def run_bench(args: argparse.Namespace) -> int:
     from stretto.loadtest.runner import Goal
 
     goal = Goal(args.good_first, args.good_wait)
-    check(goal.first > 0 and goal.wait >= 0, "--good-first must be above 0, --good-wait not negative")
+    check(
+        goal.first > 0 and goal.wait >= 0, "--good-first must be above 0, --good-wait not negative"
+    )
     workload, loads = read_workload(args), read_loads(args)
     if args.find:
         return run_find(args, workload)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    levels, server = asyncio.run(bench(args, workload, loads, lambda level: say(table(level, args.prebuffer, goal))))
+    levels, server = asyncio.run(
+        bench(args, workload, loads, lambda level: say(table(level, args.prebuffer, goal)))
+    )
     if len(levels) > 1:
         say("all levels, p50 where nothing else is said:\n" + overview(levels, goal))
     if args.json:
@@ -136,7 +201,9 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def arguments(args: argparse.Namespace) -> dict[str, Any]:
     left_out = ("job", "parser", "api_key")
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out}
+    return {
+        k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in left_out
+    }
 
 
 def write_json(args: argparse.Namespace, record: dict[str, Any]) -> None:
@@ -146,7 +213,10 @@ def write_json(args: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 async def bench(
-    args: argparse.Namespace, workload: Workload, loads: list[Load], on_level: Callable[[Level], None]
+    args: argparse.Namespace,
+    workload: Workload,
+    loads: list[Load],
+    on_level: Callable[[Level], None],
 ) -> tuple[list[Level], dict[str, Any]]:
     """All levels, one after another; stops after one that was interrupted."""
     levels: list[Level] = []
@@ -165,7 +235,9 @@ async def bench(
 
 
 @asynccontextmanager
-async def connected(args: argparse.Namespace, workload: Workload) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
+async def connected(
+    args: argparse.Namespace, workload: Workload
+) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
     """What sends the workload to the server, and what the server says of itself."""
     import httpx
 
@@ -175,7 +247,10 @@ async def connected(args: argparse.Namespace, workload: Workload) -> AsyncIterat
     clock = SystemClock()
     pool = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
-        base_url=api_root(args.url), headers=headers(args.api_key), timeout=timeouts(args.timeout), limits=pool
+        base_url=api_root(args.url),
+        headers=headers(args.api_key),
+        timeout=timeouts(args.timeout),
+        limits=pool,
     ) as client:
         model, server = await look(client, args.model)
 
@@ -196,7 +271,9 @@ class Progress:
     def begin(self, load: Load, requests: int | None) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=requests, desc=str(load), unit="req", leave=False, disable=self.quiet or None)
+        self.bar = tqdm(
+            total=requests, desc=str(load), unit="req", leave=False, disable=self.quiet or None
+        )
         self.runner.on_sample = self.tick
 
     def tick(self, sample: Sample) -> None:
@@ -213,7 +290,9 @@ async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedMod
     with failures():
         listed = await client.get("models")
         told = await client.get(
-            client.base_url.copy_with(path=client.base_url.path.rstrip("/").removesuffix("/v1") + "/version")
+            client.base_url.copy_with(
+                path=client.base_url.path.rstrip("/").removesuffix("/v1") + "/version"
+            )
         )
     model = ListedModel(wanted) if wanted else read_models(listed.status_code, listed.content)
     server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
@@ -226,15 +305,21 @@ def read_workload(args: argparse.Namespace) -> Workload:
     from stretto.loadtest.workload import Workload, read_prompts, read_sound
 
     check(args.max_tokens >= 1, "--max-tokens must be at least 1")
-    check(args.prompt_tokens is None or args.prompt_tokens >= 1, "--prompt-tokens must be at least 1")
+    check(
+        args.prompt_tokens is None or args.prompt_tokens >= 1, "--prompt-tokens must be at least 1"
+    )
     check(all(lead >= 0 for lead in args.prebuffer), "--prebuffer must not be negative")
-    prompts = read_prompts(args.prompts) if args.prompts else (args.prompt,) if args.prompt else None
+    prompts = (
+        read_prompts(args.prompts) if args.prompts else (args.prompt,) if args.prompt else None
+    )
     if prompts is None:
         prompts = ("",) if args.audio else Workload().prompts
     sound, kind = read_sound(args.audio) if args.audio else (None, "wav")
     return Workload(
-        prompts=prompts, prompt_tokens=args.prompt_tokens, sound=sound, sound_format=kind, system=args.system,
-        speak=not args.text_only, audio_format=args.audio_format, voice=args.voice, max_tokens=args.max_tokens,
+        prompts=prompts, prompt_tokens=args.prompt_tokens, sound=sound, sound_format=kind,
+        system=args.system,
+        speak=not args.text_only, audio_format=args.audio_format, voice=args.voice,
+        max_tokens=args.max_tokens,
         temperature=args.temperature, dialect=args.dialect, extra=read_extra(args),
     )  # fmt: skip
 
@@ -246,7 +331,10 @@ def read_extra(args: argparse.Namespace) -> dict[str, Any]:
         raise Invalid(f"--extra is not JSON: {e}", "extra") from None
     check(isinstance(extra, dict), "--extra must be a JSON object")
     check(args.frames is None or args.frames >= 1, "--frames must be at least 1")
-    check(args.frames is None or not args.text_only, "--frames is of speech: it goes without --text-only")
+    check(
+        args.frames is None or not args.text_only,
+        "--frames is of speech: it goes without --text-only",
+    )
     lengths = Lengths(args.max_tokens, args.exact_tokens, args.frames)
     return {**length_fields(args.dialect, lengths, args.temperature), **extra}
 
@@ -289,8 +377,13 @@ def run_find(args: argparse.Namespace, workload: Workload) -> int:
     levels = [probe.level for _, _, search in results for probe in search.probes]
     if args.json:
         places = accumulate((len(search.probes) for _, _, search in results), initial=0)
-        found = [to_json(limit, search, first) for (limit, _, search), first in zip(results, places, strict=False)]
-        write_json(args, record(levels, args.prebuffer, arguments(args), server, started) | {"find": found})
+        found = [
+            to_json(limit, search, first)
+            for (limit, _, search), first in zip(results, places, strict=False)
+        ]
+        write_json(
+            args, record(levels, args.prebuffer, arguments(args), server, started) | {"find": found}
+        )
     if any(level.interrupted for level in levels):
         return 130
     return 0 if results and all(search.highest for _, _, search in results) else 1
@@ -313,7 +406,9 @@ async def find_limits(
                 say(probe_line(limit, probe), gap=False)
 
             say(f"{limit.title}:", gap=False)
-            prober = Prober(runner, limit, args.requests, args.duration, args.warmup, args.seed, progress.begin)
+            prober = Prober(
+                runner, limit, args.requests, args.duration, args.warmup, args.seed, progress.begin
+            )
             search = await find(prober, start_of(args, bounds, results), show)
             say("", gap=False)
             results.append((limit, bounds, search))
@@ -341,10 +436,16 @@ def without_speech(plans: list[tuple[Limit, Bounds]]) -> list[tuple[Limit, Bound
     from stretto.loadtest.find import FirstWithin
 
     say("The answers have no speech: no player can underrun, and a rate is searched by first text.")
-    return [(replace(limit, spoken=False), bounds) for limit, bounds in plans if isinstance(limit, FirstWithin)]
+    return [
+        (replace(limit, spoken=False), bounds)
+        for limit, bounds in plans
+        if isinstance(limit, FirstWithin)
+    ]
 
 
-def start_of(args: argparse.Namespace, bounds: Bounds, results: list[tuple[Limit, Bounds, Search]]) -> Bounds:
+def start_of(
+    args: argparse.Namespace, bounds: Bounds, results: list[tuple[Limit, Bounds, Search]]
+) -> Bounds:
     """A rate that was not named starts with that of the answers to a single listener."""
     from stretto.loadtest.report import rates
 
@@ -366,15 +467,33 @@ def read_find(args: argparse.Namespace) -> list[tuple[Limit, Bounds]]:
     from stretto.loadtest.find import LEAST_RATE, MOST, Bounds, FirstWithin, NoUnderrun
 
     streams, many = args.concurrency or [], args.rate or []
-    check(len(streams) + len(many) <= 1, "with --find, -c or -r names one load, from which the search starts")
+    check(
+        len(streams) + len(many) <= 1,
+        "with --find, -c or -r names one load, from which the search starts",
+    )
     check(args.underrun_ms >= 0, "--underrun-ms must not be negative")
     check(args.first_audio_ms > 0, "--first-audio-ms must be above 0")
     check(0 < args.percentile < 100, "--percentile must be between 0 and 100")
-    check(all(n <= MOST for n in (*streams, *many)), f"--find tries at most {MOST} listeners, or requests a second")
-    check(all(r >= LEAST_RATE for r in many), f"--find tries at least {LEAST_RATE:g} requests a second")
-    check(not (args.text_only and streams), "text has no underrun to search for: --text-only goes without -c")
-    smooth = (NoUnderrun(args.underrun_ms / 1e3), Bounds(streams[0] if streams else 1, 1, MOST, whole=True))
-    in_time = (FirstWithin(args.first_audio_ms / 1e3, args.percentile / 100), rate_from(many[0] if many else 1.0))
+    check(
+        all(n <= MOST for n in (*streams, *many)),
+        f"--find tries at most {MOST} listeners, or requests a second",
+    )
+    check(
+        all(r >= LEAST_RATE for r in many),
+        f"--find tries at least {LEAST_RATE:g} requests a second",
+    )
+    check(
+        not (args.text_only and streams),
+        "text has no underrun to search for: --text-only goes without -c",
+    )
+    smooth = (
+        NoUnderrun(args.underrun_ms / 1e3),
+        Bounds(streams[0] if streams else 1, 1, MOST, whole=True),
+    )
+    in_time = (
+        FirstWithin(args.first_audio_ms / 1e3, args.percentile / 100),
+        rate_from(many[0] if many else 1.0),
+    )
     return [smooth] if streams else [in_time] if many else [smooth, in_time]
 
 

@@ -1,4 +1,5 @@
-"""`stretto generate`: answer one conversation, or a file of them, through the pipeline and write what came out."""
+"""`stretto generate`: answer one conversation, or a file of them, through the pipeline and write
+what came out."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ from stretto.config.engine_flags import RECORDS, TITLES, engine_config
 from stretto.config.loader import add_flags
 from stretto.errors import Invalid, StrettoError
 from stretto.hub import find_model
-from stretto.messages.params import ChunkSizes, Params
+from stretto.params import ChunkSizes, Params
 
 MEDIA = ("audio", "image", "video")
 SOUND_FILES = (".wav", ".flac")
 LEFT_OUT = ("min_pace", "share_prefix_cache")
-"""Settings of an engine that are for servers: nobody listens while a file is made, and all prompts are one owner's."""
+"""Settings of an engine that are for servers: nobody listens while a file is made, and all prompts
+are one owner's."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +39,8 @@ def add_generate_parser(jobs: Any) -> None:
     gen = jobs.add_parser(
         "generate",
         help="answer a conversation, aloud",
-        description="Answer one conversation, or a file of them. The engine's flags can also be set in the environment "
+        description="Answer one conversation, or a file of them. The engine's flags can also be "
+        "set in the environment "
         "(STRETTO_DEVICE=cpu).",
     )
     where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model)"
@@ -48,17 +51,30 @@ def add_generate_parser(jobs: Any) -> None:
         files = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
         what.add_argument(f"--{kind}", help="goes before --text; repeatable", **files)
     what.add_argument("--system", help="system prompt")
-    what.add_argument("--messages", type=Path, metavar="FILE.json", help="a conversation in OpenAI chat format")
     what.add_argument(
-        "--batch", type=Path, metavar="FILE.jsonl", help="one conversation a line; answers go to --out-dir"
+        "--messages", type=Path, metavar="FILE.json", help="a conversation in OpenAI chat format"
+    )
+    what.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="one conversation a line; answers go to --out-dir",
     )
     out = gen.add_argument_group("where the answer goes")
     out.add_argument("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, .wav or .flac")
-    out.add_argument("--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion")
+    out.add_argument(
+        "--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion"
+    )
     out.add_argument("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, codes]")
-    out.add_argument("--json", type=Path, metavar="OUT.json", help="ids, text, counts, finish reasons, timings")
-    out.add_argument("--trace", type=Path, metavar="T.json", help="the stages' timeline, for ui.perfetto.dev")
-    out.add_argument("--out-dir", type=Path, metavar="DIR", help="for --batch: answers as 0.wav, 0.json, ...")
+    out.add_argument(
+        "--json", type=Path, metavar="OUT.json", help="ids, text, counts, finish reasons, timings"
+    )
+    out.add_argument(
+        "--trace", type=Path, metavar="T.json", help="the stages' timeline, for ui.perfetto.dev"
+    )
+    out.add_argument(
+        "--out-dir", type=Path, metavar="DIR", help="for --batch: answers as 0.wav, 0.json, ..."
+    )
     out.add_argument("--text-only", action="store_true", help="do not speak")
     how = gen.add_argument_group("how")
     how.add_argument("--voice", help="one of the model's voices (case does not matter)")
@@ -68,12 +84,22 @@ def add_generate_parser(jobs: Any) -> None:
     how.add_argument("--top-p", type=float, help=own)
     how.add_argument("--top-k", type=int, help=own)
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--max-tokens", "--max-text-tokens", type=int, metavar="N", help=f"of text {own}")
     how.add_argument(
-        "--max-audio-frames", "--max-frames", type=int, metavar="N", help=f"12.5 frames are a second {own}"
+        "--max-tokens", "--max-text-tokens", type=int, metavar="N", help=f"of text {own}"
     )
-    how.add_argument("--first-frames", type=int, default=1, metavar="N", help="frames in the first packet")
-    how.add_argument("--each-frames", type=int, default=None, metavar="N", help="frames in the others")
+    how.add_argument(
+        "--max-audio-frames",
+        "--max-frames",
+        type=int,
+        metavar="N",
+        help=f"12.5 frames are a second {own}",
+    )
+    how.add_argument(
+        "--first-frames", type=int, default=1, metavar="N", help="frames in the first packet"
+    )
+    how.add_argument(
+        "--each-frames", type=int, default=None, metavar="N", help="frames in the others"
+    )
     how.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
     add_flags(gen, RECORDS, TITLES, LEFT_OUT)
     gen.set_defaults(job=run_generate)
@@ -131,7 +157,12 @@ class Result:
         }
 
     def write(
-        self, out: Path | None, samples: Path | None, codes: Path | None, report: Path | None, load: float
+        self,
+        out: Path | None,
+        samples: Path | None,
+        codes: Path | None,
+        report: Path | None,
+        load: float,
     ) -> None:
         import numpy as np
         import soundfile
@@ -147,7 +178,9 @@ class Result:
         if codes is not None:
             np.save(codes, np.concatenate(self.codes) if self.codes else np.zeros((0, 0), np.int32))
         if report is not None:
-            report.write_text(json.dumps(self.report(load), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            report.write_text(
+                json.dumps(self.report(load), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
 
 
 def settings(args: argparse.Namespace) -> EngineConfig:
@@ -227,10 +260,16 @@ def check_inputs(args: argparse.Namespace) -> None:
     question = [f"--{name}" for name in ("text", *MEDIA) if getattr(args, name)]
     files = [f"--{name}" for name in ("messages", "batch") if getattr(args, name) is not None]
     if not question and not files:
-        raise Invalid("nothing to answer: give --text, --audio, --image, --video, --messages or --batch", "text")
+        raise Invalid(
+            "nothing to answer: give --text, --audio, --image, --video, --messages or --batch",
+            "text",
+        )
     if len(files) > 1 or (files and (question or args.system)):
         also = [*question, *(["--system"] if args.system else []), *files[1:]]
-        raise Invalid(f"{files[0]} holds whole conversations: leave out {', '.join(also)}", files[0].strip("-"))
+        raise Invalid(
+            f"{files[0]} holds whole conversations: leave out {', '.join(also)}",
+            files[0].strip("-"),
+        )
 
 
 def check_outputs(args: argparse.Namespace) -> None:
@@ -241,7 +280,10 @@ def check_outputs(args: argparse.Namespace) -> None:
         check_sound_file(args.out)
     sound = {"--out": args.out, "--samples": args.samples, "--codes": args.codes}
     if args.text_only and (given := [flag for flag, path in sound.items() if path is not None]):
-        raise Invalid(f"--text-only makes no speech: there is nothing to write for {', '.join(given)}", "text_only")
+        raise Invalid(
+            f"--text-only makes no speech: there is nothing to write for {', '.join(given)}",
+            "text_only",
+        )
     for path in (args.samples, args.codes, args.json, args.trace):
         if path is not None and path.is_dir():
             raise Invalid(f"{path} is a directory; name a file", "out")
@@ -280,7 +322,9 @@ async def _answer(
 ) -> Result:
     result, since = Result(engine.info.sample_rate), time.perf_counter()
     modalities: Sequence[Modality] = ("text",) if args.text_only else ("text", "audio")
-    events = engine.generate(messages, modalities=modalities, voice=args.voice, params=params, allow_paths=True)
+    events = engine.generate(
+        messages, modalities=modalities, voice=args.voice, params=params, allow_paths=True
+    )
     async for event in events:
         text = result.take(event, since)
         if show and text:
@@ -290,7 +334,11 @@ async def _answer(
 
 
 async def _one(
-    args: argparse.Namespace, messages: list[dict[str, Any]], engine: PipelineEngine, params: Params, load: float
+    args: argparse.Namespace,
+    messages: list[dict[str, Any]],
+    engine: PipelineEngine,
+    params: Params,
+    load: float,
 ) -> int:
     from stretto.observe.trace import TraceEvents
 
@@ -299,13 +347,20 @@ async def _one(
     result.write(args.out, args.samples, args.codes, args.json, load)
     assert result.end is not None
     if args.trace is not None:
-        spans = [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in result.end.timeline]
-        args.trace.write_text(json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n")
+        spans = [
+            (s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in result.end.timeline
+        ]
+        args.trace.write_text(
+            json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n"
+        )
     usage = result.end.usage
     heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"
     first = result.first.get("audio")
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
-    say(f"{usage.text_tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after {load:.1f} s)")
+    say(
+        f"{usage.text_tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after "
+        f"{load:.1f} s)"
+    )
     for path in (args.out, args.samples, args.codes, args.json, args.trace):
         if path is not None:
             say(f"wrote {path}")
@@ -315,7 +370,8 @@ async def _one(
 async def _batch(
     args: argparse.Namespace, lines: list[str], engine: PipelineEngine, params: Params, load: float
 ) -> int:
-    """Every line of the file, a few at a time. A line that fails is reported and the others go on."""
+    """Every line of the file, a few at a time. A line that fails is reported and the others go
+    on."""
     from tqdm import tqdm
 
     gate, failed = asyncio.Semaphore(args.concurrency), 0
@@ -328,7 +384,11 @@ async def _batch(
                 where = f"{args.batch}:{i + 1}"
                 raw = _json(args.batch, lambda encoding: line)
                 result = await _answer(
-                    engine, _messages(raw, where), args, replace(params, seed=args.seed + i), show=False
+                    engine,
+                    _messages(raw, where),
+                    args,
+                    replace(params, seed=args.seed + i),
+                    show=False,
                 )
                 base = args.out_dir / str(i)
                 wav = None if args.text_only else base.with_suffix(".wav")

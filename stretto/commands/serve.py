@@ -1,4 +1,5 @@
-"""`stretto serve` and `stretto env`: flags, what is printed, and how it ends. `cli.py` wires them in."""
+"""`stretto serve` and `stretto env`: flags, what is printed, and how it ends. `cli.py` wires them
+in."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from stretto.transport import spinwait
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.config.engine import EngineConfig
-    from stretto.engine.protocol import Engine
+    from stretto.engine.protocol import EngineClient
     from stretto.family import ModelInfo
     from stretto.server.run import Server
     from stretto.server.service import Service
@@ -46,7 +47,8 @@ if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imp
 log = logging.getLogger("stretto.server")
 
 POLL_SECONDS = 0.2
-SWITCH_S = 0.001  # prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
+# prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
+SWITCH_S = 0.001
 TITLES = {
     **{group: ENGINE_TITLES[group] for group in ("model", "memory")},
     "address": "where to listen",
@@ -61,11 +63,22 @@ TITLES = {
 RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings, ClusterConfig)
 Run = Callable[[str | None, "EngineConfig", ServerConfig, ClusterConfig], int]
 """Serves elsewhere than in this process, until told to stop."""
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "starlette", "uvicorn", "msgspec", "soundfile", "triton")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "starlette",
+    "uvicorn",
+    "msgspec",
+    "soundfile",
+    "triton",
+)
 OTHER_VARIABLES = {
     "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
     "STRETTO_CONFIG": "a YAML file, as `--config`",
-    spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk before it sleeps",
+    spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk "
+    "before it sleeps",
     "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
     "STRETTO_TUNING": "a file of tuned kernel settings",
     "STRETTO_LOG": "how much the processes of the stages log, such as `INFO`",
@@ -79,13 +92,22 @@ def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({
     serve = jobs.add_parser(
         "serve",
         help="serve a model to OpenAI's clients, with a page to talk to",
-        description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the environment "
-        "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that over the file.",
+        description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the "
+        "environment "
+        "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that "
+        "over the file.",
     )
-    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model, to try things)"
+    where = (
+        "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model, to "
+        "try things)"
+    )
     serve.add_argument("model", nargs="?", help=where)
-    serve.add_argument("--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names")
-    serve.add_argument("--settings-table", action="store_true", help="print all settings as Markdown, and end")
+    serve.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names"
+    )
+    serve.add_argument(
+        "--settings-table", action="store_true", help="print all settings as Markdown, and end"
+    )
     add_flags(serve, RECORDS, TITLES)
     serve.set_defaults(job=lambda args: run_serve(args, backends))
 
@@ -125,14 +147,18 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
         return 2 if isinstance(e, Invalid) else 1
 
 
-def _serve(model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]) -> int:
+def _serve(
+    model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]
+) -> int:
     from stretto.registry import open_model
     from stretto.server.run import run
 
     with checkpoint(model) as directory:
         engine_config, config = fit_card(engine_config, config, directory, stated)
         opened = open_model(directory)
-        check_model(engine_config, opened.pipeline.names, opened.info.max_positions, stated)  # before anything starts
+        check_model(
+            engine_config, opened.pipeline.names, opened.info.max_positions, stated
+        )  # before anything starts
         check_cards(engine_config, opened.pipeline.names, len(cards()))
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
@@ -147,7 +173,8 @@ async def announce(server: Server) -> None:
             last = line
         await asyncio.sleep(POLL_SECONDS)
     if progress.state == "ready":
-        # What is loaded stays: full collections should not look through it while answers are on their way.
+        # What is loaded stays: full collections should not look through it while answers are on
+        # their way.
         gc.collect()
         gc.freeze()
         if server.config.log_format == "json":
@@ -170,7 +197,9 @@ def said(flags: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
 Settled = tuple[str | None, "EngineConfig", ServerConfig, ClusterConfig]
 
 
-def settle(flags: dict[str, Any], environ: Mapping[str, str]) -> tuple[str | None, EngineConfig, ServerConfig]:
+def settle(
+    flags: dict[str, Any], environ: Mapping[str, str]
+) -> tuple[str | None, EngineConfig, ServerConfig]:
     """Model and configuration from all the places they can be stated in."""
     model, engine, server, _ = settle_all(flags, environ)
     return model, engine, server
@@ -180,22 +209,32 @@ def settle_all(flags: dict[str, Any], environ: Mapping[str, str]) -> Settled:
     return read_settings(flags, environ, read_file(flags, environ))
 
 
-def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]) -> Settled:
+def read_settings(
+    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]
+) -> Settled:
     """The same with a file's content."""
     model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
     config = read(ServerConfig, flags, environ, file)
     cluster = read(ClusterConfig, flags, environ, file)
     here = cluster.backend == "local"
-    return model, serving_config(flags, environ, file, config.engine_requests, here), config, cluster
+    return (
+        model,
+        serving_config(flags, environ, file, config.engine_requests, here),
+        config,
+        cluster,
+    )
 
 
 def settings_table() -> str:
     """Everything that can be set, for `docs/settings.md`."""
     others = "\n".join(f"| `{name}` | {what} |" for name, what in OTHER_VARIABLES.items())
-    return f"{table(RECORDS, TITLES)}\n## Variables without a flag\n\n| variable | what |\n|---|---|\n{others}\n"
+    return (
+        f"{table(RECORDS, TITLES)}\n## Variables without a flag\n\n| variable | what "
+        f"|\n|---|---|\n{others}\n"
+    )
 
 
-async def load_engine(directory: Path, config: EngineConfig) -> Engine:
+async def load_engine(directory: Path, config: EngineConfig) -> EngineClient:
     """An engine that is still loading, so that its progress can be seen from the start."""
     from stretto.engine.engine import PipelineEngine
 
@@ -218,13 +257,15 @@ def _started(start: asyncio.Task[None]) -> None:
 
 @contextmanager
 def checkpoint(model: str | None) -> Iterator[Path]:
-    """The model's directory; without one, the embedded model or, where that is not there either, the tiny one in a
-    folder that goes away in the end."""
+    """The model's directory; without one, the embedded model or, where that is not there either,
+    the tiny one in a folder that goes away in the end."""
     if model is not None:
         yield find_model(model, lambda line: _say(f"stretto: {line}"))
         return
     if (own := embedded.find()) is not None:
-        _say("stretto: no model given: serving the embedded one (a synthetic voice, a small domain)")
+        _say(
+            "stretto: no model given: serving the embedded one (a synthetic voice, a small domain)"
+        )
         yield own
         return
     from stretto.registry import write_tiny
@@ -248,23 +289,41 @@ def greeting(config: ServerConfig, service: Service) -> str:
     if config.needs_key:
         curl += ["-H", "Authorization: Bearer $KEY"]
     base = "http://localhost" if config.uds else config.url
-    curl += [base + path, "-H", "Content-Type: application/json", "-d", json.dumps({"model": name, **body})]
+    curl += [
+        base + path,
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        json.dumps({"model": name, **body}),
+    ]
     paste = " ".join(_quote(c) for c in curl)
     voices = f" ({', '.join(engine.info.voices)})" if engine.info.voices else ""
     return (
         f"\nStretto {__version__} serves {name}{voices}\n"
-        f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens each\n"
-        f"  page     {base}/\n  API      {base}/v1\n  metrics  {config.metrics_url or f'{base}/metrics'}\n\n"
+        f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens "
+        f"each\n"
+        f"  page     {base}/\n  API      {base}/v1\n  metrics  "
+        f"{config.metrics_url or f'{base}/metrics'}\n\n"
         f"Try it:\n  {paste} {then}\n"
     )
 
 
 def _example(info: ModelInfo) -> tuple[str, dict[str, Any], str]:
     """A request that the model can answer: its path, its body, and what is done with the answer."""
-    if "text" not in info.output_modalities:  # it reads aloud, with a voice that has to be made first if it has none
+    if (
+        "text" not in info.output_modalities
+    ):  # it reads aloud, with a voice that has to be made first if it has none
         voice = info.default_voice or ("NAME" if info.cloning else None)
-        how = {"voice": voice} if voice is not None else {"instructions": "An old man, warm and unhurried."}
-        return "/v1/audio/speech", {"input": "Hello, how are you?", **how, "response_format": "wav"}, "-o answer.wav"
+        how = (
+            {"voice": voice}
+            if voice is not None
+            else {"instructions": "An old man, warm and unhurried."}
+        )
+        return (
+            "/v1/audio/speech",
+            {"input": "Hello, how are you?", **how, "response_format": "wav"},
+            "-o answer.wav",
+        )
     body = {
         "messages": [{"role": "user", "content": "Hello!"}],
         "modalities": ["text", "audio"],
@@ -273,7 +332,8 @@ def _example(info: ModelInfo) -> tuple[str, dict[str, Any], str]:
         "max_audio_frames": 100,
     }
     then = (
-        '|\n    python3 -c \'import sys,json,base64; m=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '
+        "|\n    python3 -c 'import sys,json,base64; "
+        'm=json.load(sys.stdin)["choices"][0]["message"]["audio"]; '
         'print(m["transcript"]); open("answer.wav","wb").write(base64.b64decode(m["data"]))\''
     )
     return "/v1/chat/completions", body, then
@@ -288,7 +348,11 @@ def _quote(word: str) -> str:
 
 def run_env(args: argparse.Namespace) -> int:
     facts = describe()
-    text = json.dumps(facts, indent=2) if args.json else "\n".join(f"{k:<12} {v}" for k, v in facts.items())
+    text = (
+        json.dumps(facts, indent=2)
+        if args.json
+        else "\n".join(f"{k:<12} {v}" for k, v in facts.items())
+    )
     sys.stdout.write(text + "\n")
     return 0
 

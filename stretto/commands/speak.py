@@ -1,4 +1,5 @@
-"""`stretto speak`: read a text aloud, through the pipeline. A text on standard input is spoken while it comes."""
+"""`stretto speak`: read a text aloud, through the pipeline. A text on standard input is spoken
+while it comes."""
 
 from __future__ import annotations
 
@@ -18,39 +19,48 @@ from stretto.config.engine_flags import RECORDS, TITLES, engine_config
 from stretto.config.loader import add_flags
 from stretto.errors import Invalid
 from stretto.hub import find_model
-from stretto.messages.params import Params
+from stretto.params import Params
 
 LEFT_OUT = ("min_pace", "share_prefix_cache")
 PIECE = 4096
 
 if TYPE_CHECKING:
     from stretto.engine.engine import PipelineEngine
-    from stretto.messages.params import Manner
+    from stretto.params import SpeechStyle
 
 
 def add_speak_parser(jobs: Any) -> None:
     speak = jobs.add_parser(
         "speak",
         help="read a text aloud; standard input while it comes",
-        description="Read a text aloud. Without --text it is read from standard input, and models that can begin to "
-        "speak before it has ended. The engine's flags can also be set in the environment (STRETTO_DEVICE=cpu).",
+        description="Read a text aloud. Without --text it is read from standard input, and models "
+        "that can begin to "
+        "speak before it has ended. The engine's flags can also be set in the environment "
+        "(STRETTO_DEVICE=cpu).",
     )
     speak.add_argument("model", help="checkpoint directory, or a name on the Hugging Face hub")
     speak.add_argument("--text", help="default, or -: standard input")
     speak.add_argument(
         "--out", type=Path, required=True, metavar="A.wav",
-        help="16 bit, .wav or .flac; -: raw samples to standard output as they are made, such as for aplay -f S16_LE "
+        help="16 bit, .wav or .flac; -: raw samples to standard output as they are made, such as "
+             "for aplay -f S16_LE "
         "-r 24000",
     )  # fmt: skip
     how = speak.add_argument_group("how")
     how.add_argument("--voice", help="one of the model's voices (case does not matter)")
     how.add_argument("--language", help="of the text (default: the model finds out)")
     how.add_argument("--instructions", default="", help="how to speak, in words")
-    how.add_argument("--clip", type=Path, metavar="SOUND", help="speak with the voice of this sound file")
-    how.add_argument("--clip-text", default="", metavar="TEXT", help="what is said in it: a closer likeness")
+    how.add_argument(
+        "--clip", type=Path, metavar="SOUND", help="speak with the voice of this sound file"
+    )
+    how.add_argument(
+        "--clip-text", default="", metavar="TEXT", help="what is said in it: a closer likeness"
+    )
     how.add_argument("--greedy", action="store_true", help="no chance")
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--max-audio-frames", "--max-frames", type=int, metavar="N", help="12.5 frames are a second")
+    how.add_argument(
+        "--max-audio-frames", "--max-frames", type=int, metavar="N", help="12.5 frames are a second"
+    )
     add_flags(speak, RECORDS, TITLES, LEFT_OUT)
     speak.set_defaults(job=run_speak)
 
@@ -76,18 +86,22 @@ async def _speak(args: argparse.Namespace) -> int:
     config = replace(engine_config(vars(args), os.environ, max_requests=1), min_pace=0.0)
     directory = find_model(args.model, say)
     async with PipelineEngine.open(directory, config) as engine:
-        return await _read(args, engine, await _manner(args, engine), parameters(args, engine.info.defaults))
+        return await _read(
+            args, engine, await _manner(args, engine), parameters(args, engine.info.defaults)
+        )
 
 
-async def _manner(args: argparse.Namespace, engine: PipelineEngine) -> Manner:
+async def _manner(args: argparse.Namespace, engine: PipelineEngine) -> SpeechStyle:
     from stretto.api import clip
-    from stretto.messages.params import Manner
+    from stretto.params import SpeechStyle
 
     voice = await engine.enrol(clip(args.clip, args.clip_text)) if args.clip is not None else b""
-    return Manner(args.instructions, args.language, voice)
+    return SpeechStyle(args.instructions, args.language, voice)
 
 
-async def _read(args: argparse.Namespace, engine: PipelineEngine, manner: Manner, params: Params) -> int:
+async def _read(
+    args: argparse.Namespace, engine: PipelineEngine, manner: SpeechStyle, params: Params
+) -> int:
     import numpy as np
     import soundfile
 
@@ -108,7 +122,9 @@ async def _read(args: argparse.Namespace, engine: PipelineEngine, manner: Manner
         elif isinstance(event, Finished):
             length = event.usage.samples / engine.info.sample_rate
             took = time.perf_counter() - since
-            sys.stderr.write(f"{length:.2f} s of speech in {took:.2f} s, first sound after {first:.3f} s\n")
+            sys.stderr.write(
+                f"{length:.2f} s of speech in {took:.2f} s, first sound after {first:.3f} s\n"
+            )
     if not to_stdout:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         wave = np.concatenate([np.zeros(0, np.float32), *samples])

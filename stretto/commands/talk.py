@@ -17,14 +17,16 @@ def add_talk_parser(jobs: Any) -> None:
     talk = jobs.add_parser(
         "talk",
         help="talk with a server in the terminal",
-        description="A conversation in the terminal. Type, or press Enter on an empty line to speak (needs the package "
+        description="A conversation in the terminal. Type, or press Enter on an empty line to "
+        "speak (needs the package "
         "sounddevice). /voice NAME, /image FILE, /file SOUND, /new, /quit.",
     )
     talk.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
     talk.add_argument("--model", help="default: the first the server lists")
     talk.add_argument("--api-key", "--key", help="API key", metavar="KEY")
     talk.add_argument(
-        "--live", action="store_true", help="an open microphone: just talk, and interrupt when you like; with --file, "
+        "--live", action="store_true", help="an open microphone: just talk, and interrupt when you "
+                                            "like; with --file, "
         "the file is spoken in place of a microphone, and the first answer ends it",
     )  # fmt: skip
     once = talk.add_argument_group("one question, then leave")
@@ -35,15 +37,31 @@ def add_talk_parser(jobs: Any) -> None:
     how.add_argument("--system", help="system prompt")
     how.add_argument("--max-tokens", type=int, metavar="N")
     how.add_argument("--text-only", action="store_true", help="do not ask for speech")
-    how.add_argument("--save", type=Path, metavar="DIR", help="write each spoken answer to DIR/answer-N.wav")
-    how.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of silence (default: %(default)s)")
+    how.add_argument(
+        "--save", type=Path, metavar="DIR", help="write each spoken answer to DIR/answer-N.wav"
+    )
+    how.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="of silence (default: %(default)s)",
+    )
     talk.set_defaults(job=run_talk)
 
 
 def run_talk(args: argparse.Namespace) -> int:
     import httpx
 
-    from stretto.loadtest.http import ListedModel, answers_now, api_root, failures, headers, read_models, timeouts
+    from stretto.loadtest.http import (
+        ListedModel,
+        answers_now,
+        api_root,
+        failures,
+        headers,
+        read_models,
+        timeouts,
+    )
     from stretto.talk.sound import find_sound
     from stretto.talk.typed import Talk
 
@@ -52,12 +70,18 @@ def run_talk(args: argparse.Namespace) -> int:
         with failures():
             listed = client.get("models")
         listing = read_models(listed.status_code, listed.content)
-        model = listing if args.model is None else ListedModel(args.model, listing.voices, listing.sample_rate)
+        model = (
+            listing
+            if args.model is None
+            else ListedModel(args.model, listing.voices, listing.sample_rate)
+        )
         if args.live:
             return run_live(args, str(client.base_url), model.name)
         talk = Talk(
-            ask=lambda body: answers_now(client, body), model=model, out=sys.stdout, read=input, sound=find_sound(),
-            voice=args.voice, system=args.system, max_tokens=args.max_tokens, speak=not args.text_only, save=args.save,
+            ask=lambda body: answers_now(client, body), model=model, out=sys.stdout, read=input,
+            sound=find_sound(),
+            voice=args.voice, system=args.system, max_tokens=args.max_tokens,
+            speak=not args.text_only, save=args.save,
         )  # fmt: skip
         if args.file or args.text:
             return talk.once(args.text, args.file)
@@ -89,10 +113,13 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     url = f"{realtime_url(root)}?model={quote(model)}"
     try:
-        with connect(url, additional_headers=headers, max_size=None, max_queue=None, compression=None) as socket:
+        with connect(
+            url, additional_headers=headers, max_size=None, max_queue=None, compression=None
+        ) as socket:
             return LiveTalk(
                 socket, sys.stdout, listen, None if isinstance(sound, NoSound) else sound.speaker,
-                args.voice, args.system, args.max_tokens, args.save, most_answers=1 if args.file is not None else None,
+                args.voice, args.system, args.max_tokens, args.save,
+                most_answers=1 if args.file is not None else None,
             ).run()  # fmt: skip
     except InvalidStatus as e:
         status, told = e.response.status_code, e.response.body.decode()[:300]

@@ -1,6 +1,8 @@
-"""Which host runs on which device: replicas are spread over cards, and a host is shown the one that it uses.
+"""Which host runs on which device: replicas are spread over cards, and a host is shown the one that
+it uses.
 
-Called by whoever reads settings and by the engine before it starts anything. Pure; imports no torch."""
+Called by whoever reads settings and by the engine before it starts anything. Pure; imports no
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from stretto.hardware import VISIBLE, card_of
 
 
 def spread(config: EngineConfig, cards: int) -> EngineConfig:
-    """One replica for each card, where nothing says otherwise: settings that name no device on a machine with cards."""
+    """One replica for each card, where nothing says otherwise: settings that name no device on a
+    machine with cards."""
     if config.devices or isinstance(config.replicas, tuple) or config.replicas == 1:
         return config
     if card_of(config.host.device) is None:
@@ -22,7 +25,8 @@ def spread(config: EngineConfig, cards: int) -> EngineConfig:
         return config
     if config.replicas > cards:
         raise Invalid(
-            f"{config.replicas} replicas, each on a card of its own, but there {_are(cards)}; to let replicas "
+            f"{config.replicas} replicas, each on a card of its own, but there {_are(cards)}; to "
+            f"let replicas "
             "share a card, name it (--device cuda:0)", "replicas",
         )  # fmt: skip
     return replace(config, devices=tuple(f"cuda:{i}" for i in range(config.replicas)))
@@ -36,13 +40,15 @@ def check_cards(config: EngineConfig, stages: Sequence[str], cards: int) -> None
             card = card_of(device := place.device or one.host.device)
             if card is not None and card >= cards:
                 raise Invalid(
-                    f"{place.name} is placed on {device}, but there {_are(cards)}{_instead(cards)}", "placement"
+                    f"{place.name} is placed on {device}, but there {_are(cards)}{_instead(cards)}",
+                    "placement",
                 )
 
 
 def shown(device: str, cards: Sequence[str]) -> tuple[str, Mapping[str, str]]:
-    """What a host calls its device, and the environment in which it does. It sees no other card, so nothing that it
-    calls can land on one; a library that takes the first card takes the right one."""
+    """What a host calls its device, and the environment in which it does. It sees no other card, so
+    nothing that it calls can land on one; a library that takes the first card takes the right
+    one."""
     card = card_of(device)
     if card is None or card >= len(cards):
         return device, {}
@@ -54,4 +60,6 @@ def _instead(cards: int) -> str:
 
 
 def _are(cards: int) -> str:
-    return {0: "is no GPU", 1: "is one (cuda:0)"}.get(cards, f"are {cards} (cuda:0 to cuda:{cards - 1})")
+    return {0: "is no GPU", 1: "is one (cuda:0)"}.get(
+        cards, f"are {cards} (cuda:0 to cuda:{cards - 1})"
+    )

@@ -1,4 +1,5 @@
-"""The engine's settings on a command line: `stretto serve` and `stretto generate` take the same ones.
+"""The engine's settings on a command line: `stretto serve` and `stretto generate` take the same
+ones.
 
 Imports neither the engine nor torch."""
 
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stretto.config.connectors import check_connector
 from stretto.config.devices import spread
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.loader import read, stated
@@ -16,7 +18,6 @@ from stretto.config.overlaps import OverlapSwitches
 from stretto.config.preprocess import PoolSettings
 from stretto.config.server import ServerConfig
 from stretto.hardware import card_memory, cards, find_device
-from stretto.transport.known import check_connector
 
 RECORDS = (EngineConfig, HostSettings, OverlapSwitches)
 """What an engine has, wherever it runs; a server has `PoolSettings` too."""
@@ -39,8 +40,8 @@ def engine_config(
     here: bool = True,
     **fixed: Any,
 ) -> EngineConfig:
-    """From all places that settings can be stated in; `fixed` are fields of `EngineConfig` that are no settings.
-    `here`: it will run on this machine, whose cards are spread over its replicas."""
+    """From all places that settings can be stated in; `fixed` are fields of `EngineConfig` that are
+    no settings. `here`: it will run on this machine, whose cards are spread over its replicas."""
     switches = stated(OverlapSwitches, flags, environ, file)
     host = read(HostSettings, flags, environ, file, switches=switches)
     config = read(EngineConfig, flags, environ, file, **fixed)
@@ -52,21 +53,31 @@ def engine_config(
 
 GIB = 1 << 30
 ROWS = ((48 * GIB, 128), (24 * GIB, 64), (8 * GIB, 32))
-"""Rows of a stage's batch, by the memory beside the weights: a row of a few thousand tokens takes about 0.4 GiB."""
+"""Rows of a stage's batch, by the memory beside the weights: a row of a few thousand tokens takes
+about 0.4 GiB."""
 FEWEST = 16
-FLOAT8 = 0.55  # of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
+# of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
+FLOAT8 = 0.55
 
 
 def fit_card(
     engine: EngineConfig, server: ServerConfig, directory: Path, said: Collection[str]
 ) -> tuple[EngineConfig, ServerConfig]:
-    """As many rows as a card has memory for, and twice as many requests, where nobody said how many (`said`: names of
-    settings that were stated anywhere). Called by `stretto serve` when it knows its model."""
+    """As many rows as a card has memory for, and twice as many requests, where nobody said how many
+    (`said`: names of settings that were stated anywhere). Called by `stretto serve` when it knows
+    its model."""
     host = engine.host
-    memory = card_memory(host.device) if "max_rows" not in said and engine.placement == "one" else None
+    memory = (
+        card_memory(host.device) if "max_rows" not in said and engine.placement == "one" else None
+    )
     if memory is not None:
         size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
-        host = replace(host, max_rows=rows_for(memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))))
+        host = replace(
+            host,
+            max_rows=rows_for(
+                memory - int(size * (FLOAT8 if host.expert_weights == "float8" else 1))
+            ),
+        )
     rows = host.max_rows * engine.num_pipelines
     if "max_concurrent" not in said:
         server = replace(server, max_concurrent=2 * rows)

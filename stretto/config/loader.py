@@ -1,8 +1,10 @@
-"""Reads configuration records from flags, the environment and a YAML file: flag > environment > YAML > default.
+"""Reads configuration records from flags, the environment and a YAML file: flag > environment >
+YAML > default.
 
-A record is a frozen dataclass whose fields were made by `setting`. One rule gives all names: the setting `max_body_mb`
-is `--max-body-mb`, STRETTO_MAX_BODY_MB, and `max-body-mb` or `max_body_mb` in YAML. A setting is called as its field
-is, but for a few that have a name of their own. `table` shows them all."""
+A record is a frozen dataclass whose fields were made by `setting`. One rule gives all names: the
+setting `max_body_mb` is `--max-body-mb`, STRETTO_MAX_BODY_MB, and `max-body-mb` or `max_body_mb` in
+YAML. A setting is called as its field is, but for a few that have a name of their own. `table`
+shows them all."""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def add_flags(
     titles: Mapping[str, str],
     leave_out: Collection[str] = (),
 ) -> None:
-    """A flag for each setting, in its group. Absent flags stay absent: their values come from elsewhere."""
+    """A flag for each setting, in its group. Absent flags stay absent: their values come from
+    elsewhere."""
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
     for record in records:
         hints = get_type_hints(record)
@@ -45,7 +48,10 @@ def add_flags(
 
 def _add_flag(group: argparse._ArgumentGroup, f: Field[Any], kind: Any) -> None:
     flag, metavar = flag_of(name_of(f)), f.metadata["metavar"]
-    given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f.metadata["help"].replace("%", "%%")}
+    given: dict[str, Any] = {
+        "default": argparse.SUPPRESS,
+        "help": f.metadata["help"].replace("%", "%%"),
+    }
     if shown := "" if "default" in given["help"] else default_text(f):
         given["help"] += f" (default: {shown})"
     if f.metadata["parse"] is not None:
@@ -83,7 +89,8 @@ def read(
     file: Mapping[str, Any] | None = None,
     **fixed: Any,
 ) -> C:
-    """The record, each setting from the first place that states it; `fixed` are fields that are no settings."""
+    """The record, each setting from the first place that states it; `fixed` are fields that are no
+    settings."""
     return record(**stated(record, flags, environ, file), **fixed)
 
 
@@ -109,7 +116,9 @@ def stated(
     return given
 
 
-def read_yaml(path: str | Path, records: Sequence[type[Any]], others: Sequence[str] = ()) -> dict[str, Any]:
+def read_yaml(
+    path: str | Path, records: Sequence[type[Any]], others: Sequence[str] = ()
+) -> dict[str, Any]:
     """A YAML file with flags' names. A name no record has is an error, not a silent default."""
     import yaml  # only when there is a file
 
@@ -124,7 +133,9 @@ def read_yaml(path: str | Path, records: Sequence[type[Any]], others: Sequence[s
     return as_names(raw, records, others, str(path))
 
 
-def as_names(raw: Mapping[Any, Any], records: Sequence[type[Any]], others: Sequence[str], where: str) -> dict[str, Any]:
+def as_names(
+    raw: Mapping[Any, Any], records: Sequence[type[Any]], others: Sequence[str], where: str
+) -> dict[str, Any]:
     """Values by their settings' names, however these were written."""
     out = {str(k).replace("-", "_"): v for k, v in raw.items()}
     known = {name_of(f) for r in records for f in settings_of(r)} | set(others)
@@ -151,7 +162,10 @@ def table(records: Sequence[type[Any]], titles: Mapping[str, str]) -> str:
             what, _, told = f.metadata["help"].partition(" (default: ")
             default = told.removesuffix(")") if told or not shown else f"`{shown}`"
             flag = " ".join(filter(None, (flag_of(name), f.metadata["metavar"])))
-            rows.append(f"| `{flag}` | `{PREFIX}{name.upper()}` | {default} | {what.replace('|', chr(92) + '|')} |")
+            rows.append(
+                f"| `{flag}` | `{PREFIX}{name.upper()}` | {default} | "
+                f"{what.replace('|', chr(92) + '|')} |"
+            )
         parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -162,7 +176,11 @@ def settings_of(record: type[Any]) -> list[Field[Any]]:
 
 def _bare(hint: Any) -> Any:
     """The type without `| None`. (Other unions are parsed by the field's own function.)"""
-    some = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) in (Union, types.UnionType) else []
+    some = (
+        [t for t in get_args(hint) if t is not type(None)]
+        if get_origin(hint) in (Union, types.UnionType)
+        else []
+    )
     return some[0] if len(some) == 1 else hint
 
 
@@ -173,7 +191,13 @@ def _parse(value: Any, kind: Any, name: str, f: Field[Any]) -> Any:
     if f.metadata["parse"] is not None:
         return f.metadata["parse"](str(value))
     if get_origin(kind) is tuple:
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        parts = (
+            value.split(",")
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list)
+            else [value]
+        )
         return tuple(str(p).strip() for p in parts if str(p).strip())
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
@@ -183,7 +207,9 @@ def _parse(value: Any, kind: Any, name: str, f: Field[Any]) -> Any:
     try:
         return parsers[kind](value)
     except (TypeError, ValueError):
-        raise Invalid(f"{name} must be {'a yes or no' if kind is bool else f'of type {kind.__name__}'}", name) from None
+        raise Invalid(
+            f"{name} must be {'a yes or no' if kind is bool else f'of type {kind.__name__}'}", name
+        ) from None
 
 
 def _bool(value: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Switches that turn off one overlap each. Tests use them as oracles (the output is the same), benches as ablations.
+"""Switches that turn off one overlap each. Tests use them as oracles (the output is the same),
+benches as ablations.
 
-Read once at start from the configuration and, where that says nothing, the environment; then passed down as a value.
-(The command line has put its flags, the environment and its file into the configuration, in that order.)"""
+Read once at start from the configuration and, where that says nothing, the environment; then passed
+down as a value. (The command line has put its flags, the environment and its file into the
+configuration, in that order.)"""
 
 from __future__ import annotations
 
@@ -11,27 +13,49 @@ from dataclasses import dataclass, fields
 from stretto.config.setting import setting
 from stretto.errors import Invalid
 
-_WORDS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+_WORDS = {
+    "1": True,
+    "true": True,
+    "on": True,
+    "yes": True,
+    "0": False,
+    "false": False,
+    "off": False,
+    "no": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapSwitches:
     """All are on by default; `STRETTO_ASYNC_D2H=0` and so on switch one off."""
 
-    async_d2h: bool = setting(True, "overlap", "off: a step's payload is on the host before the loop goes on")
-    async_h2d: bool = setting(True, "overlap", "off: a stage is given a chunk only when it is on the device")
-    payload_stream: bool = setting(True, "overlap", "off: payloads are copied behind the step, on its stream")
-    zero_copy_encode: bool = setting(True, "overlap", "off: chunks are encoded into bytes, which are then copied")
+    async_d2h: bool = setting(
+        True, "overlap", "off: a step's payload is on the host before the loop goes on"
+    )
+    async_h2d: bool = setting(
+        True, "overlap", "off: a stage is given a chunk only when it is on the device"
+    )
+    payload_stream: bool = setting(
+        True, "overlap", "off: payloads are copied behind the step, on its stream"
+    )
+    zero_copy_encode: bool = setting(
+        True, "overlap", "off: chunks are encoded into bytes, which are then copied"
+    )
     just_in_time: bool = setting(
-        True, "overlap", "off: a step is launched as soon as there is room, even if the device still has work"
+        True,
+        "overlap",
+        "off: a step is launched as soon as there is room, even if the device still has work",
     )
     give_way: bool = setting(
-        True, "overlap", "off: frames are made beside prompts, even if all listeners have enough in hand"
+        True,
+        "overlap",
+        "off: frames are made beside prompts, even if all listeners have enough in hand",
     )
 
     @classmethod
     def read(cls, config: Mapping[str, object], environ: Mapping[str, str]) -> OverlapSwitches:
-        """From a configuration table and the environment; the table wins. Unknown names are refused."""
+        """From a configuration table and the environment; the table wins. Unknown names are
+        refused."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(config) - set(names))
         if unknown:

@@ -1,7 +1,7 @@
 """How the server is run: one frozen record, checked when made. Imports nothing heavy.
 
-Each field is also a flag of `stretto serve`, a key of its YAML file and, in capitals after STRETTO_, a variable of
-the environment; `settings.py` reads them."""
+Each field is also a flag of `stretto serve`, a key of its YAML file and, in capitals after
+STRETTO_, a variable of the environment; `settings.py` reads them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Literal
 
 from stretto.config.setting import check_finite, setting
 from stretto.errors import Invalid
-from stretto.messages.params import ChunkSizes
+from stretto.params import ChunkSizes
 
-# A Host header and an Origin header, in small letters. Browsers write both in this form and no other.
+# A Host header and an Origin header, in small letters. Browsers write both in this form and no
+# other.
 _NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
 HOST_NAME = re.compile(_NAME)
 HOST = re.compile(rf"({_NAME})(?::\d{{1,5}})?")
@@ -24,7 +25,8 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 WHOLE = 8192
-"""Frames in a packet that holds a whole answer: more than ten minutes, and still one chunk of a link."""
+"""Frames in a packet that holds a whole answer: more than ten minutes, and still one chunk of a
+link."""
 
 
 def _is_key(word: str) -> bool:
@@ -41,106 +43,173 @@ def _is_network(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    host: str = setting("127.0.0.1", "address", "address to listen on; 0.0.0.0 opens the server to the network")
+    host: str = setting(
+        "127.0.0.1", "address", "address to listen on; 0.0.0.0 opens the server to the network"
+    )
     port: int = setting(8000, "address", "0 picks a free port")
     uds: str | None = setting(None, "address", "listen on a Unix socket instead", "PATH")
-    root_path: str = setting("", "address", "prefix under which a proxy serves this server", "PREFIX")
-    ssl_certfile: str | None = setting(None, "address", "TLS certificate (npm's openai insists on TLS)", "FILE")
+    root_path: str = setting(
+        "", "address", "prefix under which a proxy serves this server", "PREFIX"
+    )
+    ssl_certfile: str | None = setting(
+        None, "address", "TLS certificate (npm's openai insists on TLS)", "FILE"
+    )
     ssl_keyfile: str | None = setting(None, "address", "TLS private key", "FILE")
-    ssl_keyfile_password: str | None = setting(None, "address", "of the private key, if it is encrypted", "WORD")
+    ssl_keyfile_password: str | None = setting(
+        None, "address", "of the private key, if it is encrypted", "WORD"
+    )
 
     served_model_name: tuple[str, ...] = setting(
-        (), "clients", "names clients may use for the model; the first is reported (default: the model's own)", "NAME"
+        (),
+        "clients",
+        "names clients may use for the model; the first is reported (default: the model's own)",
+        "NAME",
     )
-    api_key: tuple[str, ...] = setting((), "clients", "keys that open /v1 (default: open to all)", "KEY")
+    api_key: tuple[str, ...] = setting(
+        (), "clients", "keys that open /v1 (default: open to all)", "KEY"
+    )
     api_key_file: str | None = setting(
-        None, "clients", "more keys, one a line; read again when it changes, so that keys can be exchanged", "FILE"
+        None,
+        "clients",
+        "more keys, one a line; read again when it changes, so that keys can be exchanged",
+        "FILE",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "clients", "web pages that may call this server beside its own; *: any (default: those of this machine; "
+        (), "clients", "web pages that may call this server beside its own; *: any (default: those "
+                       "of this machine; "
         "with an API key, any)", "ORIGIN",
     )  # fmt: skip
     allowed_hosts: tuple[str, ...] = setting(
-        (), "clients", "names under which this server may be called beside localhost; *: any (default: any, but none "
+        (), "clients", "names under which this server may be called beside localhost; *: any "
+                       "(default: any, but none "
         "without an API key on a loopback address)", "NAME",
     )  # fmt: skip
 
     trusted_proxies: tuple[str, ...] = setting(
-        (), "clients", "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto say who calls; "
+        (), "clients", "addresses or networks of proxies whose X-Forwarded-For and "
+                       "X-Forwarded-Proto say who calls; "
         "*: any (default: nobody's are believed)", "ADDRESS",
     )  # fmt: skip
 
-    max_concurrent: int = setting(64, "limits", "requests answered at once (default: twice --max-rows)", "N")
+    max_concurrent: int = setting(
+        64, "limits", "requests answered at once (default: twice --max-rows)", "N"
+    )
     max_live: int = setting(
-        32, "limits", "texts that are read while they are written, at once; none of the API keys (without keys: "
+        32, "limits", "texts that are read while they are written, at once; none of the API keys "
+                      "(without keys: "
         "addresses) has over half of them (default: --max-rows)", "N",
     )  # fmt: skip
     max_queue: int = setting(
-        256, "limits", "requests that may wait for one of these places, in order; more are refused (429)", "N"
+        256,
+        "limits",
+        "requests that may wait for one of these places, in order; more are refused (429)",
+        "N",
     )
     queue_timeout: float = setting(
-        60.0, "limits", "time that a request may wait for a place; then it is refused (429)", "SECONDS"
+        60.0,
+        "limits",
+        "time that a request may wait for a place; then it is refused (429)",
+        "SECONDS",
     )
     max_concurrent_per_key: int = setting(
         0,
         "limits",
-        "requests of one API key (without keys: address) answered at once; more are refused (429) and do not wait; "
+        "requests of one API key (without keys: address) answered at once; more are refused (429) "
+        "and do not wait; "
         "0: no limit, but when others wait the next place goes to whoever has the fewest",
         "N",
     )
-    max_connections: int = setting(1024, "limits", "open connections; beyond, the longest idle one is closed", "N")
+    max_connections: int = setting(
+        1024, "limits", "open connections; beyond, the longest idle one is closed", "N"
+    )
     max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
-    header_timeout: float = setting(10.0, "limits", "time in which a request's headers must arrive", "SECONDS")
+    header_timeout: float = setting(
+        10.0, "limits", "time in which a request's headers must arrive", "SECONDS"
+    )
     max_body_mb: float = setting(64.0, "limits", "largest request body, in MiB", "MIB")
     max_bodies_mb: float = setting(
-        512.0, "limits", "bodies of all requests that are being read or prepared, in MiB; none holds over half", "MIB"
+        512.0,
+        "limits",
+        "bodies of all requests that are being read or prepared, in MiB; none holds over half",
+        "MIB",
     )
     min_body_kb_s: float = setting(
         16.0, "limits", "slowest rate at which a body may arrive, in KiB a second; 0: any", "KIB"
     )
-    body_grace: float = setting(5.0, "limits", "time before the rate of a body is checked", "SECONDS")
-    send_timeout: float = setting(30.0, "limits", "time after which a client that takes no data is dropped", "SECONDS")
-    body_timeout: float = setting(60.0, "limits", "time in which a request's body must arrive", "SECONDS")
-    drain_timeout: float = setting(30.0, "limits", "time that running requests may take after SIGTERM", "SECONDS")
+    body_grace: float = setting(
+        5.0, "limits", "time before the rate of a body is checked", "SECONDS"
+    )
+    send_timeout: float = setting(
+        30.0, "limits", "time after which a client that takes no data is dropped", "SECONDS"
+    )
+    body_timeout: float = setting(
+        60.0, "limits", "time in which a request's body must arrive", "SECONDS"
+    )
+    drain_timeout: float = setting(
+        30.0, "limits", "time that running requests may take after SIGTERM", "SECONDS"
+    )
     audio_lifetime: float = setting(
         3600.0, "limits", "time for which a spoken answer can be referred to by its id", "SECONDS"
     )
     audio_kept: int = setting(4096, "limits", "spoken answers that can be referred to", "N")
 
-    streaming: bool = setting(True, "speech", "send sound while speech is being made; off: when all of it is made")
+    streaming: bool = setting(
+        True, "speech", "send sound while speech is being made; off: when all of it is made"
+    )
     first_frames: int = setting(1, "speech", "codec frames in the first packet of sound", "N")
     each_frames: int = setting(8, "speech", "most frames in a later packet", "N")
     packet_ramp: int = setting(
         2, "speech", "factor by which packets grow from the first to the largest; 0: at once", "N"
     )
 
-    realtime_sessions: int = setting(128, "realtime", "sessions at once; more are refused (429)", "N")
-    realtime_sessions_per_key: int = setting(
-        0, "realtime", "sessions of one API key (without keys: address) at once; 0: its share, at most half", "N"
+    realtime_sessions: int = setting(
+        128, "realtime", "sessions at once; more are refused (429)", "N"
     )
-    realtime_minutes: float = setting(60.0, "realtime", "longest time that a session may last", "MINUTES")
-    realtime_idle: float = setting(600.0, "realtime", "time after which a session without events is closed", "SECONDS")
+    realtime_sessions_per_key: int = setting(
+        0,
+        "realtime",
+        "sessions of one API key (without keys: address) at once; 0: its share, at most half",
+        "N",
+    )
+    realtime_minutes: float = setting(
+        60.0, "realtime", "longest time that a session may last", "MINUTES"
+    )
+    realtime_idle: float = setting(
+        600.0, "realtime", "time after which a session without events is closed", "SECONDS"
+    )
     realtime_held_mb: float = setting(
-        256.0, "realtime", "sound and pictures that a session may hold, its conversation included, in MiB", "MIB"
+        256.0,
+        "realtime",
+        "sound and pictures that a session may hold, its conversation included, in MiB",
+        "MIB",
     )
     realtime_total_mb: float = setting(
-        2048.0, "realtime", "the same of all sessions, with messages that are still arriving, in MiB; none of the "
+        2048.0, "realtime", "the same of all sessions, with messages that are still arriving, in "
+                            "MiB; none of the "
         "API keys (without keys: addresses) holds over half", "MIB",
     )  # fmt: skip
-    realtime_lead: float = setting(10.0, "realtime", "time by which sound may be sent ahead of its playback", "SECONDS")
+    realtime_lead: float = setting(
+        10.0, "realtime", "time by which sound may be sent ahead of its playback", "SECONDS"
+    )
     realtime_speculate: bool = setting(
         True,
         "realtime",
-        "begin to answer at a short pause, before the turn has certainly ended; the answers are the same",
+        "begin to answer at a short pause, before the turn has certainly ended; the answers are "
+        "the same",
     )
 
     log_format: LogFormat = setting("text", "logging", "one line a request, as text or as JSON")  # noqa: RUF009
     log_level: LogLevel = setting("info", "logging", "how much to log")  # noqa: RUF009
     metrics: bool = setting(True, "logging", "serve Prometheus metrics at /metrics")
     metrics_port: int | None = setting(
-        None, "logging", "serve them at this port of --host, and not where requests are taken; 0 picks a free one", "N"
+        None,
+        "logging",
+        "serve them at this port of --host, and not where requests are taken; 0 picks a free one",
+        "N",
     )
-    metrics_key: tuple[str, ...] = setting((), "logging", "keys that open /metrics (default: open to all)", "KEY")
+    metrics_key: tuple[str, ...] = setting(
+        (), "logging", "keys that open /metrics (default: open to all)", "KEY"
+    )
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -175,9 +244,13 @@ class ServerConfig:
             "realtime_lead": self.realtime_lead > 0,
             "api_key": all(map(_is_key, self.api_key)),
             "metrics_key": all(map(_is_key, self.metrics_key)),
-            "allowed_origins": all(o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins),
+            "allowed_origins": all(
+                o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins
+            ),
             "trusted_proxies": all(a == "*" or _is_network(a) for a in self.trusted_proxies),
-            "allowed_hosts": all(h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts),
+            "allowed_hosts": all(
+                h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts
+            ),
             "served_model_name": all(self.served_model_name),
             "log_format": self.log_format in ("text", "json"),
             "log_level": self.log_level in ("debug", "info", "warning", "error"),
@@ -198,8 +271,9 @@ class ServerConfig:
 
     @property
     def engine_requests(self) -> int:
-        """How many requests the engine may have at once: those that are answered, texts that wait for more, and of each
-        session one that reads ahead and one that writes down what was said."""
+        """How many requests the engine may have at once: those that are answered, texts that wait
+        for more, and of each session one that reads ahead and one that writes down what was
+        said."""
         return self.max_concurrent + self.max_live + 2 * self.realtime_sessions
 
     @property
@@ -232,8 +306,14 @@ class ServerConfig:
     @property
     def metrics_url(self) -> str | None:
         """And its metrics, if they have a port of their own."""
-        return None if self.metrics_port is None or not self.metrics else f"{self._url(self.metrics_port)}/metrics"
+        return (
+            None
+            if self.metrics_port is None or not self.metrics
+            else f"{self._url(self.metrics_port)}/metrics"
+        )
 
     def _url(self, port: int) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http{'s' if self.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self.ssl_certfile else "http"
+        name = f"[{host}]" if ":" in host else host
+        return f"{scheme}://{name}:{port}"

@@ -1,10 +1,12 @@
-"""The agent: starts a host on its machine, as its child, and relays bytes between it and the orchestrator far away.
+"""The agent: starts a host on its machine, as its child, and relays bytes between it and the
+orchestrator far away.
 
-Run by whatever starts things there (a Ray actor), in one thread, from `run` to its end. The host is the same program on
-the same socket pair as on the orchestrator's machine and knows nothing of this. The agent dials the orchestrator and
-says hello. When the connection ends, the host is killed; when the host ends, or the process that this machine's hosts
-depend on, the orchestrator is told why and the connection ends. Nothing is buffered but one message each way: whoever
-is slow slows the other. Imports no torch."""
+Run by whatever starts things there (a Ray actor), in one thread, from `run` to its end. The host is
+the same program on the same socket pair as on the orchestrator's machine and knows nothing of this.
+The agent dials the orchestrator and says hello. When the connection ends, the host is killed; when
+the host ends, or the process that this machine's hosts depend on, the orchestrator is told why and
+the connection ends. Nothing is buffered but one message each way: whoever is slow slows the other.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -43,13 +45,17 @@ LAST_WORDS_MS = 2000
 ORPHANED = "the process that keeps its machine's hosts died"
 END_S = 5.0  # for a host whose orchestrator said nothing more to end by itself
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 _EVENT = struct.Struct("<HI")
 
 
 class Agent:
-    """`address`: of this machine, as other hosts reach it. `keeper`: a process without which the host must not go on,
-    since nobody would end it."""
+    """`address`: of this machine, as other hosts reach it. `keeper`: a process without which the
+    host must not go on, since nobody would end it."""
 
     def __init__(
         self,
@@ -67,7 +73,8 @@ class Agent:
         self._keeper = keeper
 
     def run(self) -> str:
-        """Until the host or the orchestrator is gone; says which. `StageDead`: it did not come to that."""
+        """Until the host or the orchestrator is gone; says which. `StageDead`: it did not come to
+        that."""
         with zmq.Context() as context:
             dealer = context.socket(zmq.DEALER)
             try:
@@ -91,7 +98,9 @@ class Agent:
         dealer.set_hwm(QUEUED)
         dealer.ipv6 = self._invitation.address.startswith("[")
         encrypt(dealer, self._key)
-        monitor = dealer.get_monitor_socket(_GONE | _REFUSED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = dealer.get_monitor_socket(
+            _GONE | _REFUSED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
         where = self._invitation.address
         dealer.connect(f"tcp://{where}")
         deadline, connected = time.monotonic() + DIAL_S, False
@@ -103,11 +112,17 @@ class Agent:
                     return monitor
                 # Who has another secret is not understood: it is disconnected without a word.
                 if event & _REFUSED or (connected and event & _GONE):
-                    raise Unusable(f"the orchestrator at {where} refused its agent: the cluster's secrets differ")
+                    raise Unusable(
+                        f"the orchestrator at {where} refused its agent: the cluster's secrets "
+                        f"differ"
+                    )
                 if event & _GONE:
                     raise StageDead(f"nobody listens at {where}")
                 connected = True
-        raise StageDead(f"no answer from {where} within {DIAL_S:g} s: not reachable, or the cluster's secrets differ")
+        raise StageDead(
+            f"no answer from {where} within {DIAL_S:g} s: not reachable, or the cluster's secrets "
+            f"differ"
+        )
 
     def _serve(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> str:
         ours, theirs = socket.socketpair()
@@ -144,7 +159,8 @@ class Agent:
 
 @contextmanager
 def _watched(pid: int | None) -> Iterator[int | None]:
-    """A descriptor that is readable when this process has ended; None where there is none, or the kernel gives none."""
+    """A descriptor that is readable when this process has ended; None where there is none, or the
+    kernel gives none."""
     try:
         descriptor = None if pid is None else os.pidfd_open(pid)
     except ProcessLookupError:
@@ -162,21 +178,31 @@ class _Relay:
     """Bytes both ways, and at most one message of each in hand."""
 
     def __init__(
-        self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], host: socket.socket, keeper: int | None
+        self,
+        dealer: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes],
+        host: socket.socket,
+        keeper: int | None,
     ) -> None:
         self.dealer, self.monitor, self.host, self.keeper = dealer, monitor, host, keeper
         self.inward = memoryview(b"")  # for the host, which has no room
         self.outward = b""  # for the orchestrator
 
     def run(self) -> str | None:
-        """Until the host has closed its end, or its keeper is gone; None: the orchestrator is gone."""
+        """Until the host has closed its end, or its keeper is gone; None: the orchestrator is
+        gone."""
         poller = zmq.Poller()
         poller.register(self.monitor, zmq.POLLIN)
         if self.keeper is not None:
             poller.register(self.keeper, zmq.POLLIN)
         while True:
-            poller.register(self.dealer, (0 if self.inward else zmq.POLLIN) | (zmq.POLLOUT if self.outward else 0))
-            poller.register(self.host, (0 if self.outward else zmq.POLLIN) | (zmq.POLLOUT if self.inward else 0))
+            poller.register(
+                self.dealer,
+                (0 if self.inward else zmq.POLLIN) | (zmq.POLLOUT if self.outward else 0),
+            )
+            poller.register(
+                self.host, (0 if self.outward else zmq.POLLIN) | (zmq.POLLOUT if self.inward else 0)
+            )
             ready: dict[Any, int] = dict(poller.poll())
             if self.monitor in ready and _event_of(self.monitor) & (_GONE | _REFUSED):
                 return None

@@ -1,5 +1,5 @@
-"""What a request is admitted with: limits that fit the model, an id that no stage has heard of, and the announcement
-to its stages. Called by the engine on the event loop; imports no torch."""
+"""What a request is admitted with: limits that fit the model, an id that no stage has heard of, and
+the announcement to its stages. Called by the engine on the event loop; imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from stretto.engine.pipeline import PIECE
 from stretto.engine.request import Ticket
 from stretto.errors import Bug, Invalid, TooLong
 from stretto.family import Capability, Wanted
-from stretto.messages.params import PLAIN, Manner, Params
 from stretto.messages.requests import Admit
+from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.types import RequestId
 
-_GIVEN = re.compile(r"[A-Za-z0-9_.:-]{1,48}")  # what a link carries as a request's name, less room for a number
+_GIVEN = re.compile(
+    r"[A-Za-z0-9_.:-]{1,48}"
+)  # what a link carries as a request's name, less room for a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,14 @@ class Ask:
     id: RequestId | None
     spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer to be made
     session: str | None = None
-    manner: Manner = PLAIN  # of reading aloud
+    manner: SpeechStyle = DEFAULT_STYLE  # of reading aloud
     live: bool = False  # the text that is read aloud is still being written
     enrols: bool = False  # wants a voice, not an answer
     sender: str = ""  # whose turn it is when many ask at once
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
-    prefill_only: bool = False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
+    prefill_only: bool = (
+        False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
+    )
 
     @property
     def capability(self) -> Capability:
@@ -53,17 +57,28 @@ class Ask:
 
 
 def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
-    """The parameters, with limits that the model has room for beside a prompt of `num_prompt` tokens."""
+    """The parameters, with limits that the model has room for beside a prompt of `num_prompt`
+    tokens."""
     params = ask.params
     room = max_positions - num_prompt
     if ask.spoken is None and not ask.enrols and params.max_text_tokens > room:
         if room < 1:
-            raise TooLong(f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages")
-        params = replace(params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room))
+            raise TooLong(
+                f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages"
+            )
+        params = replace(
+            params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room)
+        )
     longest = max(1, room - 16)
-    params = replace(params, max_frames=min(params.max_frames, longest), min_frames=min(params.min_frames, longest))
+    params = replace(
+        params,
+        max_frames=min(params.max_frames, longest),
+        min_frames=min(params.min_frames, longest),
+    )
     if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
-        raise Invalid(f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias")
+        raise Invalid(
+            f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias"
+        )
     return params
 
 
@@ -77,14 +92,15 @@ def fresh_seed() -> int:
 
 
 class Names:
-    """The ids that all stages know requests by. None comes twice: stages remember those of requests that are over, and
-    ignore what comes for them."""
+    """The ids that all stages know requests by. None comes twice: stages remember those of requests
+    that are over, and ignore what comes for them."""
 
     def __init__(self) -> None:
         self._numbers = count()
 
     def new(self, given: RequestId | None, running: Iterable[Ticket]) -> RequestId:
-        """The caller's id and a number that makes it unique, so that earlier ids need not be remembered."""
+        """The caller's id and a number that makes it unique, so that earlier ids need not be
+        remembered."""
         if given is None:
             return RequestId(f"r-{secrets.token_hex(8)}")
         if not _GIVEN.fullmatch(given):
@@ -95,13 +111,18 @@ class Names:
 
 
 async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
-    """Tell all stages of a request at once, so that each is ready before its first input comes. Features go only to
-    hosts whose stages encode them, large ones ahead and piece by piece. `shared`: prompts of all owners are one in the
-    prefix caches."""
+    """Tell all stages of a request at once, so that each is ready before its first input comes.
+    Features go only to hosts whose stages encode them, large ones ahead and piece by piece.
+    `shared`: prompts of all owners are one in the prefix caches."""
     wanted = Wanted(ask.capability, t.params, t.seed, ask.voice, ask.spoken, ask.manner, ask.live)
-    told = {stage: msgspec.Raw(_encode(params)) for stage, params in t.model.stage_params(wanted).items()}
+    told = {
+        stage: msgspec.Raw(_encode(params))
+        for stage, params in t.model.stage_params(wanted).items()
+    }
     if set(told) != set(t.stages):
-        raise Bug(f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}")
+        raise Bug(
+            f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}"
+        )
     root, sender = b"" if shared else cache_root(ask.owner), digest_of(ask.sender, b"sender")
     bare, features = t.prompt.without_features(), t.prompt.features
     encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]

@@ -1,7 +1,8 @@
-"""How far another machine's monotonic clock is from ours, by asking it the time. Pure; imports no torch.
+"""How far another machine's monotonic clock is from ours, by asking it the time. Pure; imports no
+torch.
 
-An answer is off by at most half of its round trip, so the fastest recent one is used. Clocks drift, so the error of an
-old answer grows with time, until a new one is better."""
+An answer is off by at most half of its round trip, so the fastest recent one is used. Clocks drift,
+so the error of an old answer grows with time, until a new one is better."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ClockOffset:
     at: float = 0.0
 
     def add(self, sent: float, received: float, theirs: float) -> None:
-        """They were asked at `sent`, answered at `theirs` by their clock, and we heard at `received`."""
+        """They were asked at `sent`, answered at `theirs` by their clock, and we heard at
+        `received`."""
         error = (received - sent) / 2
         if 0 <= error <= self.error + DRIFT * (received - self.at):
             self.offset, self.error, self.at = theirs - (sent + received) / 2, error, received

@@ -1,10 +1,12 @@
-"""The engine: requests in, events out, over one or more pipelines of host processes. Asyncio; imports no torch.
+"""The engine: requests in, events out, over one or more pipelines of host processes. Asyncio;
+imports no torch.
 
-It builds the prompt, chooses a pipeline, mints the one request id, announces the request to every stage that it needs
-at once (which ones, its model's family says), and passes on what the stages report. Tensors never come here, and
-neither does a chunk: what one stage makes for the next goes over their own link. All on the event loop, but for the
-prompt: what came over the network is decoded and built by the prompt worker, a process of its own; what a caller of
-this process gave, in a thread."""
+It builds the prompt, chooses a pipeline, mints the one request id, announces the request to every
+stage that it needs at once (which ones, its model's family says), and passes on what the stages
+report. Tensors never come here, and neither does a chunk: what one stage makes for the next goes
+over their own link. All on the event loop, but for the prompt: what came over the network is
+decoded and built by the prompt worker, a process of its own; what a caller of this process gave, in
+a thread."""
 
 from __future__ import annotations
 
@@ -40,9 +42,20 @@ from stretto.engine.tts import Reader
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
 from stretto.family import Capability, ModelInfo
 from stretto.hardware import cards
-from stretto.messages.params import PLAIN, Manner, Params
-from stretto.messages.requests import Cancel, Codes, Ended, Failed, FromHost, Made, MediaRequest, Pcm, Text, Working
+from stretto.messages.requests import (
+    Cancel,
+    Codes,
+    Ended,
+    Failed,
+    FromHost,
+    Made,
+    MediaRequest,
+    Pcm,
+    Text,
+    Working,
+)
 from stretto.observe.trace import TraceWriter
+from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.build import Builder
 from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
@@ -84,12 +97,22 @@ class PipelineEngine:
             )
             for i in range(config.num_pipelines)
         ]  # fmt: skip
-        self._accepted = 0  # requests, those included whose prompt is being built and that have no ticket yet
+        self._accepted = (
+            0  # requests, those included whose prompt is being built and that have no ticket yet
+        )
         self._tickets: dict[RequestId, Ticket] = {}
         self._router, self._names = Router(self._pipelines, config), Names()
         self._reader = Reader(self.run, self.prompts, self._info, self.builder.tokenizer.encode)
         self.watch = Watch(self._tickets, self._pipelines, config)
-        kinds = ("requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed")
+        kinds = (
+            "requests",
+            "finished",
+            "failed",
+            "cancelled",
+            "refused",
+            "ahead",
+            "windows_changed",
+        )
         self.counts = dict.fromkeys(kinds, 0)
         self._watcher: asyncio.Task[None] | None = None
         self._draining = self._closed = False
@@ -100,7 +123,9 @@ class PipelineEngine:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, model: str | Path, config: EngineConfig | None = None) -> AsyncIterator[PipelineEngine]:
+    async def open(
+        cls, model: str | Path, config: EngineConfig | None = None
+    ) -> AsyncIterator[PipelineEngine]:
         engine = cls(Path(model), config or EngineConfig())
         try:
             await engine.start()
@@ -132,8 +157,11 @@ class PipelineEngine:
 
     @property
     def pace(self) -> float:
-        """How fast the slowest running speech is made, in times of real time; infinite if there is none."""
-        return min((slowest(p, self._tickets.values()) for p in self._pipelines), default=float("inf"))
+        """How fast the slowest running speech is made, in times of real time; infinite if there is
+        none."""
+        return min(
+            (slowest(p, self._tickets.values()) for p in self._pipelines), default=float("inf")
+        )
 
     def metrics(self) -> Mapping[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self.counts.items()}
@@ -169,7 +197,11 @@ class PipelineEngine:
                 finally:
                     messages.close()
             await self.prompts.check(asked.grammar, sender)
-            given = [dict(m) for m in messages], [dict(t) for t in tools] if tools else None, use_audio_in_video
+            given = (
+                [dict(m) for m in messages],
+                [dict(t) for t in tools] if tools else None,
+                use_audio_in_video,
+            )
             return await self.threads.build_local(*given, allow_paths=allow_paths)
 
         ask = Ask(speak, voice, asked, request_id, session=session, owner=owner, sender=sender)
@@ -180,14 +212,16 @@ class PipelineEngine:
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: Manner = PLAIN,
+        manner: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
         sender: str = "",
     ) -> AsyncIterator[Event]:
         self.check(("audio",), voice)
-        ask = Ask(True, voice, params or self._info.defaults, request_id, manner=manner, owner=owner)
+        ask = Ask(
+            True, voice, params or self._info.defaults, request_id, manner=manner, owner=owner
+        )
         return self._reader.read(text, ask, sender)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
@@ -200,10 +234,13 @@ class PipelineEngine:
         return Session(self, owner=owner, allow_paths=allow_paths)
 
     def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
-        """Whether there is to be speech. Raises `Invalid` for what the model cannot do, `Busy` when it is over."""
+        """Whether there is to be speech. Raises `Invalid` for what the model cannot do, `Busy` when
+        it is over."""
         unknown = set(modalities) - {"text", "audio"}
         if unknown or not modalities:
-            raise Invalid(f"modalities must be text and/or audio, got {sorted(modalities)}", "modalities")
+            raise Invalid(
+                f"modalities must be text and/or audio, got {sorted(modalities)}", "modalities"
+            )
         if voice is not None:
             self.model.check_voice(voice)
         self._check_open()
@@ -218,7 +255,9 @@ class PipelineEngine:
     ) -> tuple[Outlined, MemFile]:
         return await self.prompts.outline(body, long, most, sender)
 
-    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+    async def cut(
+        self, sound: MemFile, seconds: float, sender: str = ""
+    ) -> tuple[Windows, MemFile]:
         return await self.prompts.cut(sound, seconds, sender)
 
     async def run(
@@ -227,8 +266,8 @@ class PipelineEngine:
         ask: Ask,
         writes: Callable[[Ticket], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Event]:
-        """A request, from its prompt to its last event. `writes` goes on beside it: it tells it text that is still to
-        come."""
+        """A request, from its prompt to its last event. `writes` goes on beside it: it tells it
+        text that is still to come."""
         with self._place():
             arrived = time.monotonic()
             prompt = await build()
@@ -256,7 +295,8 @@ class PipelineEngine:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """One of the places for requests, from before the prompt is built to the last event; `drain` waits for all."""
+        """One of the places for requests, from before the prompt is built to the last event;
+        `drain` waits for all."""
         self._check_open()  # since it was asked for
         if self._accepted >= self.config.max_requests:
             self.counts["refused"] += 1
@@ -281,10 +321,22 @@ class PipelineEngine:
         now = time.monotonic()
         words = TextStream(self.builder.tokenizer)
         ticket = Ticket(
-            id, ask.id, pipeline, self.model, stages, prompt, params, seed_of(params), words, arrived, progressed=now
+            id,
+            ask.id,
+            pipeline,
+            self.model,
+            stages,
+            prompt,
+            params,
+            seed_of(params),
+            words,
+            arrived,
+            progressed=now,
         )
         ticket.prefill_only, ticket.media = ask.prefill_only, built.media
-        ticket.said = len(ask.spoken or ()) if self._info.live_text else 0  # else it is in the prompt
+        ticket.said = (
+            len(ask.spoken or ()) if self._info.live_text else 0
+        )  # else it is in the prompt
         self._tickets[id] = ticket
         self.counts["ahead" if ask.prefill_only else "requests"] += 1
         pipeline.active += 1
@@ -336,7 +388,9 @@ class PipelineEngine:
             case Text(ids=ids, logprobs=scored):
                 t.add_text(ids, scored)
             case Pcm(start=start, frames=frames):
-                t.add_sound(start, frames, np.frombuffer(blob, np.float32), self.config.max_buffered_s)
+                t.add_sound(
+                    start, frames, np.frombuffer(blob, np.float32), self.config.max_buffered_s
+                )
             case Codes(start=start, width=width):
                 codes = np.frombuffer(blob, np.int32).reshape(-1, width)
                 t.events.put_nowait(CodeFrames(start, codes))

@@ -1,4 +1,5 @@
-"""What an engine yields for a request, and says of itself. `api.py` says in which order. Imports no torch."""
+"""What an engine yields for a request, and says of itself. `api.py` says in which order. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ EngineState = Literal["loading", "ready", "draining", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was, before all that a request may do to that (penalties, temperature, grammars)."""
+    """How likely a token was, before all that a request may do to that (penalties, temperature,
+    grammars)."""
 
     id: int
     token: str  # what it says, or what a special token is called
-    said: bytes | None  # what it adds to the text, which may be part of a character; None for special tokens
+    said: (
+        bytes | None
+    )  # what it adds to the text, which may be part of a character; None for special tokens
     logprob: float
     top: tuple[TokenLogprob, ...] = ()  # the likeliest in its place, the likeliest first
 
@@ -56,12 +60,15 @@ class Usage:
     cached_tokens: int = 0
     audio_prompt_tokens: int = 0
     image_prompt_tokens: int = 0
-    encoded_pieces: int = 0  # of media: windows of sound, pictures, videos. Others were found in caches
+    encoded_pieces: int = (
+        0  # of media: windows of sound, pictures, videos. Others were found in caches
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """Something that took time: a stage's step, a chunk's hop. Seconds from the request's arrival."""
+    """Something that took time: a stage's step, a chunk's hop. Seconds from the request's
+    arrival."""
 
     lane: str  # a stage, or "packets"
     name: str
@@ -94,6 +101,8 @@ class Progress:
     """How far loading is, for people who wait."""
 
     state: EngineState
-    stages: Mapping[str, str] = field(default_factory=dict)  # stage -> "loading 43 %", "capturing", "ready"
+    stages: Mapping[str, str] = field(
+        default_factory=dict
+    )  # stage -> "loading 43 %", "capturing", "ready"
     error: str | None = None
     accepts: bool = False  # requests that come although it is not ready wait until it is

@@ -1,7 +1,9 @@
-"""Which hosts of an engine share a card, and whose turn it is to load there. On the event loop; imports no torch.
+"""Which hosts of an engine share a card, and whose turn it is to load there. On the event loop;
+imports no torch.
 
-A host sizes its KV pools by what is free when it loads. So hosts that share a card load one after the other, and each
-is told which stages are to come after it, so that it leaves room for them (see `stage/host/memory_plan.py`)."""
+A host sizes its KV pools by what is free when it loads. So hosts that share a card load one after
+the other, and each is told which stages are to come after it, so that it leaves room for them (see
+`stage/host/memory_plan.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Cards:
     """Of one engine, over all its pipelines. Each host has its seat from the beginning."""
 
     _seats: defaultdict[int, list[Seat]] = field(default_factory=lambda: defaultdict(list))
-    _turns: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    _turns: defaultdict[int, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
 
     def seat(self, device: str, stages: tuple[str, ...]) -> Seat:
         seat, card = Seat(stages), card_of(device)
@@ -41,7 +45,8 @@ class Cards:
 
     @asynccontextmanager
     async def turn(self, device: str, seat: Seat) -> AsyncIterator[tuple[tuple[str, ...], ...]]:
-        """A host's time to load; yields the stages of each host that will load on the same card after it."""
+        """A host's time to load; yields the stages of each host that will load on the same card
+        after it."""
         card = card_of(device)
         if card is None or not self.shared(device):
             yield ()

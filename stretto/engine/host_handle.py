@@ -1,7 +1,8 @@
-"""A host as the orchestrator sees it, wherever it runs: spoken to, listened to, watched. Asyncio; imports no torch.
+"""A host as the orchestrator sees it, wherever it runs: spoken to, listened to, watched. Asyncio;
+imports no torch.
 
-How a host is started and how bytes get to it is for others: `process.py` (a child on this machine) and `remote.py`
-(another machine). A `Launcher` makes one or the other."""
+How a host is started and how bytes get to it is for others: `process.py` (a child on this machine)
+and `remote.py` (another machine). A `Launcher` makes one or the other."""
 
 from __future__ import annotations
 
@@ -25,16 +26,21 @@ class Unusable(StageDead):
     """A host that will not work however often it is started: of another version, say."""
 
 
-class Host(ABC):
-    """`on_message` is called for each message, `on_death` once, when the host or its channel is gone."""
+class HostHandle(ABC):
+    """`on_message` is called for each message, `on_death` once, when the host or its channel is
+    gone."""
 
-    def __init__(self, name: str, on_message: OnMessage, on_death: OnDeath, device: str = "cpu") -> None:
+    def __init__(
+        self, name: str, on_message: OnMessage, on_death: OnDeath, device: str = "cpu"
+    ) -> None:
         self.name, self.device = name, device  # as the host itself calls it
         self.address = LOOPBACK  # at which other hosts reach it
         self.state: HostState = "starting"
         self.reason = ENDED  # why it died, as far as we were told
         self.stats: Mapping[str, float] = {}  # as it said last
-        self.asked: float | None = None  # when it was asked for a sign of life, if none has come since
+        self.asked: float | None = (
+            None  # when it was asked for a sign of life, if none has come since
+        )
         self._on_message, self._on_death = on_message, on_death
         self._heard = bytearray()  # of a message that is not complete yet
         self._writable = asyncio.Event()  # the channel takes more without growing its buffer
@@ -48,11 +54,13 @@ class Host(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Until it can be written to. `OSError`: it could not be started, which may be tried again."""
+        """Until it can be written to. `OSError`: it could not be started, which may be tried
+        again."""
 
     @abstractmethod
     async def stop(self, timeout: float = 5.0) -> None:
-        """End it, politely first. (One that is still loading does not listen, and has nothing to lose.)"""
+        """End it, politely first. (One that is still loading does not listen, and has nothing to
+        lose.)"""
 
     @abstractmethod
     def kill(self) -> None:
@@ -69,7 +77,8 @@ class Host(ABC):
     # -- what every host has
 
     async def writable(self) -> None:
-        """Until what was sent has left, all but a little. A host that dies frees whoever waits for it."""
+        """Until what was sent has left, all but a little. A host that dies frees whoever waits for
+        it."""
         await self._writable.wait()
 
     def pause(self, on: bool) -> None:
@@ -101,7 +110,11 @@ class Host(ABC):
 
     def end_if_silent(self, seconds: float) -> None:
         """Kill it if it has not answered a ping for `seconds`: it hangs, or was stopped."""
-        if self.state == "ready" and self.asked is not None and time.monotonic() - self.asked > seconds:
+        if (
+            self.state == "ready"
+            and self.asked is not None
+            and time.monotonic() - self.asked > seconds
+        ):
             self.reason = f"it stalled: no answer for {seconds:g} s"
             self.kill()
 
@@ -122,15 +135,19 @@ class Host(ABC):
                     message = decode_from_host(heard[at + PREFIX.size : middle])
                     self._on_message(self, message, bytes(heard[middle : middle + blob]))
                     at = middle + blob
-        except (StrettoError, LookupError, ValueError) as e:  # nonsense: no frame, or a message that fits nothing here
+        except (
+            StrettoError,
+            LookupError,
+            ValueError,
+        ) as e:  # nonsense: no frame, or a message that fits nothing here
             self.reason = f"it cannot be understood: {e}"
             self.lost()
         else:
             del self._heard[:at]
 
     def lost(self, reason: str | None = None) -> None:
-        """The channel is gone, and so is the host, whatever its process still does. What it said itself of its end is
-        the better reason."""
+        """The channel is gone, and so is the host, whatever its process still does. What it said
+        itself of its end is the better reason."""
         if self.state != "dead":
             self.state = "dead"
             if reason is not None and self.reason == ENDED:
@@ -147,13 +164,13 @@ class Host(ABC):
         return StageDead(f"host {self.name} died: {self.reason}")
 
 
-OnMessage = Callable[[Host, FromHost, bytes], None]
-OnDeath = Callable[[Host], None]
+OnMessage = Callable[[HostHandle, FromHost, bytes], None]
+OnDeath = Callable[[HostHandle], None]
 
 
 class Launcher(Protocol):
     """Where the hosts of an engine come from."""
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
         """A host that has not been started, for a device as the settings name it."""
         ...

@@ -1,9 +1,11 @@
-"""How an agent on another machine and its orchestrator find and prove each other. Both ends use this; no torch.
+"""How an agent on another machine and its orchestrator find and prove each other. Both ends use
+this; no torch.
 
-The orchestrator listens for one agent at an address of its own, under keys that are made of the cluster's secret and a
-nonce that is new for each start. Only a holder of the secret can be dialled there, and only one can send the hello,
-whose digest is keyed by the secret too. The hello tells the package's version: messages forbid unknown fields, so two
-versions must not talk to each other. Each ZeroMQ message is a kind of one byte and its data."""
+The orchestrator listens for one agent at an address of its own, under keys that are made of the
+cluster's secret and a nonce that is new for each start. Only a holder of the secret can be dialled
+there, and only one can send the hello, whose digest is keyed by the secret too. The hello tells the
+package's version: messages forbid unknown fields, so two versions must not talk to each other. Each
+ZeroMQ message is a kind of one byte and its data."""
 
 from __future__ import annotations
 
@@ -47,7 +49,14 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes = b""
 
     @classmethod
-    def make(cls, invitation: Invitation, secret: bytes, address: str, pid: int, version: str = __version__) -> Hello:
+    def make(
+        cls,
+        invitation: Invitation,
+        secret: bytes,
+        address: str,
+        pid: int,
+        version: str = __version__,
+    ) -> Hello:
         plain = cls(version, address, pid)
         return msgspec.structs.replace(plain, digest=plain._digest(invitation, secret))
 
@@ -56,7 +65,9 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check_version(self) -> None:
         if self.version != __version__:
-            raise Unusable(f"the host at {self.address} runs stretto {self.version}, but this is {__version__}")
+            raise Unusable(
+                f"the host at {self.address} runs stretto {self.version}, but this is {__version__}"
+            )
 
     def _digest(self, invitation: Invitation, secret: bytes) -> bytes:
         said = msgspec.msgpack.encode((invitation.nonce, self.version, self.address, self.pid))

@@ -1,8 +1,9 @@
-"""The links between the hosts of a pipeline: made when they are up, made anew when one breaks. Asyncio, used by
-`supervisor.py`; imports no torch.
+"""The links between the hosts of a pipeline: made when they are up, made anew when one breaks.
+Asyncio, used by `supervisor.py`; imports no torch.
 
-A link is made by asking the receiving host to listen and handing what it answers to the sending host, both with a
-secret that is new each time, by which the ends know each other. One that is made anew has a higher generation."""
+A link is made by asking the receiving host to listen and handing what it answers to the sending
+host, both with a secret that is new each time, by which the ends know each other. One that is made
+anew has a higher generation."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.host_handle import Host
+from stretto.engine.host_handle import HostHandle
 from stretto.errors import StageDead, WireError
 from stretto.family import LinkSpec
 from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening, Unlink
@@ -24,30 +25,36 @@ LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries to make a link."""
 
 
-class Links:
+class LinkSetup:
     def __init__(
         self,
         specs: Sequence[LinkSpec],
         config: EngineConfig,
-        host_of: Callable[[str], Host],
+        host_of: Callable[[str], HostHandle],
         wait: Callable[[Callable[[], bool]], Awaitable[None]],
         notify: Callable[[], None],
         on_down: Callable[[str, StageDead], None],
     ) -> None:
-        """`specs` of the links between hosts, in data-flow order; `host_of` a stage. `wait` until something
-        holds, looked at whenever `notify` is called. `on_down` is told which stage a broken link fed."""
+        """`specs` of the links between hosts, in data-flow order; `host_of` a stage. `wait` until
+        something holds, looked at whenever `notify` is called. `on_down` is told which stage a
+        broken link fed."""
         self.between = {k.name: k for k in specs}
         self.up: dict[str, bool] = dict.fromkeys(self.between, False)
-        self.generations: dict[str, int] = dict.fromkeys(self.between, 0)  # of the latest try to make each
+        self.generations: dict[str, int] = dict.fromkeys(
+            self.between, 0
+        )  # of the latest try to make each
         self._config, self._host_of = config, host_of
         self._wait, self._notify, self._on_down = wait, notify, on_down
-        self._secrets: dict[str, bytes] = {}  # by which its two ends know each other; of the latest try too
+        self._secrets: dict[
+            str, bytes
+        ] = {}  # by which its two ends know each other; of the latest try too
         self._joining = asyncio.Lock()
         self._making: str | None = None  # the link that is being made
         self._refused: str | None = None  # why it could not be
 
     def lose(self, stages: Sequence[str]) -> set[str]:
-        """The host of these stages died. Which other stages will not get what was on its way to them?"""
+        """The host of these stages died. Which other stages will not get what was on its way to
+        them?"""
         touched = [k for k in self.between.values() if k.sender in stages or k.receiver in stages]
         for link in touched:
             self.up[link.name] = False
@@ -58,13 +65,17 @@ class Links:
         if link not in self.between:
             raise WireError(f"it speaks of a link {link!r}")
         if message.generation != self.generations[link]:
-            return  # both ends tell of a link's end, one of them maybe late: its successor has nothing to do with it
+            # both ends tell of a link's end, one of them maybe late: its successor has nothing to
+            # do with it
+            return
         match message:
             case Listening(generation=generation, endpoint=endpoint):
                 sender = self._host_of(self.between[link].sender)
                 secret, details = self._secrets[link], self._details(sender)
                 kind = self._config.connector
-                sender.send(Connect(link, kind, endpoint, generation, secret, sender.address, details))
+                sender.send(
+                    Connect(link, kind, endpoint, generation, secret, sender.address, details)
+                )
             case Linked():
                 if link == self._making:
                     self.up[link] = True
@@ -73,8 +84,9 @@ class Links:
                 self._down(link, text)
 
     async def join(self) -> None:
-        """Make the links that are down and whose hosts are up, the last first, so that a stage has somewhere to send
-        before it is sent anything. One at a time: two restarts that made the same link would undo each other's."""
+        """Make the links that are down and whose hosts are up, the last first, so that a stage has
+        somewhere to send before it is sent anything. One at a time: two restarts that made the same
+        link would undo each other's."""
         async with self._joining:
             for link in reversed(self.between.values()):
                 for delay in LINK_DELAYS:
@@ -86,7 +98,8 @@ class Links:
                     raise StageDead(f"link {link.name} cannot be made: {self._refused}")
 
     async def mend(self) -> None:
-        """A link broke though both ends may live. If one died, its restart makes the link; else we do."""
+        """A link broke though both ends may live. If one died, its restart makes the link; else we
+        do."""
         await asyncio.sleep(LINK_DELAYS[0])
         await self.join()
 
@@ -100,15 +113,20 @@ class Links:
         secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)
         receiver = self._host_of(link.receiver)
         generation, details = self.generations[name], self._details(receiver)
-        receiver.send(Listen(name, self._config.connector, generation, secret, receiver.address, details))
+        receiver.send(
+            Listen(name, self._config.connector, generation, secret, receiver.address, details)
+        )
         try:
-            await self._wait(lambda: self.up[name] or self._refused is not None or not self._hosts_up(link))
+            await self._wait(
+                lambda: self.up[name] or self._refused is not None or not self._hosts_up(link)
+            )
         finally:
             self._making = None
         return self._refused is None
 
-    def _details(self, host: Host) -> dict[str, str]:
-        """What a connector is told beside the usual: at which address the others find a host's end of a link."""
+    def _details(self, host: HostHandle) -> dict[str, str]:
+        """What a connector is told beside the usual: at which address the others find a host's end
+        of a link."""
         return {**self._config.link_details, "advertise": host.address}
 
     def _hosts_up(self, link: LinkSpec) -> bool:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 
 from stretto._process import HOST_ENVIRONMENT, end_of, seen_end, start_apart
 from stretto.config.devices import shown
-from stretto.engine.host_handle import ENDED, Host, OnDeath, OnMessage
+from stretto.engine.host_handle import ENDED, HostHandle, OnDeath, OnMessage
 from stretto.hardware import cards
 from stretto.messages.hosts import Quit
 from stretto.preprocess.pool.packed import Bytes
@@ -20,7 +20,7 @@ from stretto.preprocess.pool.packed import Bytes
 EXIT_S = 2.0  # for a process whose channel is gone to be gone too
 
 
-class HostProcess(Host):
+class HostProcess(HostHandle):
     """`environment` is added to ours."""
 
     def __init__(
@@ -74,8 +74,8 @@ class HostProcess(Host):
         self._close()
 
     def kill(self) -> None:
-        """At once. (Not by `Process.kill`, which would first look whether it has ended, and so take its exit status
-        away from whoever waits for it.)"""
+        """At once. (Not by `Process.kill`, which would first look whether it has ended, and so take
+        its exit status away from whoever waits for it.)"""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
@@ -94,15 +94,16 @@ class HostProcess(Host):
         super().lost(reason)
 
     async def buried(self) -> None:
-        """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang in a driver."""
+        """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang
+        in a driver."""
         if self._process is not None and self.reason == ENDED:
             with suppress(TimeoutError):
                 self.reason = end_of(await asyncio.wait_for(self._process.wait(), EXIT_S)) or ENDED
 
 
 class _Ear(asyncio.Protocol):
-    """What the event loop calls. Plain callbacks: a stream's reader wakes a task for every few bytes, and a host says
-    a few thousand things a second."""
+    """What the event loop calls. Plain callbacks: a stream's reader wakes a task for every few
+    bytes, and a host says a few thousand things a second."""
 
     def __init__(self, host: HostProcess) -> None:
         self.host = host
@@ -126,5 +127,5 @@ class LocalLauncher:
     def __init__(self, found: Sequence[str] | None = None) -> None:
         self._cards = cards() if found is None else found
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
         return HostProcess(name, on_message, on_death, *shown(device, self._cards))

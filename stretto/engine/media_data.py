@@ -1,5 +1,5 @@
-"""Media features that a stage asks for, since they were not along with its request: their rows were thought to be in
-its caches. Called by the engine, on the event loop; imports no torch."""
+"""Media features that a stage asks for, since they were not along with its request: their rows were
+thought to be in its caches. Called by the engine, on the event loop; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stretto.preprocess.pool.packed import PieceMeta
 
 
 async def supply(t: Ticket, ask: MediaRequest, before: asyncio.Task[None] | None) -> None:
-    """Send a stage the features that it asks for, behind those that it asked for `before`: their pieces must not be
-    mixed."""
+    """Send a stage the features that it asks for, behind those that it asked for `before`: their
+    pieces must not be mixed."""
     if before is not None:
         await before
     metas, parts, size = [], [], 0

@@ -1,5 +1,6 @@
-"""One pipeline, as the engine uses it for requests: is it ready, what goes to which of its hosts, and what they say.
-How its hosts and the links between them are started and kept up: `supervisor.py`. Asyncio; imports no torch."""
+"""One pipeline, as the engine uses it for requests: is it ready, what goes to which of its hosts,
+and what they say. How its hosts and the links between them are started and kept up:
+`supervisor.py`. Asyncio; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import msgspec
 
 from stretto.config.engine import EngineConfig
 from stretto.engine.gpu_sharing import Cards
-from stretto.engine.host_handle import Host, Launcher
+from stretto.engine.host_handle import HostHandle, Launcher
 from stretto.engine.supervisor import Supervisor
 from stretto.errors import StrettoError, WireError
 from stretto.family import PipelineSpec
@@ -38,15 +39,18 @@ class Pipeline:
         launcher: Launcher | None = None,
         cards: Cards | None = None,
     ) -> None:
-        """`on_message` is told what hosts say of requests, `on_loss` which stages can no longer be reached, and why;
-        `trace` is given what hosts did when. `launcher` and `cards`: see `Supervisor`."""
+        """`on_message` is told what hosts say of requests, `on_loss` which stages can no longer be
+        reached, and why; `trace` is given what hosts did when. `launcher` and `cards`: see
+        `Supervisor`."""
         self.name, self.spec, self.config, self.trace = name, spec, config, trace
         self._on_message = on_message
 
         def lost(stages: frozenset[str], error: StrettoError) -> None:
             on_loss(self, stages, error)
 
-        self.supervisor = Supervisor(name, model, spec, config, self._message, lost, trace is not None, launcher, cards)
+        self.supervisor = Supervisor(
+            name, model, spec, config, self._message, lost, trace is not None, launcher, cards
+        )
         self.active = 0  # requests, counted by the engine
 
     async def start(self) -> None:
@@ -67,7 +71,9 @@ class Pipeline:
         for i in self._holding(stages):
             self.supervisor.hosts[i].send(message, blob)
 
-    async def send_features(self, stages: Sequence[str], request: RequestId, features: Bytes | MemFileSlice) -> None:
+    async def send_features(
+        self, stages: Sequence[str], request: RequestId, features: Bytes | MemFileSlice
+    ) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
         for i in self._holding(stages):
             host = self.supervisor.hosts[i]
@@ -82,7 +88,7 @@ class Pipeline:
         """Which hosts hold one of the stages."""
         return sorted({self.supervisor.index[s] for s in stages})
 
-    def _message(self, host: Host, message: FromHost, blob: bytes) -> None:
+    def _message(self, host: HostHandle, message: FromHost, blob: bytes) -> None:
         match message:
             case Loading() | Ready() | Broken() | Listening() | Linked() | LinkDown():
                 self.supervisor.heard(host, message)
@@ -95,12 +101,14 @@ class Pipeline:
             case _:
                 self._on_message(message, blob)
 
-    def _note(self, host: Host, stats: Stats) -> None:
+    def _note(self, host: HostHandle, stats: Stats) -> None:
         host.stats = stats.values
         host.told(stats)
         if self.trace is not None and stats.spans:
             ahead = int(1e9 * host.offset)
-            self.trace.write(host.name, [(lane, name, a - ahead, b - ahead) for lane, name, a, b in stats.spans])
+            self.trace.write(
+                host.name, [(lane, name, a - ahead, b - ahead) for lane, name, a, b in stats.spans]
+            )
         if not self.supervisor.started:
             self.supervisor.notify()
 
@@ -115,10 +123,14 @@ class Pipeline:
             host.end_if_silent(seconds)
 
     def metrics(self) -> dict[str, float]:
-        """What its hosts said last of themselves, and the plan. Stages and links are told apart by their names; what is
-        a host's own says which, where there are several. A dead host says nothing, and its successor begins anew."""
+        """What its hosts said last of themselves, and the plan. Stages and links are told apart by
+        their names; what is a host's own says which, where there are several. A dead host says
+        nothing, and its successor begins anew."""
         up = self.supervisor
-        values = {f'stretto_stage_memory_bytes{{stage="{s}"}}': float(up.memory.get(s, 0)) for s in self.spec.names}
+        values = {
+            f'stretto_stage_memory_bytes{{stage="{s}"}}': float(up.memory.get(s, 0))
+            for s in self.spec.names
+        }
         for place, restarts in zip(up.places, up.restarts, strict=True):
             values[f'stretto_host_restarts_total{{host="{place.name}"}}'] = float(restarts)
         for place, host in zip(up.places, up.hosts, strict=False):  # none yet, before the start

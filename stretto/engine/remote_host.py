@@ -1,10 +1,12 @@
-"""Hosts on other machines: an agent there starts the host and dials back; this is the orchestrator's end.
+"""Hosts on other machines: an agent there starts the host and dials back; this is the
+orchestrator's end.
 
-Control goes over one ZeroMQ connection per host, encrypted and authenticated (`invitation.py`). Both ends watch it: the
-connection's end is an event of the socket's monitor, at once where a process died, within `SILENCE_MS` where a machine
-or the network is gone. Everything is on the event loop: ZeroMQ's own thread does the handshake, the heartbeats and the
-reading, and its descriptors wake us. They are edge-triggered, so each turn goes on until nothing is left to do. Imports
-no torch."""
+Control goes over one ZeroMQ connection per host, encrypted and authenticated (`invitation.py`).
+Both ends watch it: the connection's end is an event of the socket's monitor, at once where a
+process died, within `SILENCE_MS` where a machine or the network is gone. Everything is on the event
+loop: ZeroMQ's own thread does the handshake, the heartbeats and the reading, and its descriptors
+wake us. They are edge-triggered, so each turn goes on until nothing is left to do. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ import msgspec
 import zmq
 
 from stretto.engine.clock import ClockOffset
-from stretto.engine.host_handle import Host, OnDeath, OnMessage, Unusable
+from stretto.engine.host_handle import HostHandle, OnDeath, OnMessage, Unusable
 from stretto.engine.invitation import (
     DATA,
     ENDED,
@@ -57,8 +59,8 @@ class Started(Protocol):
     """An agent that was started somewhere."""
 
     def on_end(self, tell: Callable[[StageDead], None]) -> None:
-        """`tell` is called once, on the event loop, with the reason why the agent is over. `Unusable`: no other would
-        do better."""
+        """`tell` is called once, on the event loop, with the reason why the agent is over.
+        `Unusable`: no other would do better."""
         ...
 
     def kill(self) -> None:
@@ -74,7 +76,7 @@ class Starter(Protocol):
         ...
 
 
-class RemoteHost(Host):
+class RemoteHost(HostHandle):
     """`address`: at which agents reach us."""
 
     def __init__(
@@ -118,14 +120,18 @@ class RemoteHost(Host):
             hello.check_version()
         except TimeoutError:
             self._give_up()
-            raise OSError(f"the agent of {self.name} did not dial {invitation.address} within {START_S:g} s") from None
+            raise OSError(
+                f"the agent of {self.name} did not dial {invitation.address} within {START_S:g} s"
+            ) from None
         except BaseException:
             self._give_up()
             raise
         self.address, self._agent_pid = hello.address, hello.pid
 
     def ping(self, number: int) -> None:
-        if self._agent_pid is not None:  # nothing goes before `Configure`, which is sent when `start` returns
+        if (
+            self._agent_pid is not None
+        ):  # nothing goes before `Configure`, which is sent when `start` returns
             super().ping(number)
             self._asked_at[number] = time.monotonic()
             while len(self._asked_at) > PINGS:
@@ -223,7 +229,8 @@ class _Wire:
         s.bind(f"tcp://{reachable(address, 0).removesuffix('0')}*")
         port = int(s.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.invitation = Invitation(reachable(address, port), nonce, self._host.name)
-        # Not those of failed handshakes: they tell an error's number, no descriptor. The connection's end follows.
+        # Not those of failed handshakes: they tell an error's number, no descriptor. The
+        # connection's end follows.
         return s.get_monitor_socket(_GONE | zmq.EVENT_ACCEPTED)
 
     def write(self, data: Bytes) -> None:
@@ -271,7 +278,9 @@ class _Wire:
     def _send(self) -> bool:
         piece = self._out[0]
         try:
-            self._socket.send_multipart([self._peer, DATA, piece], zmq.NOBLOCK, copy=len(piece) < 1 << 16)
+            self._socket.send_multipart(
+                [self._peer, DATA, piece], zmq.NOBLOCK, copy=len(piece) < 1 << 16
+            )
         except zmq.Again:
             return False
         except zmq.ZMQError:  # the peer has left; its end is an event of the monitor
@@ -314,8 +323,9 @@ class _Wire:
         log.warning("%s: somebody dialled who does not know the cluster's secret", self._host.name)
 
     def _look(self) -> bool:
-        """Read the monitor: who came and who left. False: nobody. Events come late: a peer's arrival may be read after
-        its hello, and after the departure of an earlier connection that had the same descriptor."""
+        """Read the monitor: who came and who left. False: nobody. Events come late: a peer's
+        arrival may be read after its hello, and after the departure of an earlier connection that
+        had the same descriptor."""
         looked = left = False
         while self._told():
             looked = True
@@ -328,7 +338,9 @@ class _Wire:
                 left = left or fd == self._peer_fd
                 self._pending.remove(fd)
         if left:
-            while not self._socket.closed and self._can():  # its last words, which came before the event
+            while (
+                not self._socket.closed and self._can()
+            ):  # its last words, which came before the event
                 self._hear()
             self._host.ended("the connection to its machine ended")
         return looked
@@ -345,11 +357,14 @@ class _Wire:
 
 
 class RemoteLauncher:
-    """Hosts whose agents `starter` starts, in the order of the placement. They call their device by `device`."""
+    """Hosts whose agents `starter` starts, in the order of the placement. They call their device by
+    `device`."""
 
     def __init__(self, starter: Starter, secret: bytes, address: str) -> None:
         self._starter, self._secret, self._address = starter, secret, address
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
         number = int(name.rpartition(".")[2])
-        return RemoteHost(name, on_message, on_death, device, self._starter, number, self._secret, self._address)
+        return RemoteHost(
+            name, on_message, on_death, device, self._starter, number, self._secret, self._address
+        )

@@ -1,7 +1,8 @@
 """One request as the engine keeps it, from admission to its last event. Imports no torch.
 
-What its stages report goes in (`add_text`, `add_sound`, `end`, `fail`); what the caller is to see comes out of
-`events`: text up to a stop string, sound that tiles, one end. Made and called by the engine, on the event loop."""
+What its stages report goes in (`add_text`, `add_sound`, `end`, `fail`); what the caller is to see
+comes out of `events`: text up to a stop string, sound that tiles, one end. Made and called by the
+engine, on the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +14,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from stretto.engine.events import AudioChunk, Event, Finished, FinishReason, TextDelta, TokenLogprob, Usage
+from stretto.engine.events import (
+    AudioChunk,
+    Event,
+    Finished,
+    FinishReason,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.timeline import Timeline
 from stretto.errors import Bug, StrettoError
 from stretto.family import MediaTokens, Model, OutputKind
-from stretto.messages.params import Params
 from stretto.messages.requests import Cancel, Ended, Finish, Throttle
+from stretto.params import Params
 from stretto.preprocess.pool.packed import Packed
 from stretto.preprocess.prompt import Piece
 from stretto.preprocess.template import TextStream
@@ -28,7 +37,8 @@ from stretto.types import RequestId
 OUTPUTS: tuple[OutputKind, OutputKind] = ("text", "audio")
 Scored = tuple[float, tuple[tuple[int, float], ...]]
 """As hosts tell it: a token's log probability, and the likeliest ids with theirs."""
-SETTLED_S = 1.0  # of a stream, before its pace says anything: the first packets are small, and wait for one another
+# of a stream, before its pace says anything: the first packets are small, and wait for one another
+SETTLED_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,17 +63,24 @@ class Ticket:
     text: str = ""  # decoded so far, stop strings not looked for
     shown: int = 0  # characters of it that were passed on
     ids: int = 0
-    least: int = 0  # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
-    stopped: bool = False  # a stop string was found: what was made beyond it is not passed on, nor counted
+    # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
+    least: int = 0
+    stopped: bool = (
+        False  # a stop string was found: what was made beyond it is not passed on, nor counted
+    )
     said: int = 0  # tokens of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
     taken: int = 0  # samples that the consumer has taken
-    paced: tuple[float, int] | None = None  # when its pace began to count, and how many samples there were
+    paced: tuple[float, int] | None = (
+        None  # when its pace began to count, and how many samples there were
+    )
     packets: list[float] = field(default_factory=list)
     progressed: float = 0.0
     throttled: bool = False
-    written: bool = False  # its text is still being written: it may rest for as long as its writer does
+    written: bool = (
+        False  # its text is still being written: it may rest for as long as its writer does
+    )
     failed: bool = False
     over: bool = False
 
@@ -78,9 +95,9 @@ class Ticket:
         return (self.samples - self.taken) / self.model.info.sample_rate
 
     def pace(self, now: float) -> float:
-        """How fast its sound is made, in times of real time. Infinite where that does not say anything: at its start,
-        while its listener has enough, while its text is still being written, and when all is made, though the listener
-        may take a while to fetch it."""
+        """How fast its sound is made, in times of real time. Infinite where that does not say
+        anything: at its start, while its listener has enough, while its text is still being
+        written, and when all is made, though the listener may take a while to fetch it."""
         if self.paced is None or self.throttled or self.written or not self.unfinished:
             return float("inf")
         since, before = self.paced
@@ -89,7 +106,8 @@ class Ticket:
         return (self.samples - before) / self.model.info.sample_rate / (now - since)
 
     def end_writing(self) -> None:
-        """Its text is all there. Its pace counts from now on: before, it went as fast as its writer."""
+        """Its text is all there. Its pace counts from now on: before, it went as fast as its
+        writer."""
         self.written = False
         if self.paced is not None:
             self.paced = (time.monotonic(), self.samples)
@@ -97,8 +115,8 @@ class Ticket:
     # -- text
 
     def add_text(self, ids: tuple[int, ...], scored: Sequence[Scored] = ()) -> None:
-        """Tokens, as many as came together. Where a stop string may be among them, each is looked at alone, so that the
-        answer ends with the one that completes it, however they came."""
+        """Tokens, as many as came together. Where a stop string may be among them, each is looked
+        at alone, so that the answer ends with the one that completes it, however they came."""
         before, shown = self.ids, ""
         for some in [(i,) for i in ids] if self.params.stop else [ids]:
             if self.stopped:
@@ -121,8 +139,9 @@ class Ticket:
             self.least = len(self.text)
 
     def _show(self, last: bool) -> str:
-        """What of the text may be passed on: nothing from a stop string on, nor what may be the start of one. The stop
-        string that is complete first counts (of those, the longest), so it does not matter how the text was cut."""
+        """What of the text may be passed on: nothing from a stop string on, nor what may be the
+        start of one. The stop string that is complete first counts (of those, the longest), so it
+        does not matter how the text was cut."""
         found = [(at + len(stop), at) for stop in self.params.stop if (at := self._find(stop)) >= 0]
         end = len(self.text)
         if found:
@@ -145,8 +164,11 @@ class Ticket:
 
     # -- sound
 
-    def add_sound(self, start: int, frames: int, samples: npt.NDArray[np.float32], max_buffered_s: float) -> None:
-        """A packet. A request whose consumer has left more than `max_buffered_s` waiting is throttled."""
+    def add_sound(
+        self, start: int, frames: int, samples: npt.NDArray[np.float32], max_buffered_s: float
+    ) -> None:
+        """A packet. A request whose consumer has left more than `max_buffered_s` waiting is
+        throttled."""
         now = time.monotonic()
         if start != self.samples:
             self.fail(Bug(f"{self.id}: sound from sample {start} after {self.samples}"))
@@ -161,7 +183,8 @@ class Ticket:
             self.pipeline.send(self.stages, Throttle(self.id, True))
 
     def take(self, samples: int, max_buffered_s: float) -> None:
-        """The consumer took sound: a throttled request goes on when half of the room is free again."""
+        """The consumer took sound: a throttled request goes on when half of the room is free
+        again."""
         self.taken += samples
         if self.throttled and self.buffered_s < max_buffered_s / 2:
             self.throttled, self.progressed = False, time.monotonic()

@@ -1,4 +1,5 @@
-"""Which pipeline a request goes to, or why to none. Called by the engine on the event loop; imports no torch."""
+"""Which pipeline a request goes to, or why to none. Called by the engine on the event loop; imports
+no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ class Router:
         self._pipelines, self._min_pace = pipelines, config.min_pace
         self._sessions: OrderedDict[str, Pipeline] = OrderedDict()
 
-    def choose(self, stages: Sequence[str], speak: bool, session: str | None, running: Collection[Ticket]) -> Pipeline:
-        """Where the session was last, since its prompts are cached there; else the least loaded pipeline that is up,
-        as far as these stages go, and keeps pace."""
+    def choose(
+        self, stages: Sequence[str], speak: bool, session: str | None, running: Collection[Ticket]
+    ) -> Pipeline:
+        """Where the session was last, since its prompts are cached there; else the least loaded
+        pipeline that is up, as far as these stages go, and keeps pace."""
         up = [p for p in self._pipelines if p.ready(stages)]
         if not up:
             raise StageDead("no pipeline is up; it is being restarted")
@@ -29,7 +32,10 @@ class Router:
             paces = {p: slowest(p, running) for p in up}
             up = [p for p in up if paces[p] >= self._min_pace]
             if not up:
-                raise Busy(f"running speech is made at {max(paces.values()):.2f} times real time; no more is taken")
+                raise Busy(
+                    f"running speech is made at {max(paces.values()):.2f} times real time; no more "
+                    f"is taken"
+                )
         known = self._sessions.get(session) if session is not None else None
         chosen = known if known in up else min(up, key=lambda p: p.active)
         if session is not None:

@@ -1,13 +1,16 @@
-"""A conversation that goes on: what was said so far, the sound that is coming in, and answers to both. Asyncio.
+"""A conversation that goes on: what was said so far, the sound that is coming in, and answers to
+both. Asyncio.
 
-`engine.session()` makes one. Sound is appended while it is spoken and committed when the turn is over; text, pictures
-and earlier answers are added as messages. `respond` answers all that is there. Every method is called on the engine's
-event loop, by one task at a time; several sessions go on side by side.
+`engine.session()` makes one. Sound is appended while it is spoken and committed when the turn is
+over; text, pictures and earlier answers are added as messages. `respond` answers all that is there.
+Every method is called on the engine's event loop, by one task at a time; several sessions go on
+side by side.
 
-Nothing of a session is held in the stages. Each answer is a request of its own, and finds what of its prompt was read
-before in the prefix caches. While somebody speaks, each window of sound that is complete is read ahead, by a request
-for the conversation up to there that wants no answer; so an answer has only the rest to read. What the caches have lost
-is computed again, and the answer is the same."""
+Nothing of a session is held in the stages. Each answer is a request of its own, and finds what of
+its prompt was read before in the prefix caches. While somebody speaks, each window of sound that is
+complete is read ahead, by a request for the conversation up to there that wants no answer; so an
+answer has only the rest to read. What the caches have lost is computed again, and the answer is the
+same."""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from stretto.engine.announce import Ask
 from stretto.engine.protocol import Event, Message, Modality, TextDelta, Usage
 from stretto.engine.request import prompt_usage
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.live_audio import Hearing
 from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation
@@ -50,15 +53,15 @@ MAX_PENDING_S = 2400.0
 AT_ONCE = INPUT_RATE
 """Samples whose features are made on the event loop: a millisecond's work. More go to a thread."""
 FULL, ROOM = 7 / 8, 3 / 4
-"""Shares of the context. When a prompt takes more than the first (or leaves less than its answer may need), the oldest
-turns go until it takes no more than the second: each time the prompt begins otherwise it is read anew, so that should
-be rare."""
+"""Shares of the context. When a prompt takes more than the first (or leaves less than its answer
+may need), the oldest turns go until it takes no more than the second: each time the prompt begins
+otherwise it is read anew, so that should be rare."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One entry of the conversation. `message` is in OpenAI's chat format, with features in place of its media: the
-    media themselves are not held."""
+    """One entry of the conversation. `message` is in OpenAI's chat format, with features in place
+    of its media: the media themselves are not held."""
 
     id: str
     message: Message
@@ -84,7 +87,9 @@ class Setting:
 class Session:
     """Made by `engine.session`. `async with` closes it."""
 
-    def __init__(self, engine: PipelineEngine, *, owner: str = "", allow_paths: bool = False) -> None:
+    def __init__(
+        self, engine: PipelineEngine, *, owner: str = "", allow_paths: bool = False
+    ) -> None:
         self._engine, self._owner, self._allow_paths = engine, owner, allow_paths
         self._name = f"s-{secrets.token_hex(8)}"
         self._items: list[Item] = []
@@ -93,7 +98,9 @@ class Session:
         self._setting = Setting()  # of the next answer, as far as can be told
         self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
         self._hearing = self._new_hearing()
-        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = None  # the last commit
+        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = (
+            None  # the last commit
+        )
         self._heard: AudioClip | None = None  # windows that were not read ahead yet
         self._reader: asyncio.Task[None] | None = None
         self._closed = False
@@ -109,7 +116,9 @@ class Session:
     @property
     def pending(self) -> int:
         """Samples that were appended and not committed yet."""
-        return self._hearing.num_samples if self._hearing is not None else sum(map(len, self._whole))
+        return (
+            self._hearing.num_samples if self._hearing is not None else sum(map(len, self._whole))
+        )
 
     async def append(self, samples: npt.NDArray[np.float32]) -> None:
         """More of the sound that is being spoken: mono, from -1 to 1, at `INPUT_RATE`."""
@@ -123,7 +132,9 @@ class Session:
         if hearing is None:
             self._whole.append(new)
             return
-        complete = await asyncio.to_thread(hearing.push, new) if len(new) > AT_ONCE else hearing.push(new)
+        complete = (
+            await asyncio.to_thread(hearing.push, new) if len(new) > AT_ONCE else hearing.push(new)
+        )
         if complete:
             self._heard = await asyncio.to_thread(hearing.clip)
             if self._reader is None or self._reader.done():
@@ -137,12 +148,16 @@ class Session:
         self._hearing, self._before = self._new_hearing(), None
 
     async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
-        """The turn is over: what was appended becomes an item of the user, the last one. `maybe`: as far as can be
-        told; `reopen` may take it back."""
+        """The turn is over: what was appended becomes an item of the user, the last one. `maybe`:
+        as far as can be told; `reopen` may take it back."""
         self._check()
         if not self.pending:
             raise Invalid("there is no sound to commit", "audio")
-        self._before = (self._hearing.fork() if self._hearing is not None else None, self._whole[:]) if maybe else None
+        self._before = (
+            (self._hearing.fork() if self._hearing is not None else None, self._whole[:])
+            if maybe
+            else None
+        )
         data: AudioClip | npt.NDArray[np.float32]
         if self._hearing is not None:
             data = await asyncio.to_thread(self._hearing.finish)
@@ -155,8 +170,8 @@ class Session:
         return await self.add({"role": "user", "content": [part]}, id=id)
 
     async def reopen(self, id: str) -> None:
-        """The turn of this item, the last commit, was not over: more of its sound follows. Nothing of it is computed
-        again. Whoever has begun an answer to it has ended that before."""
+        """The turn of this item, the last commit, was not over: more of its sound follows. Nothing
+        of it is computed again. Whoever has begun an answer to it has ended that before."""
         self._check()
         if self._before is None or self.pending:
             raise Invalid("there is no commit to take back, or sound has come since", "audio")
@@ -191,12 +206,16 @@ class Session:
         instructions: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """What the next `respond` will be given: sound is read ahead of it behind these. (Each `respond` says it for
-        those that follow.) Where it turns out otherwise, what was read ahead is read again."""
+        """What the next `respond` will be given: sound is read ahead of it behind these. (Each
+        `respond` says it for those that follow.) Where it turns out otherwise, what was read ahead
+        is read again."""
         self._setting = Setting(self._engine.check(modalities, None), instructions, tools)
 
-    async def add(self, message: Message, *, id: str | None = None, after: str | None = END) -> Item:
-        """A message behind the item called `after`: None puts it in front of all, `END` behind all."""
+    async def add(
+        self, message: Message, *, id: str | None = None, after: str | None = END
+    ) -> Item:
+        """A message behind the item called `after`: None puts it in front of all, `END` behind
+        all."""
         self._check()
         item = await self._item(id or f"item_{secrets.token_hex(12)}", message)
         if any(i.id == item.id for i in self._items):
@@ -210,13 +229,15 @@ class Session:
         del self._items[self._find(id)]
 
     async def replace(self, id: str, message: Message) -> None:
-        """Another message in an item's place: an answer that was cut short keeps the words that were heard."""
+        """Another message in an item's place: an answer that was cut short keeps the words that
+        were heard."""
         self._check()
         place, item = self._find(id), await self._item(id, message)
         self._items[place] = item
 
     async def item(self, message: Message, *, id: str | None = None) -> Item:
-        """One that is not part of the conversation: for `respond(items=...)`. Its media are decoded here."""
+        """One that is not part of the conversation: for `respond(items=...)`. Its media are decoded
+        here."""
         self._check()
         return await self._item(id or f"item_{secrets.token_hex(12)}", message)
 
@@ -230,8 +251,8 @@ class Session:
         return Item(id, ready)
 
     async def _decoded(self, message: Message) -> Prompt:
-        """By the engine's prompt workers: what a stranger has encoded may take long and much memory, and there are
-        limits on both there. Sessions take turns."""
+        """By the engine's prompt workers: what a stranger has encoded may take long and much
+        memory, and there are limits on both there. Sessions take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
         packed = (await self._engine.prompts.build(Conversation.of(body, sender=self._name))).packed
         return await asyncio.to_thread(lambda: unpack_prompt(packed.meta, bytes(packed.features)))
@@ -248,10 +269,10 @@ class Session:
         remember: bool = True,
         on_prompt: Callable[[Usage], None] | None = None,
     ) -> AsyncGenerator[Event]:
-        """Answer the conversation (or, instead, `items`). Events as those of `Engine.generate`; closing the iterator
-        cancels the answer in all stages at once. `remember` adds the answer to the conversation, as far as it came.
-        `on_prompt` is told what is asked, on the event loop, when it is: an answer that is closed has no end to tell
-        its usage."""
+        """Answer the conversation (or, instead, `items`). Events as those of `Engine.generate`;
+        closing the iterator cancels the answer in all stages at once. `remember` adds the answer to
+        the conversation, as far as it came. `on_prompt` is told what is asked, on the event loop,
+        when it is: an answer that is closed has no end to tell its usage."""
         self._check()
         setting = Setting(self._engine.check(modalities, voice), instructions, tools)
         params = params or self._engine.info.defaults
@@ -263,7 +284,9 @@ class Session:
 
         async def build() -> BuiltPrompt:
             await self.read()  # what is being read ahead is what this needs
-            prompt = await self._fitting(setting, given, params.max_text_tokens, may_drop=items is None)
+            prompt = await self._fitting(
+                setting, given, params.max_text_tokens, may_drop=items is None
+            )
             if on_prompt is not None:
                 on_prompt(prompt_usage(prompt.ids, self._engine.model.media_tokens))
             return self._built(prompt)
@@ -294,8 +317,11 @@ class Session:
 
     # -- prompts
 
-    async def _fitting(self, setting: Setting, items: list[Item], max_new: int, may_drop: bool) -> Prompt:
-        """The prompt for these items. Where it leaves too little room, the oldest turns are forgotten first."""
+    async def _fitting(
+        self, setting: Setting, items: list[Item], max_new: int, may_drop: bool
+    ) -> Prompt:
+        """The prompt for these items. Where it leaves too little room, the oldest turns are
+        forgotten first."""
         most = self._engine.info.max_positions
         limit = min(int(FULL * most), most - min(max_new, most // 8))
         while True:
@@ -310,7 +336,9 @@ class Session:
             oldest = oldest_turn(items)
             if not oldest:
                 if prompt is None:
-                    raise TooLong(f"the last turn alone exceeds the model's {most:,} tokens", "messages")
+                    raise TooLong(
+                        f"the last turn alone exceeds the model's {most:,} tokens", "messages"
+                    )
                 return prompt
             limit = int(ROOM * most)
             items = [i for i in items if i not in oldest]
@@ -318,14 +346,20 @@ class Session:
             self._dropped += [i.id for i in oldest]
 
     async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
-        messages, tools = setting.messages(items), [dict(t) for t in setting.tools] if setting.tools else None
+        messages, tools = (
+            setting.messages(items),
+            [dict(t) for t in setting.tools] if setting.tools else None,
+        )
         sender = self._owner or self._name  # all sessions of an owner take turns as one
-        if self._allow_paths:  # a caller of this process, whose messages may hold what JSON has no words for
+        if (
+            self._allow_paths
+        ):  # a caller of this process, whose messages may hold what JSON has no words for
             return await self._engine.threads.build_for(sender, messages, tools, allow_paths=True)
         return await self._engine.prompts.build_for(sender, messages, tools)
 
     def _built(self, prompt: Prompt) -> BuiltPrompt:
-        """With the features that the stages have not had; they ask for others, where they need them again."""
+        """With the features that the stages have not had; they ask for others, where they need them
+        again."""
         media = {p.digest: p for p in prompt.pieces()}
         packed = pack(prompt, known=self._sent)
         self._sent |= media.keys()
@@ -334,8 +368,9 @@ class Session:
     # -- reading ahead
 
     async def _read_ahead(self) -> None:
-        """Have the stages read the conversation up to the last complete window, until none has come meanwhile. It is
-        only to save time later: what goes wrong is left to the answer to find out."""
+        """Have the stages read the conversation up to the last complete window, until none has come
+        meanwhile. It is only to save time later: what goes wrong is left to the answer to find
+        out."""
         while (heard := self._heard) is not None:
             self._heard = None
             try:
@@ -387,10 +422,13 @@ class Session:
 
 
 def oldest_turn(items: Sequence[Item]) -> list[Item]:
-    """The user's first message and all up to the user's next one; never a system message. Of the last turn, the older
-    half of the user's messages in a row (such as a camera's pictures), never the last one."""
+    """The user's first message and all up to the user's next one; never a system message. Of the
+    last turn, the older half of the user's messages in a row (such as a camera's pictures), never
+    the last one."""
     spoken = [item for item in items if item.role not in ("system", "developer")]
-    starts = [i for i, (a, b) in enumerate(pairwise([None, *spoken])) if _by_user(b) and not _by_user(a)]
+    starts = [
+        i for i, (a, b) in enumerate(pairwise([None, *spoken])) if _by_user(b) and not _by_user(a)
+    ]
     if len(starts) > 1:
         return spoken[: starts[1]]
     if not starts or starts[0]:

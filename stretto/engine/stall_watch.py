@@ -1,5 +1,5 @@
-"""Looks for requests that make no progress and hosts that do not answer, and asks hosts for their numbers. Run by the
-engine, on the event loop; imports no torch."""
+"""Looks for requests that make no progress and hosts that do not answer, and asks hosts for their
+numbers. Run by the engine, on the event loop; imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that ot
 
 class Watch:
     def __init__(
-        self, tickets: Mapping[RequestId, Ticket], pipelines: Sequence[Pipeline], config: EngineConfig
+        self,
+        tickets: Mapping[RequestId, Ticket],
+        pipelines: Sequence[Pipeline],
+        config: EngineConfig,
     ) -> None:
         self._tickets, self._pipelines, self._config = tickets, pipelines, config
 
@@ -31,7 +34,8 @@ class Watch:
             await asyncio.sleep(WATCH_S)
             before, late = time.monotonic(), time.monotonic() - before > LATE_S
             if late:
-                continue  # we stood still ourselves: what the hosts said meanwhile has not been read yet
+                # we stood still ourselves: what the hosts said meanwhile has not been read yet
+                continue
             for t in list(self._tickets.values()):
                 self.look(t)
             looks += 1
@@ -58,7 +62,8 @@ class Watch:
             t.progressed = now
 
     def _in_line(self, t: Ticket) -> bool:
-        """Is it still queued in its last stage while others make progress? Then it may wait longer."""
+        """Is it still queued in its last stage while others make progress? Then it may wait
+        longer."""
         if t.samples if len(t.stages) > 1 else t.ids:
             return False
         newest = max(o.progressed for o in self._tickets.values() if o.pipeline is t.pipeline)

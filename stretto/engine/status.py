@@ -1,4 +1,5 @@
-"""How an engine's pipelines are, for people and for metrics. Asked by the engine, on the event loop; no torch."""
+"""How an engine's pipelines are, for people and for metrics. Asked by the engine, on the event
+loop; no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def open_files(prompts: Prompts) -> dict[str, float]:
     """Descriptors of this process and of the one that builds prompts; hosts count their own."""
     pids = {"server": os.getpid(), "prompt worker": prompts.pid}
     counted = {name: open_descriptors(pid) for name, pid in pids.items() if pid is not None}
-    return {labelled(OPEN_FILES, process=name): count for name, count in counted.items() if count is not None}
+    return {
+        labelled(OPEN_FILES, process=name): count
+        for name, count in counted.items()
+        if count is not None
+    }
 
 
 def numbers_of(pipelines: Sequence[Pipeline]) -> dict[str, float]:
@@ -48,5 +53,7 @@ def numbers_of(pipelines: Sequence[Pipeline]) -> dict[str, float]:
     values: dict[str, float] = {}
     for p in pipelines:
         own = p.metrics()
-        values |= own if len(pipelines) == 1 else {labelled(k, replica=p.name): v for k, v in own.items()}
+        values |= (
+            own if len(pipelines) == 1 else {labelled(k, replica=p.name): v for k, v in own.items()}
+        )
     return values

@@ -1,9 +1,10 @@
-"""The hosts of a pipeline: started, told what they are, started again when they die. Asyncio, used by `pipeline.py`;
-imports no torch.
+"""The hosts of a pipeline: started, told what they are, started again when they die. Asyncio, used
+by `pipeline.py`; imports no torch.
 
-Hosts start in parallel; then the links between them are made (`linking.py`). When a host dies, or a link goes down, the
-requests that it touched are failed at once by the engine; the host is started again and its links are made anew.
-Requests that need none of it go on. A host that does not answer is killed, and then is a dead one."""
+Hosts start in parallel; then the links between them are made (`link_setup.py`). When a host dies,
+or a link goes down, the requests that it touched are failed at once by the engine; the host is
+started again and its links are made anew. Requests that need none of it go on. A host that does not
+answer is killed, and then is a dead one."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from typing import Any
 
 from stretto.config.engine import EngineConfig, places
 from stretto.engine.gpu_sharing import Cards
-from stretto.engine.host_handle import Host, Launcher, OnMessage, Unusable
-from stretto.engine.link_setup import Links
+from stretto.engine.host_handle import HostHandle, Launcher, OnMessage, Unusable
+from stretto.engine.link_setup import LinkSetup
 from stretto.engine.local_host import LocalLauncher
 from stretto.errors import StageDead, StrettoError, WireError
 from stretto.family import PipelineSpec
@@ -44,12 +45,15 @@ class Supervisor:
         launcher: Launcher | None,
         cards: Cards | None,
     ) -> None:
-        """`on_loss` is told which stages can no longer be reached, and why. `launcher` makes the hosts (default:
-        children of this process); `cards` are those that other pipelines use too."""
+        """`on_loss` is told which stages can no longer be reached, and why. `launcher` makes the
+        hosts (default: children of this process); `cards` are those that other pipelines use
+        too."""
         self.name, self.model, self.spec, self.config = name, model, spec, config
         self.places = places(config.placement, spec.names)
-        self.hosts: list[Host] = []
-        self.index: dict[str, int] = {s: i for i, host in enumerate(self.places) for s in host.stages}
+        self.hosts: list[HostHandle] = []
+        self.index: dict[str, int] = {
+            s: i for i, host in enumerate(self.places) for s in host.stages
+        }
         self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
         self.progress: dict[str, str] = dict.fromkeys(spec.names, "starting")
         self.broken: str | None = None  # why it will not come up at all
@@ -57,7 +61,9 @@ class Supervisor:
         self.started = False
         # Within one host, payloads are handed over.
         between = [k for k in spec.links if self.index[k.sender] != self.index[k.receiver]]
-        self.links = Links(between, config, self.host_of, self.wait, self.notify, self._link_down)
+        self.links = LinkSetup(
+            between, config, self.host_of, self.wait, self.notify, self._link_down
+        )
         self.launcher = launcher or LocalLauncher()
         self._on_message, self._on_loss, self._traced = on_message, on_loss, traced
         self._changed = asyncio.Condition()
@@ -66,7 +72,9 @@ class Supervisor:
         self._loss_at: dict[int, float] = {}  # when a host died that is not back yet
         self._losses: dict[int, str] = {}  # and how
         self._cards = cards or Cards()
-        self._seats = [self._cards.seat(self._device(i), place.stages) for i, place in enumerate(self.places)]
+        self._seats = [
+            self._cards.seat(self._device(i), place.stages) for i, place in enumerate(self.places)
+        ]
         self._closing = False
 
     async def start(self) -> None:
@@ -79,7 +87,8 @@ class Supervisor:
         self.started = True
 
     async def _ask_numbers(self) -> None:
-        """Have each host tell its numbers once, so that they are there from the first look at them."""
+        """Have each host tell its numbers once, so that they are there from the first look at
+        them."""
         for host in self.hosts:
             host.ping(0)
         await self.wait(lambda: all(h.stats or h.state != "ready" for h in self.hosts))
@@ -91,7 +100,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(h.stop() for h in self.hosts))
 
-    def host_of(self, stage: str) -> Host:
+    def host_of(self, stage: str) -> HostHandle:
         return self.hosts[self.index[stage]]
 
     @property
@@ -101,12 +110,17 @@ class Supervisor:
             return self.broken
         return "; ".join(self._losses[i] for i in sorted(self._loss_at)) or None
 
-    def heard(self, host: Host, message: Loading | Ready | Broken | Listening | Linked | LinkDown) -> None:
+    def heard(
+        self, host: HostHandle, message: Loading | Ready | Broken | Listening | Linked | LinkDown
+    ) -> None:
         """What a host says of itself and of its links."""
         match message:
             case Loading(stage=stage) if stage not in self.index:
                 raise WireError(f"it speaks of a stage {stage!r}")
-            case Ready(stages=stages, memory=memory) if not {*stages, *memory} <= {*self.index, "allocated"}:
+            case Ready(stages=stages, memory=memory) if not {*stages, *memory} <= {
+                *self.index,
+                "allocated",
+            }:
                 raise WireError(f"it speaks of stages {stages} and memory of {list(memory)}")
             case Loading(stage=stage, what=what):
                 self.progress[stage] = what
@@ -119,7 +133,9 @@ class Supervisor:
             case Broken(kind=kind, message=text):
                 host.reason = text if kind in TOLD else f"{kind}: {text}"
                 if host.state == "starting" and not self.started:
-                    self.broken = host.reason  # later on it is tried again: what it lacked may come back
+                    self.broken = (
+                        host.reason
+                    )  # later on it is tried again: what it lacked may come back
             case LinkDown() if self._closing:
                 pass
             case _:
@@ -130,20 +146,25 @@ class Supervisor:
     def _device(self, index: int) -> str:
         return self.places[index].device or self.config.host.device
 
-    def make_host(self, index: int) -> Host:
+    def make_host(self, index: int) -> HostHandle:
         name, device = f"{self.name}.{index}", self._device(index)
         return self.launcher.host(name, device, self._on_message, lambda h: self.died(h, index))
 
-    async def _launch(self, host: Host, index: int) -> None:
-        """Start a host and say what it is, when its card is not being loaded by another. One that cannot be started now
-        is a dead one, whose restart tries again; one that never can be ends the pipeline."""
+    async def _launch(self, host: HostHandle, index: int) -> None:
+        """Start a host and say what it is, when its card is not being loaded by another. One that
+        cannot be started now is a dead one, whose restart tries again; one that never can be ends
+        the pipeline."""
         device, seat = self._device(index), self._seats[index]
         async with self._cards.turn(device, seat) as beside:
             if self._closing:
                 return
             try:
                 await self._configure(host, index, beside)
-            except (Unusable, OSError, RuntimeError) as e:  # the last: no thread to wait for the process with
+            except (
+                Unusable,
+                OSError,
+                RuntimeError,
+            ) as e:  # the last: no thread to wait for the process with
                 if isinstance(e, Unusable) and not self.started:
                     self.broken = str(e)
                     self.notify()
@@ -153,15 +174,20 @@ class Supervisor:
                 await self.wait(lambda: host.state != "starting")
                 seat.loaded = host.state == "ready"
 
-    async def _configure(self, host: Host, index: int, beside: tuple[tuple[str, ...], ...]) -> None:
+    async def _configure(
+        self, host: HostHandle, index: int, beside: tuple[tuple[str, ...], ...]
+    ) -> None:
         await host.start()
         if self._closing:  # while it was being started
             host.kill()
         settings = replace(self.config.host, device=host.device, trace=self._traced)
-        stages, links = self.places[index].stages, tuple((k.sender, k.receiver) for k in self.spec.links)
+        stages, links = (
+            self.places[index].stages,
+            tuple((k.sender, k.receiver) for k in self.spec.links),
+        )
         host.send(Configure(self.model, self.spec.build, stages, settings.as_dict(), links, beside))
 
-    def died(self, host: Host, index: int) -> None:
+    def died(self, host: HostHandle, index: int) -> None:
         if self._closing:
             return
         stages, self._seats[index].loaded = self.places[index].stages, False
@@ -170,29 +196,33 @@ class Supervisor:
         self._loss_at.setdefault(index, time.monotonic())
         self._losses[index] = self._obituary(host, index)
         self.notify()
-        # What was on its way from here is lost too: a stage behind it waits for it, also where this one had ended.
+        # What was on its way from here is lost too: a stage behind it waits for it, also where this
+        # one had ended.
         self._on_loss(frozenset({*stages, *self.links.lose(stages)}), host.death())
         self._task(self._after(host, index))
 
-    async def _after(self, host: Host, index: int) -> None:
+    async def _after(self, host: HostHandle, index: int) -> None:
         """A host died: say how, and start it again unless that is hopeless."""
         await host.buried()
         if self.broken is not None:
             return  # whoever waits for the start tells why
         self._losses[index] = self._obituary(host, index)
         log.warning("%s", self._losses[index])
-        if not self.started and (not self.config.restart or self._deaths[index] + 1 >= FIRST_STARTS):
+        if not self.started and (
+            not self.config.restart or self._deaths[index] + 1 >= FIRST_STARTS
+        ):
             tries = f" ({self._deaths[index] + 1} tries)" if self._deaths[index] else ""
             self.broken = f"{self._obituary(host, index)}{tries}"
             self.notify()
         elif self.config.restart:
             await self._restart(index)
 
-    def _obituary(self, host: Host, index: int) -> str:
+    def _obituary(self, host: HostHandle, index: int) -> str:
         return f"{host.death()} (stages {', '.join(self.places[index].stages)})"
 
     async def _restart(self, index: int) -> None:
-        """Start a host again and make its links anew. Waits a little longer each time it died young."""
+        """Start a host again and make its links anew. Waits a little longer each time it died
+        young."""
         await asyncio.sleep(RESTART_DELAYS[min(self._deaths[index], len(RESTART_DELAYS) - 1)])
         self._deaths[index] += 1
         host = self.hosts[index] = self.make_host(index)
@@ -245,6 +275,8 @@ class Supervisor:
         try:
             await asyncio.wait_for(wait(), self.config.start_timeout_s)
         except TimeoutError:
-            raise StageDead(f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s") from None
+            raise StageDead(
+                f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s"
+            ) from None
         if self.broken is not None:
             raise StageDead(self.broken)

@@ -1,7 +1,8 @@
 """The engine for callers without an event loop, over one in a thread of its own. Imports no torch.
 
-Each request has a task on the loop that hands its events over, a few ahead of the caller: beyond that it waits, and so
-a slow caller is throttled as any other listener is. Any thread may call; what is still open at the end is `Gone`."""
+Each request has a task on the loop that hands its events over, a few ahead of the caller: beyond
+that it waits, and so a slow caller is throttled as any other listener is. Any thread may call; what
+is still open at the end is `Gone`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from stretto.errors import Gone
 from stretto.preprocess.pool.jobs import Conversation
 
 T = TypeVar("T")
-AHEAD = 4  # events that wait for the caller here; more wait in the engine, which bounds them by `max_buffered_s`
+# events that wait for the caller here; more wait in the engine, which bounds them by
+# `max_buffered_s`
+AHEAD = 4
 
 
 class SyncEngine:
@@ -33,7 +36,9 @@ class SyncEngine:
     def __init__(self, model: str | Path, config: EngineConfig | None = None) -> None:
         self._model, self._config = Path(model), config or EngineConfig()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="stretto-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="stretto-engine", daemon=True
+        )
         self._engine: PipelineEngine | None = None
         self._gate = threading.Lock()  # so that nothing is begun behind the back of `_shut`
         self._closed = False
@@ -67,7 +72,8 @@ class SyncEngine:
             self._loop.close()
 
     async def _shut(self) -> None:
-        """End all there is on the loop. Requests whose caller does not listen now would wait for it for ever."""
+        """End all there is on the loop. Requests whose caller does not listen now would wait for it
+        for ever."""
         if self._engine is not None:
             await self._engine.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -103,7 +109,8 @@ class SyncEngine:
         room = asyncio.Semaphore(AHEAD)
 
         async def pump() -> None:
-            # Closed here: a task that is cancelled while it waits for room is not within the generator.
+            # Closed here: a task that is cancelled while it waits for room is not within the
+            # generator.
             async with aclosing(cast(AsyncGenerator[Event, None], start())) as events:
                 async for event in events:
                     await room.acquire()

@@ -16,11 +16,15 @@ MOST = 600
 
 
 class Timeline(Sequence[TimelineSpan]):
-    """Made when somebody looks at it. Few do, and it takes the event loop half a millisecond for ten seconds of
-    speech."""
+    """Made when somebody looks at it. Few do, and it takes the event loop half a millisecond for
+    ten seconds of speech."""
 
     def __init__(
-        self, spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
+        self,
+        spec: PipelineSpec,
+        arrived: float,
+        ended: Mapping[str, Ended],
+        packets: Sequence[float],
     ) -> None:
         self._given = spec, arrived, ended, packets
 
@@ -42,8 +46,8 @@ class Timeline(Sequence[TimelineSpan]):
 def timeline(
     spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
 ) -> tuple[TimelineSpan, ...]:
-    """Spans in seconds from the request's arrival. A stage's output spans from the one before to itself. A
-    prompt whose media are encoded while its beginning is read counts as being encoded."""
+    """Spans in seconds from the request's arrival. A stage's output spans from the one before to
+    itself. A prompt whose media are encoded while its beginning is read counts as being encoded."""
     spans: list[TimelineSpan] = []
     for s in spec.stages:
         stage, e = s.name, ended.get(s.name)
@@ -54,7 +58,9 @@ def timeline(
             read = e.encoded_at
             spans.append(TimelineSpan(stage, "encode", e.begun - arrived, read - arrived))
         begun = thin([read, *(c for c in e.chunks if read < c < e.marks[0]), e.marks[0]])
-        spans += [TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)]
+        spans += [
+            TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)
+        ]
         marks = thin(e.marks)
         spans += [TimelineSpan(stage, s.each, a - arrived, b - arrived) for a, b in pairwise(marks)]
     spans += [TimelineSpan("packets", "packet", t - arrived, t - arrived) for t in thin(packets)]

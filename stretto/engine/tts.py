@@ -1,5 +1,6 @@
-"""Texts that are read aloud: long ones in one piece, passage after passage, and those that are still being written; and
-voices that are made of clips, to read them with. Asyncio, called by the engine; imports no torch."""
+"""Texts that are read aloud: long ones in one piece, passage after passage, and those that are
+still being written; and voices that are made of clips, to read them with. Asyncio, called by the
+engine; imports no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Produ
 from stretto.engine.request import Ticket
 from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
-from stretto.messages.params import Manner, Params
 from stretto.messages.requests import Say
+from stretto.params import Params, SpeechStyle
 from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation
 from stretto.preprocess.pool.threads import Prompts
 from stretto.preprocess.text_chunks import Coming, Writing, passages
@@ -26,7 +27,8 @@ RETRY_S, TRIES = 0.1, 50
 """Between two passages a request has no place in the engine, and may have to wait for another."""
 
 MAX_PASSAGE = 65536
-"""Characters of a text that is being written, where the model's texts are not cut into shorter passages."""
+"""Characters of a text that is being written, where the model's texts are not cut into shorter
+passages."""
 
 P = TypeVar("P")  # a passage
 Speak = Callable[[P], AsyncIterator[Event]]
@@ -92,7 +94,9 @@ class Reader:
                 clip.close()
 
         made = b""
-        async for event in self.run(build, Ask(False, None, Params(), None, enrols=True, owner=owner)):
+        async for event in self.run(
+            build, Ask(False, None, Params(), None, enrols=True, owner=owner)
+        ):
             if isinstance(event, Product):
                 made = event.data
         return made
@@ -109,7 +113,8 @@ async def in_turn(passages: Sequence[P]) -> AsyncIterator[P]:
 
 
 async def read_passages(passages: AsyncIterator[P], speak: Speak[P]) -> AsyncIterator[Event]:
-    """Each passage is begun when the one before has ended; sound, codes and counts go on from there."""
+    """Each passage is begun when the one before has ended; sound, codes and counts go on from
+    there."""
     samples = frames = 0
     ends: list[Finished] = []
     async with aclosing(cast(AsyncGenerator[P, None], passages)) as coming:
@@ -154,10 +159,12 @@ def joined(ends: Sequence[Finished]) -> Finished:
         cached_tokens=sum(u.cached_tokens for u in used),
     )
     cut = "length" if any(e.audio == "length" for e in ends) else last.audio
-    return replace(last, audio=cut, usage=total, seed=ends[0].seed, prompt_ids=ends[0].prompt_ids, timeline=())
+    return replace(
+        last, audio=cut, usage=total, seed=ends[0].seed, prompt_ids=ends[0].prompt_ids, timeline=()
+    )
 
 
-def check_manner(manner: Manner, info: ModelInfo) -> None:
+def check_manner(manner: SpeechStyle, info: ModelInfo) -> None:
     if manner.instructions and not info.instructions:
         raise Invalid("this model follows no instructions", "instructions")
     if manner.language is not None and manner.language.lower() not in info.languages:

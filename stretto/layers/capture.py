@@ -1,8 +1,9 @@
 """Capturing a pass as CUDA graphs, one per size it comes in.
 
-Owns what all captures have in common: the warm-ups, the memory pool that the graphs of one owner share, the stream they
-are captured on, and a first replay of each. Called once at start by whoever owns the graphs, before anything runs on
-that stream; filling inputs and replaying are the owner's."""
+Owns what all captures have in common: the warm-ups, the memory pool that the graphs of one owner
+share, the stream they are captured on, and a first replay of each. Called once at start by whoever
+owns the graphs, before anything runs on that stream; filling inputs and replaying are the
+owner's."""
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ def capture_graphs(
     stream: torch.cuda.Stream,
     warmups: int = 1,
 ) -> dict[Key, Captured[Result]]:
-    """A graph for each key, in their order: largest first, so that the smaller ones reuse its memory. All or none.
+    """A graph for each key, in their order: largest first, so that the smaller ones reuse its
+    memory. All or none.
 
-    `prepare` makes what one graph alone reads, and returns the pass over it. A graph keeps nothing alive of what it
-    reads: the owner has it already, or the pass returns it."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))  # what all graphs read was made there
+    `prepare` makes what one graph alone reads, and returns the pass over it. A graph keeps nothing
+    alive of what it reads: the owner has it already, or the pass returns it."""
+    stream.wait_stream(
+        torch.cuda.current_stream(stream.device)
+    )  # what all graphs read was made there
     graphs: dict[Key, Captured[Result]] = {}
     pool = None
     for key in keys:
         try:
             with torch.cuda.stream(stream):
                 run = prepare(key)
-                # Kernels are compiled, libraries choose theirs and their workspaces outside of the capture.
+                # Kernels are compiled, libraries choose theirs and their workspaces outside of the
+                # capture.
                 for _ in range(warmups):
                     run()
             graph = torch.cuda.CUDAGraph()
@@ -48,5 +53,6 @@ def capture_graphs(
         graphs[key] = graph, result
     with torch.cuda.stream(stream):
         for graph, _ in graphs.values():
-            graph.replay()  # its first replay sends it to the device: the first request need not wait for that
+            # its first replay sends it to the device: the first request need not wait for that
+            graph.replay()
     return graphs

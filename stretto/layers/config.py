@@ -12,12 +12,14 @@ class MoeConfig:
     expert_size: int
     norm_topk: bool
     shared_size: int | None  # width of the shared expert; None: there is none
-    float8: bool = False  # the experts' weights in 8 bits; no property of a checkpoint, but how it is to be loaded
+    # the experts' weights in 8 bits; no property of a checkpoint, but how it is to be loaded
+    float8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder with grouped-query attention and normed queries and keys; dense, or a mixture of experts."""
+    """A decoder with grouped-query attention and normed queries and keys; dense, or a mixture of
+    experts."""
 
     vocab_size: int
     hidden_size: int

@@ -1,7 +1,8 @@
 """The transformer decoder that autoregressive stages share.
 
-A module here is weights only. What a stream remembers (keys and values) is reached through `attention`, a callable
-made anew for each pass: the paged cache of a stage, or a small static one."""
+A module here is weights only. What a stream remembers (keys and values) is reached through
+`attention`, a callable made anew for each pass: the paged cache of a stage, or a small static
+one."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 
 class Attention(Protocol):
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's shape."""
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's
+        shape."""
         ...
 
     def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -48,7 +52,9 @@ class PagedPass:
     def __init__(self, cache: KVCache, paging: Paging) -> None:
         self.cache, self.paging = cache, paging
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         kv = self.cache.data[layer]
         write_kv(kv, k, v, self.paging.slots)
         return paged_attention(q, kv, self.paging)
@@ -77,7 +83,8 @@ class Rope(nn.Module):
     def __init__(self, head_dim: int, theta: float, section: tuple[int, int, int] | None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.section = head_dim, theta, section
-        # Set by prepare(): a module built uninitialised on a device must not depend on what is in memory.
+        # Set by prepare(): a module built uninitialised on a device must not depend on what is in
+        # memory.
         self.inv_freq: torch.Tensor | None = None
         self.axes: torch.Tensor | None = None
 
@@ -86,8 +93,8 @@ class Rope(nn.Module):
         powers = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         self.inv_freq = (1.0 / self.theta**powers).to(device)
         if self.section is not None:
-            # Frequency i turns with height at 1, 4, 7, ... and width at 2, 5, 8, ... while below three times the
-            # axis's section; with time everywhere else.
+            # Frequency i turns with height at 1, 4, 7, ... and width at 2, 5, 8, ... while below
+            # three times the axis's section; with time everywhere else.
             axis = [i % 3 if i % 3 and i < 3 * self.section[i % 3] else 0 for i in range(half)]
             self.axes = torch.tensor(axis, device=device)
 
@@ -105,19 +112,37 @@ class Rope(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.heads, self.kv_heads = layer, c.head_dim, c.num_heads, c.num_kv_heads
-        self.sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
-        self.qkv = FusedLinear(c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)))
+        self.layer, self.head_dim, self.heads, self.kv_heads = (
+            layer,
+            c.head_dim,
+            c.num_heads,
+            c.num_kv_heads,
+        )
+        self.sizes = [
+            c.num_heads * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+        ]
+        self.qkv = FusedLinear(
+            c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        )
         self.o_proj = Linear(self.sizes[0], c.hidden_size)
         self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
-        self.gains: torch.Tensor | None = None  # [heads + kv heads, head dim]: both norms' weights, set by prepare()
+        self.gains: torch.Tensor | None = (
+            None  # [heads + kv heads, head dim]: both norms' weights, set by prepare()
+        )
 
     def prepare(self) -> None:
-        q, k = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+        q, k = (
+            self.q_norm.weight.expand(self.heads, -1),
+            self.k_norm.weight.expand(self.kv_heads, -1),
+        )
         self.gains = torch.cat((q, k))
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
         assert self.gains is not None, "prepare() comes first"
         turned, kv = self.heads + self.kv_heads, self.kv_heads
         every = self.qkv(x).view(len(x), turned + kv, self.head_dim)
@@ -141,7 +166,9 @@ class DecoderLayer(nn.Module):
             assert c.dense_size is not None
             self.mlp = DenseMLP(c.hidden_size, c.dense_size)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -160,19 +187,34 @@ class Decoder(nn.Module):
         self.host: HostLayers | None = None  # on a CPU, for few rows
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor | Angles, attention: Attention, after: AfterLayer | None = None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | Angles,
+        attention: Attention,
+        after: AfterLayer | None = None,
     ) -> torch.Tensor:
-        """Input rows x [rows, hidden] at these positions, or with their angles -> final-normed hidden rows."""
+        """Input rows x [rows, hidden] at these positions, or with their angles -> final-normed
+        hidden rows."""
         angles = positions if isinstance(positions, tuple) else self.rope(positions, x.dtype)
         if self.host is not None and len(x) <= HOST_ROWS:
             return self.host(x, angles, attention, after)
         cos, sin = angles
-        if self.fused is not None and isinstance(attention, PagedPass) and attention.decodes(len(x)):
+        if (
+            self.fused is not None
+            and isinstance(attention, PagedPass)
+            and attention.decodes(len(x))
+        ):
             return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
-        if self.fused is not None and isinstance(attention, PagedPass) and attention.paging.prefills:
+        if (
+            self.fused is not None
+            and isinstance(attention, PagedPass)
+            and attention.paging.prefills
+        ):
             from stretto.layers.prefill import Ragged, run_prefill
 
-            return run_prefill(self, x, cos, sin, attention.cache, Ragged.of(attention.paging), after)
+            return run_prefill(
+                self, x, cos, sin, attention.cache, Ragged.of(attention.paging), after
+            )
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention)
             if after is not None:
@@ -192,13 +234,24 @@ class Decoder(nn.Module):
         cache: KVCache,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One decode step of rows of persistent state, from row numbers and positions alone: input rows as
-        `kernels.fast.begin` makes them, then all layers. -> final-normed rows (in `out`, if it is given)."""
+        """One decode step of rows of persistent state, from row numbers and positions alone: input
+        rows as `kernels.fast.begin` makes them, then all layers. -> final-normed rows (in `out`, if
+        it is given)."""
         from stretto.kernels.triton.begin import begin
 
         assert self.fused is not None
         assert self.rope.inv_freq is not None
-        b = begin(rows, positions, values, words, own, tables, offset, self.rope.inv_freq, cache.block_size)
+        b = begin(
+            rows,
+            positions,
+            values,
+            words,
+            own,
+            tables,
+            offset,
+            self.rope.inv_freq,
+            cache.block_size,
+        )
         paging = Paging(b.slots, b.tables, b.lengths, rows.shape[0])
         return self.fused.paged(b.x, b.cos, b.sin, cache, paging, out=out, idle=b.idle)
 
@@ -216,6 +269,10 @@ class Decoder(nn.Module):
             if fits(self.config):
                 self.fused = FusedLayers(self, device)
 
-    def cache(self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
+    def cache(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> KVCache:
         c = self.config
-        return KVCache(c.num_layers, num_blocks, c.num_kv_heads, block_size, c.head_dim, device, dtype)
+        return KVCache(
+            c.num_layers, num_blocks, c.num_kv_heads, block_size, c.head_dim, device, dtype
+        )

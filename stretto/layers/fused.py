@@ -1,7 +1,9 @@
-"""A decode step through a decoder's layers as fused kernels: six per layer for one row, eight for more.
+"""A decode step through a decoder's layers as fused kernels: six per layer for one row, eight for
+more.
 
-Called by `Decoder.forward` and by the code predictor, on the stream of the step; made once per decoder, when its
-weights are in place. Holds no state of requests, only counters that are zero between kernels: so one step at a time."""
+Called by `Decoder.forward` and by the code predictor, on the stream of the step; made once per
+decoder, when its weights are in place. Holds no state of requests, only counters that are zero
+between kernels: so one step at a time."""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def _layer(layer: nn.Module) -> _Layer:
         chosen = experts.ExpertWeights(
             gain=after.weight,
             eps=after.eps,
-            router=mlp.gate.weight if own_gate is None else torch.cat((mlp.gate.weight, own_gate.weight)),
+            router=mlp.gate.weight
+            if own_gate is None
+            else torch.cat((mlp.gate.weight, own_gate.weight)),
             gate_up=gate_up,
             down=down,
             top_k=mlp.top_k,
@@ -96,7 +100,9 @@ class FusedLayers:
         self.layers = [_layer(layer) for layer in decoder.layers]
         self.final = (decoder.norm.weight, decoder.norm.eps)
         self.tiles = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self.split_counters = torch.zeros(MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device)
+        self.split_counters = torch.zeros(
+            MAX_ROWS * c.num_kv_heads, dtype=torch.int32, device=device
+        )
 
     def paged(
         self,
@@ -109,23 +115,30 @@ class FusedLayers:
         out: torch.Tensor | None = None,
         idle: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`, if it is given).
-        Rows that `idle` [rows] int8 marks are padding."""
+        """One query per row over the paged cache; x [rows, hidden] -> final-normed rows (in `out`,
+        if it is given). Rows that `idle` [rows] int8 marks are padding."""
 
         def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
             return attention.decode(
-                qkv, layer.gains, cos, sin, cache.data[i], paging.slots, paging.tables, paging.lengths,
+                qkv, layer.gains, cos, sin, cache.data[i], paging.slots, paging.tables,
+                paging.lengths,
                 self.split_counters, self.heads,
             )  # fmt: skip
 
         return normalise(self._run(x, attend, after, idle), *self.final, out=out)
 
     def frame(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, start: int, queries: int
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        start: int,
+        queries: int,
     ) -> torch.Tensor:
-        """The code predictor's positions [start, start + queries) of every row: x [rows * queries, hidden]; cos and sin
-        of all positions; cache [layers, 2, rows, kv heads, positions, dim]. Returns the residual stream, not normed:
-        the head takes the norm along."""
+        """The code predictor's positions [start, start + queries) of every row: x [rows * queries,
+        hidden]; cos and sin of all positions; cache [layers, 2, rows, kv heads, positions, dim].
+        Returns the residual stream, not normed: the head takes the norm along."""
 
         def attend(i: int, layer: _Layer, qkv: torch.Tensor) -> torch.Tensor:
             return attention.frame(qkv, layer.gains, cos, sin, cache[i], start, queries, self.heads)
@@ -133,7 +146,11 @@ class FusedLayers:
         return self._run(x, attend, None)
 
     def _run(
-        self, x: torch.Tensor, attend: Attend, after: AfterLayer | None, idle: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        attend: Attend,
+        after: AfterLayer | None,
+        idle: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._one(x, attend, after) if len(x) == 1 else self._several(x, attend, after, idle)
 
@@ -145,7 +162,12 @@ class FusedLayers:
             if layer.experts is not None:
                 experts.mixture_one(x, layer.experts)
             else:
-                project(project(x, layer.gate_up, norm=layer.mlp_norm, glu=True), layer.down, add=x, out=x)
+                project(
+                    project(x, layer.gate_up, norm=layer.mlp_norm, glu=True),
+                    layer.down,
+                    add=x,
+                    out=x,
+                )
             if after is not None:
                 x = out = after(i, x)
         return x
@@ -156,12 +178,18 @@ class FusedLayers:
         out: torch.Tensor | None = None
         gained: Gained | None = None  # x for the norm in front of the next layer
         for i, layer in enumerate(self.layers):
-            following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) and after is None else None
+            following = (
+                self.layers[i + 1].input_norm
+                if i + 1 < len(self.layers) and after is None
+                else None
+            )
             if gained is None:
                 qkv = project(x, layer.qkv, norm=layer.input_norm, counters=self.tiles)
             else:
                 qkv = project(gained, layer.qkv, counters=self.tiles)
-            x, middle = project_onto(x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles)
+            x, middle = project_onto(
+                x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles
+            )
             out = x
             if layer.experts is not None:
                 gained = experts_many.mixture(x, middle, layer.experts, following, idle)

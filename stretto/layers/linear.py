@@ -1,4 +1,5 @@
-"""Linear maps whose weights come as several tensors in the checkpoint and are one matrix in memory."""
+"""Linear maps whose weights come as several tensors in the checkpoint and are one matrix in
+memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class FusedLinear(nn.Module):
 
     def own_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         views = torch.split(self.weight.data, list(self.parts.values()))
-        return {f"{prefix}{name}.weight": view for name, view in zip(self.parts, views, strict=True)}
+        return {
+            f"{prefix}{name}.weight": view for name, view in zip(self.parts, views, strict=True)
+        }
 
 
 class Embedding(nn.Module):

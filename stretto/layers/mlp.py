@@ -1,4 +1,5 @@
-"""The two kinds of feed-forward block: dense SwiGLU, and mixture of experts with an optional shared expert."""
+"""The two kinds of feed-forward block: dense SwiGLU, and mixture of experts with an optional shared
+expert."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ class DenseMLP(nn.Module):
 class Experts(nn.Module):
     """All experts of a layer; per-expert tensors in the checkpoint, two fused ones in memory.
 
-    Either both are of the model's dtype and there are no scales, or both are float8 with a scale per output row
-    (`stretto.kernels.reference.quantized`): from the start with `float8`, or from `quantize()` on."""
+    Either both are of the model's dtype and there are no scales, or both are float8 with a scale
+    per output row (`stretto.kernels.reference.quantized`): from the start with `float8`, or from
+    `quantize()` on."""
 
     gate_up_scale: torch.Tensor | None  # [experts, 2 * size] float32
     down_scale: torch.Tensor | None  # [experts, hidden] float32
@@ -78,7 +80,10 @@ class Experts(nn.Module):
 
 
 def _quantized(wide: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
-    weight, scale = torch.empty_like(wide, dtype=FLOAT8), wide.new_empty(wide.shape[:-1], dtype=torch.float32)
+    weight, scale = (
+        torch.empty_like(wide, dtype=FLOAT8),
+        wide.new_empty(wide.shape[:-1], dtype=torch.float32),
+    )
     quantize(wide, weight, scale)
     return nn.Parameter(weight, requires_grad=False), scale
 
@@ -94,7 +99,9 @@ class MoeMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = moe.route(self.gate(x), self.top_k, self.norm)
-        out = moe.experts(x, self.experts.gate_up, self.experts.down, weights, ids, self.experts.scales)
+        out = moe.experts(
+            x, self.experts.gate_up, self.experts.down, weights, ids, self.experts.scales
+        )
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return out

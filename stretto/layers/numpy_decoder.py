@@ -1,10 +1,11 @@
 """The layers of a decoder for few rows on a CPU, by numpy.
 
-A step of a small model is some hundred operations on a few kilobytes each, and torch takes longer to begin one than to
-compute it; numpy begins them in a fraction of that. Products with large matrices stay with torch, whose threads the
-settings limit; those of numpy have one (`stretto/_process.py`). What is computed is what the modules of `decoder.py` and
-`mlp.py` compute, in float32; a sum may be rounded in another order. Called by `Decoder.forward` on the thread that runs
-a step."""
+A step of a small model is some hundred operations on a few kilobytes each, and torch takes longer
+to begin one than to compute it; numpy begins them in a fraction of that. Products with large
+matrices stay with torch, whose threads the settings limit; those of numpy have one
+(`stretto/_process.py`). What is computed is what the modules of `decoder.py` and `mlp.py` compute,
+in float32; a sum may be rounded in another order. Called by `Decoder.forward` on the thread that
+runs a step."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 8
 SMALL = 1 << 20
-"""Elements of a matrix up to which it is multiplied by numpy: it stays in a core's cache, or nearly."""
+"""Elements of a matrix up to which it is multiplied by numpy: it stays in a core's cache, or
+nearly."""
 Array = npt.NDArray[np.float32]
 Map = Callable[[Array], Array]
 
 
 class HostAttention(Protocol):
     def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's shape."""
+        """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's
+        shape."""
         ...
 
 
@@ -45,7 +48,9 @@ def product(weight: torch.Tensor) -> Map:
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
-    if x.ndim == 2 and len(x) == 1:  # one row: a plain product, and the rest on numbers instead of arrays
+    if (
+        x.ndim == 2 and len(x) == 1
+    ):  # one row: a plain product, and the rest on numbers instead of arrays
         only = x[0]
         scaled: Array = x * np.float32(1.0 / math.sqrt(float(only @ only) / len(only) + eps))
         scaled *= weight
@@ -84,7 +89,8 @@ def swiglu(gate_up: Array) -> Array:
 
 
 def attend(q: Array, keys: Array, values: Array) -> Array:
-    """One query per row: q [rows, heads, dim] over keys and values [rows, kv heads, positions, dim]."""
+    """One query per row: q [rows, heads, dim] over keys and values [rows, kv heads, positions,
+    dim]."""
     rows, heads, dim = q.shape
     grouped = q.reshape(rows, keys.shape[1], -1, dim)  # the heads of a group share keys
     chances = softmax(np.matmul(grouped, keys.swapaxes(-1, -2)) * np.float32(dim**-0.5))
@@ -113,7 +119,9 @@ def shared_expert(mlp: MoeMLP) -> Map | None:
 
 def mixture(mlp: MoeMLP) -> Map:
     gate, shared = product(mlp.gate.weight), shared_expert(mlp)
-    experts = [dense(up, down) for up, down in zip(mlp.experts.gate_up, mlp.experts.down, strict=True)]
+    experts = [
+        dense(up, down) for up, down in zip(mlp.experts.gate_up, mlp.experts.down, strict=True)
+    ]
 
     def run(x: Array) -> Array:
         chances = softmax(gate(x))
@@ -148,16 +156,32 @@ class HostLayer:
         a, m = layer.self_attn, layer.mlp
         assert a.gains is not None
         assert isinstance(m, DenseMLP | MoeMLP)
-        before, behind = layer.input_layernorm.weight.numpy(), layer.post_attention_layernorm.weight.numpy()
+        before, behind = (
+            layer.input_layernorm.weight.numpy(),
+            layer.post_attention_layernorm.weight.numpy(),
+        )
         mlp = dense(m.gate_up.weight, m.down_proj.weight) if isinstance(m, DenseMLP) else mixture(m)
         eps = layer.input_layernorm.eps
-        return cls(before, product(a.qkv.weight), a.gains.numpy(), product(a.o_proj.weight), behind, mlp, eps)
+        return cls(
+            before,
+            product(a.qkv.weight),
+            a.gains.numpy(),
+            product(a.o_proj.weight),
+            behind,
+            mlp,
+            eps,
+        )
 
 
 class HostLayers:
     def __init__(self, decoder: Decoder) -> None:
         c = decoder.config
-        self.heads, self.kv_heads, self.dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
+        self.heads, self.kv_heads, self.dim, self.eps = (
+            c.num_heads,
+            c.num_kv_heads,
+            c.head_dim,
+            c.rms_eps,
+        )
         self.signs: Array = np.repeat(np.array([-1, 1], np.float32), self.dim // 2)
         self.layers = [HostLayer.of(layer) for layer in decoder.layers]  # type: ignore[arg-type]
         self.norm: Array = decoder.norm.weight.numpy()
@@ -166,7 +190,11 @@ class HostLayers:
     def fits(decoder: Decoder) -> bool:
         """Float32 on a CPU; experts whose weights are wide."""
         weight, moe = decoder.norm.weight, decoder.config.moe
-        return weight.device.type == "cpu" and weight.dtype == torch.float32 and not (moe is not None and moe.float8)
+        return (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and not (moe is not None and moe.float8)
+        )
 
     def __call__(
         self, x: torch.Tensor, angles: Angles, attention: HostAttention, after: AfterLayer | None
@@ -175,11 +203,15 @@ class HostLayers:
         sin = sin * self.signs
         h: Array = x.numpy()
         turned = self.heads + self.kv_heads
-        with np.errstate(over="ignore"):  # exp(-x) of a large negative x is infinite, and x over it is 0
+        with np.errstate(
+            over="ignore"
+        ):  # exp(-x) of a large negative x is infinite, and x over it is 0
             for i, layer in enumerate(self.layers):
                 every = layer.qkv(norm(h, layer.before, layer.eps)).reshape(len(h), -1, self.dim)
                 qk = rotate(norm(every[:, :turned], layer.gains, layer.eps), cos, sin)
-                y = attention.on_host(i, qk[:, : self.heads], qk[:, self.heads :], every[:, turned:])
+                y = attention.on_host(
+                    i, qk[:, : self.heads], qk[:, self.heads :], every[:, turned:]
+                )
                 h = h + layer.out(y.reshape(len(h), -1))
                 h = h + layer.mlp(norm(h, layer.behind, layer.eps))
                 if after is not None:

@@ -1,8 +1,9 @@
 """A decoder's pass over many rows with the fast kernels: about a dozen launches per layer.
 
-The same function as `Decoder.forward` over a paged cache, cut differently: each kernel ends where a matrix product
-begins. Nothing in it depends on values on the host, so `PrefillGraphs` captures it; passes too large for a graph run
-it as it is. Called on the stage's thread, on the current stream."""
+The same function as `Decoder.forward` over a paged cache, cut differently: each kernel ends where a
+matrix product begins. Nothing in it depends on values on the host, so `PrefillGraphs` captures it;
+passes too large for a graph run it as it is. Called on the stage's thread, on the current
+stream."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from stretto.layers.decoder import AfterLayer, Decoder, DecoderLayer, RMSNorm
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.upload import to_device
 
-ALIGNED = 4  # int32 values in 16 bytes: a kernel is compiled anew for a pointer that is less aligned
+ALIGNED = (
+    4  # int32 values in 16 bytes: a kernel is compiled anew for a pointer that is less aligned
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,18 +30,23 @@ class Ragged:
     slots: torch.Tensor  # [rows] int64: block * block_size + offset of each row's own key and value
     tables: torch.Tensor  # [sequences, blocks] int32
     lengths: torch.Tensor  # [sequences] int32: keys visible to the sequence's last query
-    starts: torch.Tensor  # [sequences + 1] int32: where each sequence's rows begin; it may have none
+    starts: (
+        torch.Tensor
+    )  # [sequences + 1] int32: where each sequence's rows begin; it may have none
     count: torch.Tensor  # [1] int32: real rows, the last of `starts`
 
     @classmethod
     def of(cls, paging: Paging) -> Ragged:
         host = pack_starts(paging, paging.lengths.shape[0])
-        starts, count = split_starts(to_device(host, paging.slots.device, torch.int32), paging.lengths.shape[0])
+        starts, count = split_starts(
+            to_device(host, paging.slots.device, torch.int32), paging.lengths.shape[0]
+        )
         return cls(paging.slots, paging.tables, paging.lengths, starts, count)
 
 
 def pack_starts(paging: Paging, num_sequences: int) -> np.ndarray:
-    """`starts` and `count` of a pass as one array for one copy; sequences beyond those of the pass are empty."""
+    """`starts` and `count` of a pass as one array for one copy; sequences beyond those of the pass
+    are empty."""
     queries = [1] * paging.num_decode + [n for n, _ in paging.prefills]
     ends = np.cumsum(queries)
     packed = np.full(packed_size(num_sequences), ends[-1], dtype=np.int32)
@@ -65,7 +73,8 @@ def run_prefill(
     ragged: Ragged,
     after: AfterLayer | None = None,
 ) -> torch.Tensor:
-    """Input rows x [rows, hidden] at angles cos, sin [rows, head dim] -> final-normed rows; padding gives zeros."""
+    """Input rows x [rows, hidden] at angles cos, sin [rows, head dim] -> final-normed rows; padding
+    gives zeros."""
     from stretto.kernels.triton.prefill import add_norm
 
     norms = [_first_norm(layer) for layer in decoder.layers] + [decoder.norm]
@@ -80,7 +89,9 @@ def run_prefill(
         if after is not None:
             changed = after(i, stream)
             if changed is not stream:
-                stream, normed = add_norm(changed, None, norms[i + 1].weight, norms[i + 1].eps, ragged.count)
+                stream, normed = add_norm(
+                    changed, None, norms[i + 1].weight, norms[i + 1].eps, ragged.count
+                )
     return normed
 
 
@@ -90,7 +101,8 @@ def _first_norm(layer: torch.nn.Module) -> RMSNorm:
 
 
 def _attention(
-    layer: DecoderLayer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor, ragged: Ragged,
+    layer: DecoderLayer, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    kv: torch.Tensor, ragged: Ragged,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     from stretto.kernels.triton.attention_prefill import attend
@@ -98,13 +110,27 @@ def _attention(
 
     a = layer.self_attn
     qkv = F.linear(normed, a.qkv.weight)
-    q = qkv_write(qkv, a.q_norm.weight, a.k_norm.weight, a.q_norm.eps, cos, sin, kv, ragged.slots, ragged.count)
+    q = qkv_write(
+        qkv,
+        a.q_norm.weight,
+        a.k_norm.weight,
+        a.q_norm.eps,
+        cos,
+        sin,
+        kv,
+        ragged.slots,
+        ragged.count,
+    )
     mixed = attend(q, kv, ragged.starts, ragged.lengths, ragged.tables, counters=counters)
     return F.linear(mixed.flatten(1), a.o_proj.weight)
 
 
 def _mlp(
-    mlp: torch.nn.Module, stream: torch.Tensor, normed: torch.Tensor, norm: RMSNorm, count: torch.Tensor
+    mlp: torch.nn.Module,
+    stream: torch.Tensor,
+    normed: torch.Tensor,
+    norm: RMSNorm,
+    count: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream after a layer's feed-forward block, and its norm for the next layer."""
     from stretto.kernels.triton.grouped import experts, route

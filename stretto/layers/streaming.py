@@ -1,13 +1,14 @@
 """Causal convolutions that run over a stream piece by piece, for many streams at once.
 
-Every activation is laid out as rows: [slots, time, channels]. So are the tails, the last inputs of a convolution
-that its next call still needs. With channels innermost the linear maps, norms and 1-tap convolutions are plain
-matrix products without a transpose, the 7-tap ones reach the library as channels-last, and a tail is a run of
-whole rows.
+Every activation is laid out as rows: [slots, time, channels]. So are the tails, the last inputs of
+a convolution that its next call still needs. With channels innermost the linear maps, norms and
+1-tap convolutions are plain matrix products without a transpose, the 7-tap ones reach the library
+as channels-last, and a tail is a run of whole rows.
 
-One rule keeps slots independent: a convolution works on `[tail | input]`, and the new tail of a slot are the rows
-that end where *its own* valid input ends. Padding behind that end is never kept, and a slot with no valid input
-gets back exactly the rows it had, bit for bit. Nothing here branches on a tensor's value or waits for the device.
+One rule keeps slots independent: a convolution works on `[tail | input]`, and the new tail of a
+slot are the rows that end where *its own* valid input ends. Padding behind that end is never kept,
+and a slot with no valid input gets back exactly the rows it had, bit for bit. Nothing here branches
+on a tensor's value or waits for the device.
 
 Vocoders call this on the thread and stream that run their step."""
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from stretto.kernels.triton.convolution import Next
 
 FEW_ROWS = 256
-"""Up to here a convolution is one matrix product over copied windows, which reads its weight once and well; beyond,
-the copies (7 times the input) cost more than the library's convolution loses."""
+"""Up to here a convolution is one matrix product over copied windows, which reads its weight once
+and well; beyond, the copies (7 times the input) cost more than the library's convolution loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Tail:
 
 
 class TailLayout:
-    """Hands out the tails while a model is built; then knows how to lay them out and where they end."""
+    """Hands out the tails while a model is built; then knows how to lay them out and where they
+    end."""
 
     def __init__(self) -> None:
         self.tails: list[Tail] = []
@@ -59,9 +61,12 @@ class TailLayout:
         return sum(t.num_rows * t.channels for t in self.tails)
 
     def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[slots, width] -> one view [slots, rows, channels] per tail. One buffer, so that a reset is one call."""
+        """[slots, width] -> one view [slots, rows, channels] per tail. One buffer, so that a reset
+        is one call."""
         parts = torch.split(flat, [t.num_rows * t.channels for t in self.tails], 1)
-        return tuple(p.view(-1, t.num_rows, t.channels) for p, t in zip(parts, self.tails, strict=True))
+        return tuple(
+            p.view(-1, t.num_rows, t.channels) for p, t in zip(parts, self.tails, strict=True)
+        )
 
     def rates(self) -> list[int]:
         return [t.rate for t in self.tails for _ in range(t.num_rows)]
@@ -76,8 +81,8 @@ class TailLayout:
 
 @dataclass(slots=True)
 class Silence:
-    """First rows of an input that a convolution must read as zeros: rows before a stream's beginning, which exist only
-    because all slots share one shape."""
+    """First rows of an input that a convolution must read as zeros: rows before a stream's
+    beginning, which exist only because all slots share one shape."""
 
     rows: torch.Tensor  # [slots] int64: how many; none if it is below 1
     most: int
@@ -93,7 +98,8 @@ class Silence:
 
 @dataclass(slots=True)
 class Push:
-    """One step's view of the state: where each tail lies, and which rows of `[tail | input]` replace it."""
+    """One step's view of the state: where each tail lies, and which rows of `[tail | input]`
+    replace it."""
 
     tails: Sequence[torch.Tensor]
     ends: Sequence[torch.Tensor]
@@ -106,7 +112,10 @@ class Push:
         if usable(x):
             from stretto.kernels.triton.snake import join
 
-            curve, silent = None if act is None else act.curve, None if silence is None else silence.rows
+            curve, silent = (
+                None if act is None else act.curve,
+                None if silence is None else silence.rows,
+            )
             return join(held, ends, x, curve, silent)
         buffer = x.new_empty(x.shape[0], rows + x.shape[1], x.shape[2])
         buffer[:, :rows] = held
@@ -129,7 +138,8 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What a join needs to know of the convolution behind it, for whoever makes the rows and can do it on the way."""
+    """What a join needs to know of the convolution behind it, for whoever makes the rows and can do
+    it on the way."""
 
     tail: Tail
     act: Snake
@@ -146,7 +156,9 @@ class Snake(nn.Module):
 
     rate: torch.Tensor
     gain: torch.Tensor
-    curve: torch.Tensor  # [2, channels] float32: both again, not rounded to the weights' type, for the kernels
+    curve: (
+        torch.Tensor
+    )  # [2, channels] float32: both again, not rounded to the weights' type, for the kernels
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -178,7 +190,9 @@ class Taps(nn.Module):
 
     The checkpoint's [a, b, taps] is a permuted view of what lies in memory."""
 
-    def __init__(self, shape: tuple[int, int, int], order: tuple[int, int, int], channels: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], order: tuple[int, int, int], channels: int
+    ) -> None:
         super().__init__()
         self.order = order
         self.weight = frozen(*shape)
@@ -195,16 +209,20 @@ class Taps(nn.Module):
 class CausalConv(nn.Module):
     """A causal convolution over `[tail | x]` (see `Push.join`)."""
 
-    def __init__(self, inputs: int, outputs: int, taps: int, dilation: int = 1, depthwise: bool = False) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, taps: int, dilation: int = 1, depthwise: bool = False
+    ) -> None:
         super().__init__()
         self.taps, self.dilation, self.reach = taps, dilation, (taps - 1) * dilation
         self.groups = inputs if depthwise else 1
-        # In memory [out, taps, in]: as the library's [out, in, taps] that is channels-last, like the rows.
+        # In memory [out, taps, in]: as the library's [out, in, taps] that is channels-last, like
+        # the rows.
         self.conv = Taps((outputs, taps, inputs // self.groups), (0, 2, 1), outputs)
 
     def forward(self, buffer: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        """[slots, reach + time, in] -> [slots, time, out], without the bias if whoever comes next adds it: the
-        library's convolutions add it by one more pass over the output. A single channel out may be float32."""
+        """[slots, reach + time, in] -> [slots, time, out], without the bias if whoever comes next
+        adds it: the library's convolutions add it by one more pass over the output. A single
+        channel out may be float32."""
         bias = self.conv.bias if biased else None
         if bias is not None and bias.numel() == 1 and usable(buffer):
             from stretto.kernels.triton.convolution import single
@@ -214,7 +232,8 @@ class CausalConv(nn.Module):
             return F.linear(buffer, self.conv.weight[:, 0], bias)
         if buffer.shape[1] - self.reach <= FEW_ROWS and self.groups == 1:
             return F.linear(self._windows(buffer), self.conv.weight.flatten(1), bias)
-        # As a picture of height 1: the library takes channels-last pictures as they are, but would transpose rows.
+        # As a picture of height 1: the library takes channels-last pictures as they are, but would
+        # transpose rows.
         picture, weight = buffer.transpose(1, 2).unsqueeze(2), self.conv.stored().unsqueeze(2)
         y = F.conv2d(picture, weight, bias, dilation=(1, self.dilation), groups=self.groups)
         return y.squeeze(2).transpose(1, 2)
@@ -232,17 +251,25 @@ class CausalConv(nn.Module):
 
 
 def residual(
-    x: torch.Tensor, buffer: torch.Tensor, conv: CausalConv, act: Snake, mix: CausalConv, push: Push, joint: Joint
+    x: torch.Tensor,
+    buffer: torch.Tensor,
+    conv: CausalConv,
+    act: Snake,
+    mix: CausalConv,
+    push: Push,
+    joint: Joint,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + mix(act(conv(buffer))), and the next convolution's buffer with it. `mix` has one tap and as many channels out
-    as in."""
+    """x + mix(act(conv(buffer))), and the next convolution's buffer with it. `mix` has one tap and
+    as many channels out as in."""
     if usable(x):
         from stretto.kernels.triton.convolution import finish, fits
 
         if fits(x.shape[2]):
             y = conv(buffer, biased=False)
             weight = mix.conv.weight[:, 0]
-            x, buffer = finish(x, y, conv.conv.bias, act.curve, weight, mix.conv.bias, joint.after())
+            x, buffer = finish(
+                x, y, conv.conv.bias, act.curve, weight, mix.conv.bias, joint.after()
+            )
             push.advance(joint.tail, buffer)
             return x, buffer
     x = x + mix(act(conv(buffer)))
@@ -250,7 +277,8 @@ def residual(
 
 
 class UpConv(nn.Module):
-    """A transposed convolution with as many taps as its stride: every input row becomes `rate` rows of its own."""
+    """A transposed convolution with as many taps as its stride: every input row becomes `rate` rows
+    of its own."""
 
     bias: torch.Tensor
 
@@ -269,11 +297,13 @@ class UpConv(nn.Module):
 
 
 class OverlapUpConv(nn.Module):
-    """A transposed convolution with twice as many taps as its stride, trimmed by one stride on both sides.
+    """A transposed convolution with twice as many taps as its stride, trimmed by one stride on both
+    sides.
 
-    Output block m needs the input rows m and m + 1, so a stream's first input row gives no output yet. With a fixed
-    shape it does: a block that belongs before the beginning, to be muted by whoever reads it. One product makes
-    both halves of every row's contribution, and two neighbours are added; no output is made to be trimmed."""
+    Output block m needs the input rows m and m + 1, so a stream's first input row gives no output
+    yet. With a fixed shape it does: a block that belongs before the beginning, to be muted by
+    whoever reads it. One product makes both halves of every row's contribution, and two neighbours
+    are added; no output is made to be trimmed."""
 
     bias: torch.Tensor
 
@@ -284,12 +314,17 @@ class OverlapUpConv(nn.Module):
         self.register_buffer("bias", torch.empty(2 * rate * outputs), persistent=False)
 
     def prepare(self) -> None:
-        early, late = self.bias.view(2, -1, self.outputs)  # a sum of two contributions takes the bias once
+        early, late = self.bias.view(
+            2, -1, self.outputs
+        )  # a sum of two contributions takes the bias once
         early.copy_(self.conv.bias)
         late.zero_()
 
-    def forward(self, buffer: torch.Tensor, push: Push, joint: Joint) -> tuple[torch.Tensor, torch.Tensor]:
-        """[slots, 1 + time, in] -> [slots, time * rate, out], and the next convolution's buffer with it"""
+    def forward(
+        self, buffer: torch.Tensor, push: Push, joint: Joint
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[slots, 1 + time, in] -> [slots, time * rate, out], and the next convolution's buffer
+        with it"""
         y = F.linear(buffer, self.conv.weight.flatten(0, 1), self.bias)
         if usable(y):
             from stretto.kernels.triton.convolution import add_halves

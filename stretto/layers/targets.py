@@ -1,9 +1,10 @@
 """Where a checkpoint's tensors go.
 
-A module's parameters carry the checkpoint's names, except where several checkpoint tensors are fused into one
-parameter (q/k/v, gate/up, experts). Such a module defines `own_targets(prefix)`, which maps checkpoint names to
-views of its parameters. The loader only ever sees the flat map that `targets` makes: checkpoint name -> view to fill.
-A view is a tensor that takes the numbers as they are, or rows of float8 that quantise them as they land."""
+A module's parameters carry the checkpoint's names, except where several checkpoint tensors are
+fused into one parameter (q/k/v, gate/up, experts). Such a module defines `own_targets(prefix)`,
+which maps checkpoint names to views of its parameters. The loader only ever sees the flat map that
+`targets` makes: checkpoint name -> view to fill. A view is a tensor that takes the numbers as they
+are, or rows of float8 that quantise them as they land."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from stretto.kernels.reference.quantized import quantize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Rows:
-    """A float8 matrix and its rows' scales. A scale needs its whole row at once, so that is the least to fill."""
+    """A float8 matrix and its rows' scales. A scale needs its whole row at once, so that is the
+    least to fill."""
 
     weight: torch.Tensor  # [rows, inputs] float8
     scale: torch.Tensor  # [rows] float32
@@ -49,7 +51,8 @@ Target = torch.Tensor | Float8Rows
 @runtime_checkable
 class OwnTargets(Protocol):
     def own_targets(self, prefix: str) -> Mapping[str, Target]:
-        """Checkpoint name -> view of a parameter of this module. `prefix` is the *parent's* ("...self_attn.")."""
+        """Checkpoint name -> view of a parameter of this module. `prefix` is the *parent's*
+        ("...self_attn.")."""
         ...
 
 
@@ -59,11 +62,16 @@ def targets(module: nn.Module, prefix: str) -> dict[str, Target]:
     for name, p in module.named_parameters(recurse=False):
         found[f"{prefix}{name}"] = p.data
     for name, child in module.named_children():
-        part = child.own_targets(prefix) if isinstance(child, OwnTargets) else targets(child, f"{prefix}{name}.")
+        part = (
+            child.own_targets(prefix)
+            if isinstance(child, OwnTargets)
+            else targets(child, f"{prefix}{name}.")
+        )
         found.update(part)
     return found
 
 
 def frozen(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """An uninitialised parameter of the current default device, and dtype unless another is given."""
+    """An uninitialised parameter of the current default device, and dtype unless another is
+    given."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

@@ -13,7 +13,8 @@ Values = Sequence[int] | Sequence[bool] | npt.NDArray[Any]
 
 
 def to_device(values: Values, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Host values to the device without waiting: by way of pinned memory, which the allocator keeps until then."""
+    """Host values to the device without waiting: by way of pinned memory, which the allocator keeps
+    until then."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host.clone() if isinstance(values, np.ndarray) else host

@@ -1,1 +1,2 @@
-"""Clients of a running server: `bench.py` measures it, `talk.py` talks with it. Neither imports torch."""
+"""Clients of a running server: `bench.py` measures it, `talk.py` talks with it. Neither imports
+torch."""

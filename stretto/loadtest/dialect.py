@@ -1,4 +1,5 @@
-"""What servers want to be asked in words of their own: the fields of a chat request that are not OpenAI's."""
+"""What servers want to be asked in words of their own: the fields of a chat request that are not
+OpenAI's."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from stretto.errors import Invalid
 Dialect = Literal["openai", "stretto", "vllm-omni"]
 DIALECTS: tuple[Dialect, ...] = ("openai", "stretto", "vllm-omni")
 
-# The stages behind the text, as vLLM-Omni's own deploy file has them: frames of speech, then samples. A
-# request that names the parameters of one stage has to name those of all.
+# The stages behind the text, as vLLM-Omni's own deploy file has them: frames of speech, then
+# samples. A request that names the parameters of one stage has to name those of all.
 OMNI_FRAMES = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05, "detokenize": False}
 OMNI_SAMPLES = {
-    "temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.1, "max_tokens": 65536, "detokenize": True,
+    "temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.1, "max_tokens": 65536,
+    "detokenize": True,
 }  # fmt: skip
 
 
@@ -29,14 +31,17 @@ class Lengths:
 
 
 def speech_fields(dialect: Dialect, audio_format: str | None, voice: str | None) -> dict[str, Any]:
-    """The fields for the format of the sound and the voice. vLLM-Omni sends WAV files if no format is named."""
+    """The fields for the format of the sound and the voice. vLLM-Omni sends WAV files if no format
+    is named."""
     if dialect == "vllm-omni":
         fields: dict[str, Any] = {"speaker": voice} if voice else {}
         return fields | ({"audio": {"format": audio_format}} if audio_format else {})
     return {"audio": {"format": audio_format or "pcm16"} | ({"voice": voice} if voice else {})}
 
 
-def length_fields(dialect: Dialect, lengths: Lengths, temperature: float | None) -> Mapping[str, Any]:
+def length_fields(
+    dialect: Dialect, lengths: Lengths, temperature: float | None
+) -> Mapping[str, Any]:
     """The fields for the lengths of an answer."""
     fields: dict[str, Any] = {}
     if lengths.exact:
@@ -51,6 +56,7 @@ def length_fields(dialect: Dialect, lengths: Lengths, temperature: float | None)
         fields |= {"min_audio_frames": lengths.frames, "max_audio_frames": lengths.frames}
     if fields and dialect == "openai":
         raise Invalid(
-            "--frames and --exact-tokens need --dialect stretto or --dialect vllm-omni: other servers refuse the fields"
+            "--frames and --exact-tokens need --dialect stretto or --dialect vllm-omni: other "
+            "servers refuse the fields"
         )
     return fields

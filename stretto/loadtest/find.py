@@ -1,8 +1,9 @@
-"""`stretto bench URL --find`: how much a server carries. Searches for the most listeners whose players never wait, and
-for the highest rate at which first audio comes in time.
+"""`stretto bench URL --find`: how much a server carries. Searches for the most listeners whose
+players never wait, and for the highest rate at which first audio comes in time.
 
-The search itself (`loads`, `find`) knows no server: it names a load, learns whether the server carried it, and names
-the next. A `Limit` judges what was measured. `Prober` measures one load, after a warm-up that does not count."""
+The search itself (`loads`, `find`) knows no server: it names a load, learns whether the server
+carried it, and names the next. A `Limit` judges what was measured. `Prober` measures one load,
+after a warm-up that does not count."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ class Bounds:
     whole: bool = False
 
     def next(self, low: float, high: float) -> float:
-        """The load to try between `low`, the highest that passed (0: none), and `high`, the lowest that failed
-        (infinity: none). It is `low` itself when nothing is left to try between the two."""
+        """The load to try between `low`, the highest that passed (0: none), and `high`, the lowest
+        that failed (infinity: none). It is `low` itself when nothing is left to try between the
+        two."""
         if not low:
             return self.start if math.isinf(high) else max(self.least, self.rounded(high / 2))
         if math.isinf(high):
@@ -54,9 +56,10 @@ class Bounds:
 
 
 def loads(bounds: Bounds) -> Generator[float, bool, None]:
-    """The loads of a search, one after the other; the caller sends whether each one passed. They double (or halve, if
-    the first one fails), then they bisect. The highest load that passed is tried again at the end, because one probe
-    can pass by chance. If it fails then, the search goes on below it."""
+    """The loads of a search, one after the other; the caller sends whether each one passed. They
+    double (or halve, if the first one fails), then they bisect. The highest load that passed is
+    tried again at the end, because one probe can pass by chance. If it fails then, the search goes
+    on below it."""
     passed: set[float] = set()
     high = math.inf
     while True:
@@ -75,12 +78,15 @@ def loads(bounds: Bounds) -> Generator[float, bool, None]:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One load that was tried. `failure` says in a few words what was beyond the limit; None: nothing was."""
+    """One load that was tried. `failure` says in a few words what was beyond the limit; None:
+    nothing was."""
 
     load: float
     failure: str | None
     level: Level
-    last: bool = False  # it was interrupted, or the server does not answer: another probe would say no more
+    last: bool = (
+        False  # it was interrupted, or the server does not answer: another probe would say no more
+    )
     client_cpu: float = 0.0  # share of one core
 
     @property
@@ -103,19 +109,26 @@ class Search:
 
     @property
     def lowest_failure(self) -> Probe | None:
-        return min((p for p in self.probes if p.failure is not None), key=lambda p: p.load, default=None)
+        return min(
+            (p for p in self.probes if p.failure is not None), key=lambda p: p.load, default=None
+        )
 
     @property
     def complete(self) -> bool:
         """The highest load passed twice, which is how a search ends."""
         highest = self.highest
-        return highest is not None and sum(p.passed and p.load == highest.load for p in self.probes) > 1
+        return (
+            highest is not None
+            and sum(p.passed and p.load == highest.load for p in self.probes) > 1
+        )
 
 
 Measure = Callable[[float], Awaitable[Probe]]
 
 
-async def find(measure: Measure, bounds: Bounds, on_probe: Callable[[Probe], None] = lambda probe: None) -> Search:
+async def find(
+    measure: Measure, bounds: Bounds, on_probe: Callable[[Probe], None] = lambda probe: None
+) -> Search:
     search, plan = Search(), loads(bounds)
     load = next(plan)
     while True:
@@ -147,8 +160,8 @@ class Limit(Protocol):
     def load(self, load: float, seed: int) -> Load: ...
 
     def num_answers(self, load: float, requests: int | None = None) -> tuple[int, int]:
-        """How many answers a probe needs (`requests` of them if that is possible), and how many come before them as a
-        warm-up."""
+        """How many answers a probe needs (`requests` of them if that is possible), and how many
+        come before them as a warm-up."""
         ...
 
     def failure(self, good: Sequence[Sample]) -> str | None: ...
@@ -156,7 +169,8 @@ class Limit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoUnderrun:
-    """No player waits longer than `wait_s` in all. Listeners ask again as soon as they have their answer."""
+    """No player waits longer than `wait_s` in all. Listeners ask again as soon as they have their
+    answer."""
 
     wait_s: float = 0.0
 
@@ -166,7 +180,11 @@ class NoUnderrun:
 
     @property
     def title(self) -> str:
-        allowed = f"with waits of at most {show(self.wait_s, 's')}" if self.wait_s else "without an underrun"
+        allowed = (
+            f"with waits of at most {show(self.wait_s, 's')}"
+            if self.wait_s
+            else "without an underrun"
+        )
         return f"most listeners {allowed}"
 
     def describe(self, load: float) -> str:
@@ -187,8 +205,8 @@ class NoUnderrun:
 
 @dataclass(frozen=True, slots=True)
 class FirstWithin:
-    """First audio (or first text, where answers are not spoken) comes within `limit_s` for this share of the answers.
-    Requests come at random moments, whether or not the server keeps up."""
+    """First audio (or first text, where answers are not spoken) comes within `limit_s` for this
+    share of the answers. Requests come at random moments, whether or not the server keeps up."""
 
     limit_s: float
     share: float = 0.99
@@ -219,13 +237,17 @@ class FirstWithin:
         return number, math.ceil(number / 5)
 
     def failure(self, good: Sequence[Sample]) -> str | None:
-        first = sorted(f for s in good if (f := s.first_audio if self.spoken else s.first_text) is not None)
+        first = sorted(
+            f for s in good if (f := s.first_audio if self.spoken else s.first_text) is not None
+        )
         reached = percentile(first, self.share) if first else math.inf
         return f"{self.measure} was {show(reached, 's')}" if reached > self.limit_s else None
 
 
 def longest_wait(good: Sequence[Sample]) -> float:
-    return max((playback.wait for s in good if (playback := play(s.packets)) is not None), default=0.0)
+    return max(
+        (playback.wait for s in good if (playback := play(s.packets)) is not None), default=0.0
+    )
 
 
 # --- measuring
@@ -233,8 +255,8 @@ def longest_wait(good: Sequence[Sample]) -> float:
 
 @dataclass(slots=True)
 class Prober:
-    """Measures one load after another for a limit. `requests` and `warmup` replace the limit's own numbers of answers;
-    no request begins after `seconds`."""
+    """Measures one load after another for a limit. `requests` and `warmup` replace the limit's own
+    numbers of answers; no request begins after `seconds`."""
 
     bench: Bench
     limit: Limit
@@ -252,7 +274,9 @@ class Prober:
         target = self.limit.load(load, self.seed + next(self.numbers))
         self.on_begin(target, requests + warmup)
         cpu, start = self.cpu(), self.bench.clock.now()
-        level = await self.bench.run(target, Targets(requests + warmup, self.seconds, until_error=True))
+        level = await self.bench.run(
+            target, Targets(requests + warmup, self.seconds, until_error=True)
+        )
         busy = (self.cpu() - cpu) / max(self.bench.clock.now() - start, 1e-9)
         level.skip(warmup)
         if level.interrupted:
@@ -268,13 +292,17 @@ class Prober:
 
 
 def failed_requests(level: Level) -> str | None:
-    """Requests without a whole answer, those of the warm-up included: a load that is refused is not carried."""
+    """Requests without a whole answer, those of the warm-up included: a load that is refused is not
+    carried."""
     all_samples = [*level.warmup, *level.samples]
     failed = [s for s in all_samples if s.error is not None]
     if not failed:
         return None
     verb = "were refused" if all(s.error in REFUSALS for s in failed) else "failed"
-    return f"{len(failed)} of {len(all_samples)} requests {verb} ({failed[0].error}: {failed[0].message})"
+    return (
+        f"{len(failed)} of {len(all_samples)} requests {verb} ({failed[0].error}: "
+        f"{failed[0].message})"
+    )
 
 
 def unreachable(level: Level) -> bool:
@@ -288,7 +316,13 @@ def unreachable(level: Level) -> bool:
 
 def probe_line(limit: Limit, probe: Probe) -> str:
     level = probe.level
-    parts = ["interrupted" if level.interrupted else f"failed: {probe.failure}" if probe.failure else "passed"]
+    parts = [
+        "interrupted"
+        if level.interrupted
+        else f"failed: {probe.failure}"
+        if probe.failure
+        else "passed"
+    ]
     parts.append(f"{len(level.good)} answers in {level.seconds:.1f} s")
     for name, values in (
         ("first text", [s.first_text for s in level.good if not s.packets]),
@@ -297,26 +331,38 @@ def probe_line(limit: Limit, probe: Probe) -> str:
         if (first := summarize(values)) is not None:
             parts.append(f"{name} p50 {show(first.p50, 's')}, p99 {show(first.p99, 's')}")
     if (rtf := summarize(s.rtf for s in level.good)) is not None:
-        parts.append(f"RTF {show(rtf.p50, 'x')}, longest wait {show(longest_wait(level.good), 's')}")
+        parts.append(
+            f"RTF {show(rtf.p50, 'x')}, longest wait {show(longest_wait(level.good), 's')}"
+        )
     if probe.client_cpu > BUSY:
-        parts.append(f"this client used {100 * probe.client_cpu:.0f} % of a core and may be the bottleneck")
+        parts.append(
+            f"this client used {100 * probe.client_cpu:.0f} % of a core and may be the bottleneck"
+        )
     return f"  {limit.describe(probe.load)}: " + "; ".join(parts)
 
 
 def conclusion(limit: Limit, search: Search, bounds: Bounds) -> str:
     highest, beyond = search.highest, search.lowest_failure
     if highest is None:
-        reason = f" ({limit.describe(beyond.load)}: {beyond.failure})" if beyond else " before the interruption"
+        reason = (
+            f" ({limit.describe(beyond.load)}: {beyond.failure})"
+            if beyond
+            else " before the interruption"
+        )
         return f"{limit.title}: none{reason}"
     speed = rates(highest.level)
-    text = f"{limit.title}: {limit.describe(highest.load)}{' or more' if highest.load >= bounds.most else ''}"
+    or_more = " or more" if highest.load >= bounds.most else ""
+    text = f"{limit.title}: {limit.describe(highest.load)}{or_more}"
     text += f", {speed['requests_per_s']:.2f} answers/s"
     if speed["audio_s_per_s"]:
         text += f", {speed['audio_s_per_s']:.1f} s of speech per second"
     if beyond is not None:
         text += f"\n  beyond it, {limit.describe(beyond.load)}: {beyond.failure}"
     if not search.complete:
-        text += "\n  the search did not end: the server may carry more, and this load was tried only once"
+        text += (
+            "\n  the search did not end: the server may carry more, and this load was tried only "
+            "once"
+        )
     return text
 
 
@@ -329,7 +375,13 @@ def to_json(limit: Limit, search: Search, first_level: int) -> dict[str, Any]:
         "highest": None if highest is None else highest.load,
         "complete": search.complete,
         "probes": [
-            {"level": n, "load": p.load, "passed": p.passed, "failure": p.failure, "client_cpu": p.client_cpu}
+            {
+                "level": n,
+                "load": p.load,
+                "passed": p.passed,
+                "failure": p.failure,
+                "client_cpu": p.client_cpu,
+            }
             for n, p in enumerate(search.probes, first_level)
         ],
     }

@@ -1,4 +1,5 @@
-"""The way to a server: its address, its model, and streamed answers with the time of each arrival."""
+"""The way to a server: its address, its model, and streamed answers with the time of each
+arrival."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class ListedModel:
 
 
 def api_root(url: str) -> str:
-    """The address of the API, from what people write: with or without scheme, `/v1` or a slash at the end."""
+    """The address of the API, from what people write: with or without scheme, `/v1` or a slash at
+    the end."""
     full = url if "://" in url else f"http://{url}"
     try:
         parsed = httpx.URL(full)
@@ -40,7 +42,8 @@ def headers(key: str | None) -> dict[str, str]:
 
 
 def timeouts(seconds: float) -> httpx.Timeout:
-    """`seconds` between two signs of life; a server that cannot even be reached is given up sooner."""
+    """`seconds` between two signs of life; a server that cannot even be reached is given up
+    sooner."""
     return httpx.Timeout(seconds, connect=min(seconds, 10.0))
 
 
@@ -75,7 +78,9 @@ def read_models(status: int, body: bytes) -> ListedModel:
     raise_for(status, body)
     try:
         first = httpx.Response(status, content=body).json()["data"][0]
-        return ListedModel(first["id"], tuple(first.get("voices") or ()), int(first.get("sample_rate") or 24000))
+        return ListedModel(
+            first["id"], tuple(first.get("voices") or ()), int(first.get("sample_rate") or 24000)
+        )
     except (ValueError, KeyError, IndexError, TypeError):
         raise RequestFailed("bad answer", "the server's list of models cannot be read") from None
 

@@ -1,4 +1,5 @@
-"""A listener, simulated: given when packets of speech arrived, what would have been heard. Pure functions."""
+"""A listener, simulated: given when packets of speech arrived, what would have been heard. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ class Playback:
 
 
 def play(packets: Sequence[Packet], prebuffer: float = 0.0) -> Playback | None:
-    """What a player does that starts once `prebuffer` seconds are in hand (or all there is), and after each underrun
-    goes on with the next packet. With 0 it starts at the first packet. None if there is nothing to play."""
+    """What a player does that starts once `prebuffer` seconds are in hand (or all there is), and
+    after each underrun goes on with the next packet. With 0 it starts at the first packet. None if
+    there is nothing to play."""
     if not packets:
         return None
     in_hand = list(accumulate(p.seconds for p in packets))
-    opening = next((n for n, seconds in enumerate(in_hand) if seconds >= prebuffer), len(packets) - 1)
+    opening = next(
+        (n for n, seconds in enumerate(in_hand) if seconds >= prebuffer), len(packets) - 1
+    )
     start = packets[opening].at
     dry = start + in_hand[opening]  # when the player runs out of what it has
     underruns, wait = 0, 0.0

@@ -1,5 +1,5 @@
-"""What a benchmark found: a table for people, JSON with every sample for machines. No I/O but asking the machine
-what it is."""
+"""What a benchmark found: a table for people, JSON with every sample for machines. No I/O but
+asking the machine what it is."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ def rows(level: Level, prebuffers: Sequence[float]) -> dict[str, Row]:
         heard = [playback for s in good if (playback := play(s.packets, lead)) is not None]
         name = "player" if lead == 0 else f"player +{1000 * lead:.0f} ms"
         key = f"{1000 * lead:.0f}ms"
-        table[f"underruns_{key}"] = Row(f"{name}: underruns", summarize(p.underruns for p in heard), "x")
+        table[f"underruns_{key}"] = Row(
+            f"{name}: underruns", summarize(p.underruns for p in heard), "x"
+        )
         table[f"wait_{key}_s"] = Row(f"{name}: waits", summarize(p.wait for p in heard), "s")
     return table
 
 
 def rates(level: Level, goal: Goal = USUAL) -> dict[str, float]:
-    """What the server did in a second of this level, and how much of it was good: those that failed count too."""
+    """What the server did in a second of this level, and how much of it was good: those that failed
+    count too."""
     time = level.seconds or float("inf")
     met = sum(goal.met(s) for s in level.samples)
     return {
@@ -79,12 +82,16 @@ def table(level: Level, prebuffers: Sequence[float], goal: Goal = USUAL) -> str:
     speed = rates(level, goal)
     bad = len(level.samples) - len(level.good)
     head = f"{level.load}: {len(level.good)} answers in {level.seconds:.1f} s"
-    head += f", {speed['requests_per_s']:.2f} requests/s, {speed['audio_s_per_s']:.2f} s of speech per second"
+    head += (
+        f", {speed['requests_per_s']:.2f} requests/s, {speed['audio_s_per_s']:.2f} s of speech per "
+        f"second"
+    )
     head += f", {speed['text_tokens_per_s']:.1f} text tokens/s"
     lines = [head + (" (interrupted)" if level.interrupted else "")]
     lines.append(
         f"  goodput: {100 * speed['good_share']:.0f} % of {len(level.samples)} requests, "
-        f"{speed['good_requests_per_s']:.2f} a second (first sound within {show(goal.first, 's')}, waits of at most "
+        f"{speed['good_requests_per_s']:.2f} a second (first sound within {show(goal.first, 's')}, "
+        f"waits of at most "
         f"{show(goal.wait, 's')})"
     )
     lines.append(f"  {'':27}{'p50':>11}{'p90':>11}{'p99':>11}{'max':>11}")
@@ -93,14 +100,29 @@ def table(level: Level, prebuffers: Sequence[float], goal: Goal = USUAL) -> str:
             values = (row.summary.p50, row.summary.p90, row.summary.p99, row.summary.max)
             lines.append(f"  {row.name:27}" + "".join(f"{show(v, row.unit):>11}" for v in values))
     if bad:
-        lines.append(f"  {bad} failed: " + ", ".join(f"{n} {kind}" for kind, n in errors(level).items()))
-        lines.append(f"  the first said: {next(s.message for s in level.samples if s.error is not None)}")
+        lines.append(
+            f"  {bad} failed: " + ", ".join(f"{n} {kind}" for kind, n in errors(level).items())
+        )
+        lines.append(
+            f"  the first said: {next(s.message for s in level.samples if s.error is not None)}"
+        )
     return "\n".join(lines)
 
 
 def overview(levels: Sequence[Level], goal: Goal = USUAL) -> str:
     """All levels side by side, a line each."""
-    names = ("load", "first text", "first audio", "p99", "RTF", "speech s/s", "tokens/s", "stutter", "good", "failed")
+    names = (
+        "load",
+        "first text",
+        "first audio",
+        "p99",
+        "RTF",
+        "speech s/s",
+        "tokens/s",
+        "stutter",
+        "good",
+        "failed",
+    )
     lines = ["".join(f"{n:>18}" if i == 0 else f"{n:>13}" for i, n in enumerate(names))]
     for level in levels:
         found, speed = rows(level, (0.0,)), rates(level, goal)
@@ -108,8 +130,10 @@ def overview(levels: Sequence[Level], goal: Goal = USUAL) -> str:
         stuttering = [s for s in level.good if (p := play(s.packets)) is not None and p.underruns]
         share = f"{100 * len(stuttering) / len(level.good):.0f} %" if level.good else "-"
         cells = (
-            _p50(found["first_text_s"]), _p50(found["first_audio_s"]), show(first.p99, "s") if first else "-",
-            _p50(found["rtf"]), f"{speed['audio_s_per_s']:.1f}", f"{speed['text_tokens_per_s']:.1f}", share,
+            _p50(found["first_text_s"]), _p50(found["first_audio_s"]), show(first.p99,
+            "s") if first else "-",
+            _p50(found["rtf"]), f"{speed['audio_s_per_s']:.1f}",
+            f"{speed['text_tokens_per_s']:.1f}", share,
             f"{100 * speed['good_share']:.0f} %", str(len(level.samples) - len(level.good)),
         )  # fmt: skip
         lines.append(f"{level.load!s:>18}" + "".join(f"{cell:>13}" for cell in cells))
@@ -137,13 +161,20 @@ def record(
         "client": client(),
         "levels": [
             {
-                "load": {"kind": "closed" if isinstance(level.load, Closed) else "open", **asdict(level.load)},
+                "load": {
+                    "kind": "closed" if isinstance(level.load, Closed) else "open",
+                    **asdict(level.load),
+                },
                 "seconds": level.seconds,
                 "interrupted": level.interrupted,
                 "goal": asdict(goal),
                 "rates": rates(level, goal),
                 "errors": errors(level),
-                "summary": {k: asdict(r.summary) for k, r in rows(level, prebuffers).items() if r.summary is not None},
+                "summary": {
+                    k: asdict(r.summary)
+                    for k, r in rows(level, prebuffers).items()
+                    if r.summary is not None
+                },
                 "samples": [_sample(s) for s in level.samples],
                 "warmup": [_sample(s) for s in level.warmup],
             }
@@ -174,7 +205,10 @@ def client() -> dict[str, Any]:
 def _cpu() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
+            return next(
+                (line.split(":", 1)[1].strip() for line in file if line.startswith("model name")),
+                "",
+            )
     except OSError:
         return platform.processor()
 

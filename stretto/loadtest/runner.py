@@ -1,7 +1,9 @@
-"""Measures a server: sends a workload at one load after another and notes when each piece of each answer came.
+"""Measures a server: sends a workload at one load after another and notes when each piece of each
+answer came.
 
-Everything runs in one asyncio loop. The clock and the way to send are given, so that tests need neither time nor
-network. What is measured is what a listener would notice; `report.py` turns it into tables."""
+Everything runs in one asyncio loop. The clock and the way to send are given, so that tests need
+neither time nor network. What is measured is what a listener would notice; `report.py` turns it
+into tables."""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ Load = Closed | Open
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """When a level ends: after this many requests, or when no more are begun after this many seconds."""
+    """When a level ends: after this many requests, or when no more are begun after this many
+    seconds."""
 
     requests: int | None = None
     seconds: float | None = None
@@ -91,7 +94,11 @@ class Sample:
     def token_seconds(self) -> float | None:
         """Mean time from one text token to the next (TPOT)."""
         count = self.text_tokens or len(self.words)
-        return (self.words[-1] - self.words[0]) / (count - 1) if len(self.words) > 1 and count > 1 else None
+        return (
+            (self.words[-1] - self.words[0]) / (count - 1)
+            if len(self.words) > 1 and count > 1
+            else None
+        )
 
     @property
     def audio_seconds(self) -> float:
@@ -118,8 +125,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What makes an answer a good one, in seconds: its first sound (or, unspoken, first text) came in time, and a
-    player that starts at once waits no longer in all."""
+    """What makes an answer a good one, in seconds: its first sound (or, unspoken, first text) came
+    in time, and a player that starts at once waits no longer in all."""
 
     first: float = 1.0
     wait: float = 0.1
@@ -144,7 +151,9 @@ class Level:
     seconds: float = 0.0  # from the first request to the last answer
     interrupted: bool = False
     failed: bool = False  # a request brought no whole answer
-    warmup: list[Sample] = field(default_factory=list)  # sent before the others, and not counted with them
+    warmup: list[Sample] = field(
+        default_factory=list
+    )  # sent before the others, and not counted with them
 
     @property
     def good(self) -> list[Sample]:
@@ -167,14 +176,19 @@ class Bench:
     clock: LoadClock
     want_audio: bool = True  # an answer without speech counts as an error
     on_sample: Callable[[Sample], None] = lambda sample: None
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # no two requests of a run are the same
+    numbers: Iterator[int] = field(
+        default_factory=itertools.count
+    )  # no two requests of a run are the same
 
     async def run(self, load: Load, limits: Targets) -> Level:
-        """One level. If the task is cancelled (Ctrl-C) it gives what it has, marked as interrupted."""
+        """One level. If the task is cancelled (Ctrl-C) it gives what it has, marked as
+        interrupted."""
         level = Level(load)
         try:
             if limits.warmup:
-                streams = min(limits.warmup, load.streams if isinstance(load, Closed) else limits.warmup)
+                streams = min(
+                    limits.warmup, load.streams if isinstance(load, Closed) else limits.warmup
+                )
                 await self.closed(Level(load), streams, Targets(requests=limits.warmup), quiet=True)
             start = self.clock.now()
             try:
@@ -193,7 +207,9 @@ class Bench:
         level.samples.sort(key=lambda s: s.sent)
         return level
 
-    async def closed(self, level: Level, streams: int, limits: Targets, quiet: bool = False) -> None:
+    async def closed(
+        self, level: Level, streams: int, limits: Targets, quiet: bool = False
+    ) -> None:
         start, begun = self.clock.now(), itertools.count()
 
         async def listener() -> None:

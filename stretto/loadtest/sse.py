@@ -1,7 +1,9 @@
-"""What an OpenAI-compatible server says, as typed pieces: server-sent events in, words and sound out. No I/O.
+"""What an OpenAI-compatible server says, as typed pieces: server-sent events in, words and sound
+out. No I/O.
 
-Two ways of streaming speech are understood: OpenAI's (`delta.audio.data`, raw 16-bit samples at 24 kHz) and the one
-where a chunk says `modality: "audio"` and carries the sound, often a small WAV file, in `delta.content`."""
+Two ways of streaming speech are understood: OpenAI's (`delta.audio.data`, raw 16-bit samples at 24
+kHz) and the one where a chunk says `modality: "audio"` and carries the sound, often a small WAV
+file, in `delta.content`."""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ WAV_HEAD = 512  # of its characters, in which the header of a streamed WAV file 
 
 
 class RequestFailed(StrettoError):
-    """A request that brought no whole answer. `reason` is a short kind to count by: "timeout", "http 429" ..."""
+    """A request that brought no whole answer. `reason` is a short kind to count by: "timeout",
+    "http 429" ..."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -42,7 +45,8 @@ class Sound:
     encoded: str
 
     def seconds(self) -> float:
-        """How long it sounds, by its length and a WAV file's header: a benchmark need not decode the samples."""
+        """How long it sounds, by its length and a WAV file's header: a benchmark need not decode
+        the samples."""
         num_bytes = len(self.encoded) * 3 // 4 - self.encoded[-2:].count("=")
         if not self.encoded.startswith(WAV_START):
             return num_bytes // 2 / PCM_RATE
@@ -99,7 +103,9 @@ def read_event(data: bytes) -> list[Piece]:
     try:
         event = msgspec.json.decode(data)  # quick: a benchmark reads tens of megabytes a second
     except msgspec.DecodeError as e:
-        raise RequestFailed("bad event", f"the server sent an event that is not JSON: {e}") from None
+        raise RequestFailed(
+            "bad event", f"the server sent an event that is not JSON: {e}"
+        ) from None
     if not isinstance(event, dict):
         raise RequestFailed("bad event", "the server sent an event that is not an object")
     if event.get("error"):
@@ -155,7 +161,8 @@ def decode(encoded: str) -> bytes:
 
 
 def read_wav(raw: bytes) -> tuple[int, bytes]:
-    """(rate, samples) of a 16-bit mono WAV file, whose lengths may be open because it was streamed."""
+    """(rate, samples) of a 16-bit mono WAV file, whose lengths may be open because it was
+    streamed."""
     place = find_samples(raw, len(raw))
     if place is None:
         raise RequestFailed("bad event", "a WAV file without samples")
@@ -164,15 +171,17 @@ def read_wav(raw: bytes) -> tuple[int, bytes]:
 
 
 def find_samples(raw: bytes, length: int) -> tuple[int, int, int] | None:
-    """(rate, start, stop) of the samples in a 16-bit mono WAV file of so many bytes that begins with `raw`. None: they
-    do not begin there."""
+    """(rate, start, stop) of the samples in a 16-bit mono WAV file of so many bytes that begins
+    with `raw`. None: they do not begin there."""
     rate, at = 0, 12
     while at + 8 <= len(raw):
         name, size = raw[at : at + 4], struct.unpack_from("<I", raw, at + 4)[0]
         if name == b"fmt " and at + 24 <= len(raw):
             kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", raw, at + 8)
             if (kind, channels, bits) not in ((1, 1, 16), (0xFFFE, 1, 16)):
-                raise RequestFailed("bad event", f"sound with {channels} channels of {bits} bits: want one of 16")
+                raise RequestFailed(
+                    "bad event", f"sound with {channels} channels of {bits} bits: want one of 16"
+                )
         elif name == b"data" and rate:
             return rate, at + 8, min(at + 8 + size, length)
         at += 8 + size + size % 2
@@ -187,8 +196,8 @@ def wav_file(rate: int, pcm: bytes) -> bytes:
 
 
 def save_answer(folder: Path, number: int, rate: int, pcm: bytes) -> tuple[int, Path]:
-    """Write speech to `folder/answer-N.wav`, with the first N from `number` on that is free: an earlier conversation's
-    answers stay. Gives N and the file."""
+    """Write speech to `folder/answer-N.wav`, with the first N from `number` on that is free: an
+    earlier conversation's answers stay. Gives N and the file."""
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         path = folder / f"answer-{number}.wav"

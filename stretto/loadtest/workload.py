@@ -18,8 +18,10 @@ Messages = list[dict[str, Any]]
 
 # Everyday words, each a token of its own in the tokenizers we know.
 COMMON = [
-    "the", "time", "of", "day", "and", "night", "is", "long", "when", "you", "wait", "for", "a", "train", "that",
-    "will", "not", "come", "so", "we", "walk", "home", "in", "rain", "past", "old", "houses", "with", "green", "doors",
+    "the", "time", "of", "day", "and", "night", "is", "long", "when", "you", "wait", "for", "a",
+    "train", "that",
+    "will", "not", "come", "so", "we", "walk", "home", "in", "rain", "past", "old", "houses",
+    "with", "green", "doors",
     "talk", "about", "music", "food", "work", "what", "want", "to", "do", "next", "year",
 ]  # fmt: skip
 
@@ -55,12 +57,19 @@ class Workload:
         return body | dict(self.extra)
 
     def messages(self, index: int) -> Messages:
-        prompt = self.prompts[index % len(self.prompts)] if self.prompt_tokens is None else self._filler(index)
+        prompt = (
+            self.prompts[index % len(self.prompts)]
+            if self.prompt_tokens is None
+            else self._filler(index)
+        )
         if not isinstance(prompt, str):
             return prompt
         content: Any = prompt
         if self.sound is not None:
-            part = {"type": "input_audio", "input_audio": {"data": self.sound, "format": self.sound_format}}
+            part = {
+                "type": "input_audio",
+                "input_audio": {"data": self.sound, "format": self.sound_format},
+            }
             content = [part, {"type": "text", "text": prompt}] if prompt else [part]
         system: Messages = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": content}]
@@ -73,12 +82,15 @@ class Workload:
 
 
 def read_prompts(path: Path) -> tuple[str | Messages, ...]:
-    """A prompt a line; in a `.jsonl` file each line is a string, a list of messages, or {"messages": [...]}."""
+    """A prompt a line; in a `.jsonl` file each line is a string, a list of messages, or
+    {"messages": [...]}."""
     lines = [line for line in _read(path).decode(errors="replace").splitlines() if line.strip()]
     if not lines:
         raise Invalid(f"{path}: holds no prompt", "prompts")
     return (
-        tuple(_read_line(path, n, line) for n, line in enumerate(lines, 1)) if path.suffix == ".jsonl" else tuple(lines)
+        tuple(_read_line(path, n, line) for n, line in enumerate(lines, 1))
+        if path.suffix == ".jsonl"
+        else tuple(lines)
     )
 
 
@@ -88,7 +100,9 @@ def _read_line(path: Path, number: int, line: str) -> str | Messages:
     except ValueError as e:
         raise Invalid(f"{path}:{number}: not JSON ({e})", "prompts") from None
     prompt = value.get("messages") if isinstance(value, dict) else value
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)):
+    if isinstance(prompt, str) or (
+        isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
+    ):
         return prompt
     raise Invalid(f"{path}:{number}: want a string or messages", "prompts")
 
@@ -119,7 +133,8 @@ def _read(path: Path) -> bytes:
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Endless arrival times from 0, `rate` a second on average, as if many people came independently."""
+    """Endless arrival times from 0, `rate` a second on average, as if many people came
+    independently."""
     rng, at = random.Random(seed), 0.0
     while True:
         yield at

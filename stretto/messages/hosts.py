@@ -1,5 +1,6 @@
-"""What the orchestrator and its hosts say to each other of a host's own life: what it is, how far it is, which links it
-has, how it is. Those about requests, and how all of them travel: `messages.py`. Imports no torch."""
+"""What the orchestrator and its hosts say to each other of a host's own life: what it is, how far
+it is, which links it has, how it is. Those about requests, and how all of them travel:
+`messages.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRE
 
 
 class Configure(Wire, frozen=True, tag="configure"):
-    """The first message: what this host is. `build` names the function that makes its stages, `settings` are those of
-    `HostSettings`, `links` all links of the pipeline, as sender and receiver, and `beside` the stages of each host that
-    will load on the same card after this one."""
+    """The first message: what this host is. `build` names the function that makes its stages,
+    `settings` are those of `HostSettings`, `links` all links of the pipeline, as sender and
+    receiver, and `beside` the stages of each host that will load on the same card after this
+    one."""
 
     model: str
     build: str
@@ -110,7 +112,9 @@ class Stats(Wire, frozen=True, tag="stats"):
     number: int  # of the ping it answers
     values: dict[str, float]
     clock: float = 0.0  # the host's monotonic clock when it answered
-    spans: tuple[tuple[str, str, int, int], ...] = ()  # where they are recorded: see `observe.recorder`
+    spans: tuple[
+        tuple[str, str, int, int], ...
+    ] = ()  # where they are recorded: see `observe.recorder`
 
 
 LifeFromHost = Loading | Ready | Broken | Listening | Linked | LinkDown | Stats

@@ -1,10 +1,11 @@
-"""What the orchestrator and its hosts say to each other. Small and typed; no tensors but a prompt's features on their
-way in and samples on their way out, which ride behind a message as raw bytes. Here are those about requests; those of
-a host's own life are in `life.py`. Imports no torch.
+"""What the orchestrator and its hosts say to each other. Small and typed; no tensors but a prompt's
+features on their way in and samples on their way out, which ride behind a message as raw bytes.
+Here are those about requests; those of a host's own life are in `hosts.py`. Imports no torch.
 
-A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. A host's end is a socket pair
-between parent and child, so it has no name, nobody else can join it, and either side sees the other's death at once. To
-another machine, an agent relays the same bytes (`engine/remote.py`)."""
+A channel carries frames: `u32 header length | u32 blob length | header (msgpack) | blob`. A host's
+end is a socket pair between parent and child, so it has no name, nobody else can join it, and
+either side sees the other's death at once. To another machine, an agent relays the same bytes
+(`engine/remote_host.py`)."""
 
 from __future__ import annotations
 
@@ -34,24 +35,28 @@ class Admit(Wire, frozen=True, tag="admit"):
 
     request: RequestId
     prompt: PromptMeta
-    stages: dict[str, msgspec.Raw]  # those of this host on its way, with their parameters: each stage knows its type
+    stages: dict[
+        str, msgspec.Raw
+    ]  # those of this host on its way, with their parameters: each stage knows its type
     priority: int = 0
-    cache_root: bytes = b""  # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
+    # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
+    cache_root: bytes = b""
     sender: bytes = b""  # whose turn it is, where requests wait for each other: a digest
     elsewhere: tuple[str, ...] = ()  # stages of other hosts on its way
 
 
 class Features(Wire, frozen=True, tag="features"):
-    """A piece of the features of a request that will be announced, behind this message. Pieces come in order; large
-    features come so, and not behind `Admit`, so that other messages can go between them."""
+    """A piece of the features of a request that will be announced, behind this message. Pieces come
+    in order; large features come so, and not behind `Admit`, so that other messages can go between
+    them."""
 
     request: RequestId
     size: Positive  # of all pieces
 
 
 class MediaData(Wire, frozen=True, tag="supply"):
-    """Features that a stage asked for (`MediaRequest`), behind this message or ahead of it like those of an
-    announcement."""
+    """Features that a stage asked for (`MediaRequest`), behind this message or ahead of it like
+    those of an announcement."""
 
     request: RequestId
     stage: str
@@ -72,8 +77,8 @@ class Say(Wire, frozen=True, tag="say"):
 
 
 class Finish(Wire, frozen=True, tag="finish"):
-    """What a stage has made is all there shall be (a stop string was found): it ends here, in good order, and the
-    stages behind it go on with what they have got."""
+    """What a stage has made is all there shall be (a stop string was found): it ends here, in good
+    order, and the stages behind it go on with what they have got."""
 
     request: RequestId
     stage: str
@@ -122,7 +127,8 @@ class Made(Wire, frozen=True, tag="made"):
 
 
 class Ended(Wire, frozen=True, tag="ended"):
-    """A stage is done with a request. `marks` are the times (monotonic clock) at which its outputs came."""
+    """A stage is done with a request. `marks` are the times (monotonic clock) at which its outputs
+    came."""
 
     request: RequestId
     stage: str
@@ -132,7 +138,9 @@ class Ended(Wire, frozen=True, tag="ended"):
     cached: int = 0
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
     encoded: int = 0  # pieces of media that it ran through its encoders
-    encoded_at: float = 0.0  # when the last of them was handed to the device; on a CPU, when it was done
+    encoded_at: float = (
+        0.0  # when the last of them was handed to the device; on a CPU, when it was done
+    )
 
 
 class Working(Wire, frozen=True, tag="working"):
@@ -151,7 +159,8 @@ class MediaRequest(Wire, frozen=True, tag="lacking"):
 
 
 class Failed(Wire, frozen=True, tag="failed"):
-    """A request cannot be finished; `kind` names the error class, `param` the field that is at fault."""
+    """A request cannot be finished; `kind` names the error class, `param` the field that is at
+    fault."""
 
     request: RequestId
     stage: str
@@ -194,5 +203,9 @@ def decode_from_host(header: Bytes) -> FromHost:
 def _decode(decoder: Any, header: Bytes) -> Any:
     try:
         return decoder.decode(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:  # the last two come as they are
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as e:  # the last two come as they are
         raise WireError(f"not a control message: {e}") from None

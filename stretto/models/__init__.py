@@ -1,5 +1,6 @@
-"""Families of models, and what they share. A package in here is a family if it names its `MODEL_TYPES` (the registry
-finds it by them); its `__init__` then says what a checkpoint needs, without importing torch:
+"""Families of models, and what they share. A package in here is a family if it names its
+`MODEL_TYPES` (the registry finds it by them); its `__init__` then says what a checkpoint needs,
+without importing torch:
 
 - `MODEL_TYPES`: of checkpoints that its `family:open_model` opens.
 - `TINY`: functions that write tiny checkpoints with random weights, by the checkpoint's name."""

@@ -1,4 +1,5 @@
-"""Building a host's stages, as far as all families do it alike: sizes and kernels first, then stage after stage.
+"""Building a host's stages, as far as all families do it alike: sizes and kernels first, then stage
+after stage.
 
 Called once by the host, on its main thread, before its loop runs."""
 
@@ -38,17 +39,23 @@ class Building(Generic[S]):
         self, source: Any, order: Sequence[str], pool_sizes: Callable[..., dict[str, int]],
         plan: Callable[..., Any], begin: Callable[..., Warming | None],
     ) -> None:  # fmt: skip
-        """Size the pools, refuse what does not fit, and begin to compile kernels, as the family has these."""
+        """Size the pools, refuse what does not fit, and begin to compile kernels, as the family has
+        these."""
         c, s = self.context, self.context.settings
         if c.device.type == "cuda" and not fast.apply(source.dtype, c.device):
-            log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper GPU or a newer one, "
+            log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper "
+                        "GPU or a newer one, "
                         "Triton and bfloat16", torch.cuda.get_device_name(c.device))  # fmt: skip
         self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
         plans = plan(source.config, order, s, self.blocks, source.dtype)
         free = c.fit(plans)
         if c.device.type == "cuda":
-            weights = sum(p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans)
-            self.warming = begin(c.model, source.config, order, s, self.blocks, source.dtype, free, weights)
+            weights = sum(
+                p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans
+            )
+            self.warming = begin(
+                c.model, source.config, order, s, self.blocks, source.dtype, free, weights
+            )
 
     def _stages(self, source: S, order: Sequence[str]) -> dict[str, Stage]:
         """Of all stages, built in this order."""

@@ -1,5 +1,5 @@
-"""A checkpoint's generation_config.json, read once, when its model is opened. Families say which of its fields mean
-what. Imports no torch."""
+"""A checkpoint's generation_config.json, read once, when its model is opened. Families say which of
+its fields mean what. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import CheckpointError, Invalid
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.files import read_json
 
 FILE = "generation_config.json"

@@ -1,5 +1,6 @@
-"""A checkpoint's config.json, field by field. A field that a model needs and the file does not state is an error that
-names it: the defaults of other libraries differ from the released models, so none is guessed. Imports no torch."""
+"""A checkpoint's config.json, field by field. A field that a model needs and the file does not
+state is an error that names it: the defaults of other libraries differ from the released models, so
+none is guessed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from stretto.layers.config import DecoderConfig, MoeConfig
 
 MAX_SIZE = 1 << 24  # of a dimension: one hundred times the largest vocabulary
 MAX_NUMBER = 1e15
-MAX_PARTS = 1024  # layers, experts, codebooks: each is an object before anything is known of their memory
+MAX_PARTS = (
+    1024  # layers, experts, codebooks: each is an object before anything is known of their memory
+)
 
 
 class Section:
@@ -69,14 +72,19 @@ class Section:
 
     def ints(self, key: str) -> tuple[int, ...]:
         v = self.get(key)
-        if not isinstance(v, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in v):
+        if not isinstance(v, list) or not all(
+            isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in v
+        ):
             raise self.fail(key, f"must be a list of integers, got {v!r}")
         if len(v) > MAX_PARTS or max(v, default=0) > MAX_SIZE:
-            raise self.fail(key, f"must be at most {MAX_PARTS:,} numbers, each at most {MAX_SIZE:,}")
+            raise self.fail(
+                key, f"must be at most {MAX_PARTS:,} numbers, each at most {MAX_SIZE:,}"
+            )
         return tuple(v)
 
     def rope(self) -> Section:
-        """`rope_parameters` (transformers 5) or `rope_scaling` beside a flat `rope_theta` (the released file)."""
+        """`rope_parameters` (transformers 5) or `rope_scaling` beside a flat `rope_theta` (the
+        released file)."""
         if isinstance(self.raw.get("rope_parameters"), dict):
             merged = dict(self.raw["rope_parameters"])
         else:
@@ -88,14 +96,17 @@ class Section:
 def decoder_config(s: Section, *, mrope: bool, moe: bool, shared: bool) -> DecoderConfig:
     heads, kv = s.integer("num_attention_heads"), s.integer("num_key_value_heads")
     if heads % kv:
-        raise s.fail("num_attention_heads", f"({heads}) must be a multiple of num_key_value_heads ({kv})")
+        raise s.fail(
+            "num_attention_heads", f"({heads}) must be a multiple of num_key_value_heads ({kv})"
+        )
     rope, head_dim = s.rope(), s.integer("head_dim")
     section: tuple[int, int, int] | None = None
     if mrope:
         sizes = rope.ints("mrope_section")
         if len(sizes) != 3 or sum(sizes) * 2 != head_dim:
             raise rope.fail(
-                "mrope_section", f"must be three sizes that sum to head_dim/2 = {head_dim // 2}, got {sizes}"
+                "mrope_section",
+                f"must be three sizes that sum to head_dim/2 = {head_dim // 2}, got {sizes}",
             )
         section = (sizes[0], sizes[1], sizes[2])
     experts = None
@@ -108,7 +119,10 @@ def decoder_config(s: Section, *, mrope: bool, moe: bool, shared: bool) -> Decod
             shared_size=s.integer("shared_expert_intermediate_size") if shared else None,
         )
         if experts.top_k > experts.num_experts:
-            raise s.fail("num_experts_per_tok", f"({experts.top_k}) exceeds num_experts ({experts.num_experts})")
+            raise s.fail(
+                "num_experts_per_tok",
+                f"({experts.top_k}) exceeds num_experts ({experts.num_experts})",
+            )
     if s.raw.get("hidden_act", "silu") != "silu" or s.raw.get("attention_bias", False):
         raise s.fail("hidden_act/attention_bias", "other than silu/false is not supported")
     return DecoderConfig(

@@ -1,5 +1,5 @@
-"""Names and shapes of tensors as they lie in checkpoints, of the parts that families share; and how large random
-weights should be. q/k/v and gate/up are not fused here. Imports no torch."""
+"""Names and shapes of tensors as they lie in checkpoints, of the parts that families share; and how
+large random weights should be. q/k/v and gate/up are not fused here. Imports no torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def decoder(prefix: str, c: DecoderConfig) -> Shapes:
     shapes: Shapes = {}
     for i in range(c.num_layers):
         p = f"{prefix}layers.{i}."
-        shapes |= attention(f"{p}self_attn.", c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim)
+        shapes |= attention(
+            f"{p}self_attn.", c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+        )
         shapes[f"{p}self_attn.q_norm.weight"] = (c.head_dim,)
         shapes[f"{p}self_attn.k_norm.weight"] = (c.head_dim,)
         shapes |= mlp(f"{p}mlp.", c)
@@ -120,9 +122,11 @@ def vocoder(prefix: str, c: VocoderConfig) -> Shapes:
 
 
 def spread(name: str, shape: Shape) -> tuple[float, float]:
-    """Mean and deviation of a random tensor's entries, by its checkpoint name (with or without the stage's prefix).
+    """Mean and deviation of a random tensor's entries, by its checkpoint name (with or without the
+    stage's prefix).
 
-    Matrices keep the variance of what passes through them; nothing is so small that a mistake would not show."""
+    Matrices keep the variance of what passes through them; nothing is so small that a mistake would
+    not show."""
     mean, std = 0.0, 0.1  # biases
     if name.endswith(("scale", "gamma")):
         mean, std = 0.5, 0.1
@@ -131,7 +135,10 @@ def spread(name: str, shape: Shape) -> tuple[float, float]:
     elif name.endswith(("alpha", "beta")):
         std = 0.3
     elif len(shape) == 1 and name.endswith("weight"):  # norms
-        mean, std = (2.0 if name.endswith("q_norm.weight") else 1.0), 0.2  # queries: attention that picks
+        mean, std = (
+            (2.0 if name.endswith("q_norm.weight") else 1.0),
+            0.2,
+        )  # queries: attention that picks
     elif "embed_tokens" in name:
         std = 0.5  # an answer depends more on all that was said than on the last word
     elif "codec_embedding" in name:
@@ -141,7 +148,8 @@ def spread(name: str, shape: Shape) -> tuple[float, float]:
     elif len(shape) > 1:
         std = 1.0 / math.sqrt(_fan_in(name, shape))
     if "text_projection" in name and len(shape) > 1:
-        std *= 2.0  # its input is small and SiLU halves it; a text row should weigh as much as a frame's codes
+        # its input is small and SiLU halves it; a text row should weigh as much as a frame's codes
+        std *= 2.0
     if name.endswith("conv2.conv.weight"):
         std *= 0.3  # twelve residual units in a row: keep their sum from growing
     if "decoder.6.conv." in name:
@@ -150,7 +158,8 @@ def spread(name: str, shape: Shape) -> tuple[float, float]:
 
 
 def _fan_in(name: str, shape: Shape) -> int:
-    """How many products one output sums. Transposed convolutions are [in, out, kernel], with two or one taps."""
+    """How many products one output sums. Transposed convolutions are [in, out, kernel], with two or
+    one taps."""
     if ".block.1.conv." in name and "encoder.layers." not in name:
         return 2 * shape[0]
     if "upsample." in name and ".0.conv." in name:

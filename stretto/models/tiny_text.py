@@ -1,8 +1,9 @@
-"""The tiny checkpoint's tokenizer and chat template, made by rule: nothing is trained, nothing is downloaded.
+"""The tiny checkpoint's tokenizer and chat template, made by rule: nothing is trained, nothing is
+downloaded.
 
-A byte-level BPE of 256 byte tokens, so that any text has ids and any ids have text, and the merges that make some
-common words one token each. Special tokens and their order are the released model's. Called by the families' `tiny.py`,
-and by recipes that train a tokenizer of the same kind."""
+A byte-level BPE of 256 byte tokens, so that any text has ids and any ids have text, and the merges
+that make some common words one token each. Special tokens and their order are the released model's.
+Called by the families' `tiny.py`, and by recipes that train a tokenizer of the same kind."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ SPECIAL = (
 )
 # Added tokens a decoder shows as text, as in Qwen3: they are part of an answer.
 SHOWN = frozenset(
-    t for t in SPECIAL if t.startswith(("<tool_", "</tool_", "<think", "</think", "<|fim_", "<|repo", "<|file"))
+    t
+    for t in SPECIAL
+    if t.startswith(("<tool_", "</tool_", "<think", "</think", "<|fim_", "<|repo", "<|file"))
 )
 
 # What a processor calls the tokens it looks for.
@@ -71,7 +74,8 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Role words stand alone, right after <|im_start|>; the rest is one token with and without a space before it.
+# Role words stand alone, right after <|im_start|>; the rest is one token with and without a space
+# before it.
 ROLES = ("system", "user", "assistant", "tool")
 _COMMON = """
 the of and to in is you that it he was for on are as with his they I at be this have from or one had by word but not
@@ -86,7 +90,7 @@ mother answer found study still learn should world high every near add food betw
 school father keep tree never start city earth eye light thought head under story saw left few while along might
 close something seem next hard open example begin life always those both paper together got group often run
 hello thanks please yes okay weather music voice song rain sun river garden morning evening quiet bright slow
-"""
+"""  # noqa: E501
 WORDS = tuple(_COMMON.split())
 ENDINGS = ["ing", "ed", "er", "ly", "tion", "'s", "'t", "'re", "'ll", "'m"]
 MARKS = [
@@ -115,7 +119,11 @@ MARKS = [
 @cache
 def byte_letters() -> dict[int, str]:
     """Byte -> the printable character that stands for it in a byte-level vocabulary."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     letters = {b: chr(b) for b in plain}
     others = (b for b in range(256) if b not in letters)
     return letters | {b: chr(256 + n) for n, b in enumerate(others)}
@@ -146,7 +154,8 @@ def _encode(pieces: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
 def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Byte-level vocabulary and merges in which each listed word is one token.
 
-    A word's merges come after those of all words before it, so they never disturb an earlier word."""
+    A word's merges come after those of all words before it, so they never disturb an earlier
+    word."""
     words = list(ROLES)
     words += [form for w in WORDS for form in (f" {w}", w)]
     words += [w.capitalize() for w in WORDS]
@@ -208,7 +217,9 @@ def tokenizer_config(ids: Mapping[str, int] | None = None, longest: int = 65536)
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {
         "tokenizer_class": "TokenizersBackend",
-        "added_tokens_decoder": {str(ids[t]): {"content": t, **plain, "special": t not in SHOWN} for t in SPECIAL},
+        "added_tokens_decoder": {
+            str(ids[t]): {"content": t, **plain, "special": t not in SHOWN} for t in SPECIAL
+        },
         "extra_special_tokens": ATTRIBUTES,
         "bos_token": None,
         "eos_token": "<|im_end|>",
@@ -287,4 +298,4 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
-"""
+"""  # noqa: E501

@@ -1,11 +1,12 @@
-"""Which kernels a host's stages will need, and processes that launch each of them once: what families share of it.
+"""Which kernels a host's stages will need, and processes that launch each of them once: what
+families share of it.
 
-A process builds a stage's adapter at full width with two layers and runs the very steps that will be captured, of its
-share of the sizes: so whatever a kernel is specialised by (constants, sizes divisible by 16, alignment of pointers)
-comes out as it will in the host. How adapters are built is said by a family's own module, which is what the processes
-run.
-`start` is called by a host before it loads weights, `finish` before it allocates KV pools, which take the memory that
-the processes had; both on its main thread, and on a GPU alone."""
+A process builds a stage's adapter at full width with two layers and runs the very steps that will
+be captured, of its share of the sizes: so whatever a kernel is specialised by (constants, sizes
+divisible by 16, alignment of pointers) comes out as it will in the host. How adapters are built is
+said by a family's own module, which is what the processes run. `start` is called by a host before
+it loads weights, `finish` before it allocates KV pools, which take the memory that the processes
+had; both on its main thread, and on a GPU alone."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ LAYERS = 2
 ALIKE = 16
 """Numbers that this divides are alike to the compiler, and so are all others but 1."""
 PICKS = (1, 3)
-"""Rows of the picks after a prompt: their numbers lie elsewhere than in a decode step, less aligned if they are odd."""
+"""Rows of the picks after a prompt: their numbers lie elsewhere than in a decode step, less aligned
+if they are odd."""
 COSTS = {
     ("thinker", "decode"): (10, 2),
     ("thinker", "prompts"): (6, 1),
@@ -63,7 +65,8 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> int:
-        """About how long it takes, as seen on the released models: something once, something per size."""
+        """About how long it takes, as seen on the released models: something once, something per
+        size."""
         once, each = COSTS[self.stage, self.kind]
         return once + each * len(self.sizes)
 
@@ -83,18 +86,23 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 def tasks_of(stage: str, decode: Sequence[int], prompts: Sequence[int]) -> list[Task]:
-    """Every size once. Decode sizes that fill the same tile go together, and so do neighbouring prompt sizes."""
+    """Every size once. Decode sizes that fill the same tile go together, and so do neighbouring
+    prompt sizes."""
     tiles: dict[int, list[int]] = {}
     for size in sorted(decode):
         tiles.setdefault(1 if size == 1 else max(16, 1 << (size - 1).bit_length()), []).append(size)
     found = [Task(stage, "decode", tuple(sizes)) for sizes in tiles.values()]
     ordered, each = sorted(prompts), -(-len(prompts) // 3)
-    found += [Task(stage, "prompts", tuple(ordered[i : i + each])) for i in range(0, len(ordered), max(1, each))]
+    found += [
+        Task(stage, "prompts", tuple(ordered[i : i + each]))
+        for i in range(0, len(ordered), max(1, each))
+    ]
     return [*found, Task(stage, "picks", PICKS)]
 
 
 def share_out(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
-    """Tasks by process, each process with one stage's alone: as evenly as the stages' weights allow."""
+    """Tasks by process, each process with one stage's alone: as evenly as the stages' weights
+    allow."""
     stages = list(dict.fromkeys(t.stage for t in tasks))
     assert workers >= len(stages), f"{workers} processes for {len(stages)} stages"
     left = sum(t.weight for t in tasks)
@@ -102,7 +110,9 @@ def share_out(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
     for later, stage in reversed(list(enumerate(reversed(stages)))):
         own = sorted((t for t in tasks if t.stage == stage), key=lambda t: -t.weight)
         weight = sum(t.weight for t in own)
-        fair = min(round(workers * weight / left), workers - later)  # each stage to come needs one, too
+        fair = min(
+            round(workers * weight / left), workers - later
+        )  # each stage to come needs one, too
         count = max(1, min(len(own), fair))
         workers, left = workers - count, left - weight
         bins: list[list[Task]] = [[] for _ in range(count)]
@@ -113,7 +123,8 @@ def share_out(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
 
 
 def num_workers(cores: int, space: int, each: int) -> int:
-    """As many as there are cores and memory for (`each` takes so many bytes), some cores being left to the host."""
+    """As many as there are cores and memory for (`each` takes so many bytes), some cores being left
+    to the host."""
     return max(0, min(MOST, cores - 2, space // each))
 
 
@@ -135,7 +146,11 @@ class Warming:
         if self.workers.wait(LIMIT_S):
             self.marker.write()
         now = time.monotonic()
-        log.info("kernels were compiled within %.1f s, of which %.1f s were waited for", now - self.began, now - start)
+        log.info(
+            "kernels were compiled within %.1f s, of which %.1f s were waited for",
+            now - self.began,
+            now - start,
+        )
 
     def close(self) -> None:
         self.workers.close()
@@ -161,8 +176,8 @@ def start(
     dtype: torch.dtype,
     room: Room,
 ) -> Warming | None:
-    """Start processes, each of which runs a family's `module`, to compile what the `wanted` stages need. None if that
-    was done before, or if there is too little room."""
+    """Start processes, each of which runs a family's `module`, to compile what the `wanted` stages
+    need. None if that was done before, or if there is too little room."""
     if not wanted or not s.warm or not s.graphs:
         return None
     decode = sizes_for(s.max_rows)
@@ -182,11 +197,14 @@ def start(
     commands = []
     for share in share_out(tasks, workers):
         job = CompileJob(
-            model, s.device, str(dtype).removeprefix("torch."), s.max_rows, s.max_context, s.block_size,
+            model, s.device, str(dtype).removeprefix("torch."), s.max_rows, s.max_context,
+            s.block_size,
             blocks_alike(blocks[share[0].stage]), tuple(share), s.expert_weights,
         )  # fmt: skip
         commands.append(python(module, msgspec.json.encode(job).decode()))
-    return Warming(Workers(commands), marker, apart=len(commands) * room.each + room.weights > room.free)
+    return Warming(
+        Workers(commands), marker, apart=len(commands) * room.each + room.weights > room.free
+    )
 
 
 def compiled(decoders: Sequence[DecoderConfig], dtype: torch.dtype, device: str) -> bool:
@@ -236,18 +254,25 @@ class Steps:
 
     def prompts(self, sizes: Sequence[int]) -> None:
         adapter = self.adapter
-        graphs = PrefillGraphs.where_usable(self.decoder, adapter.cache, adapter.rows, self.accept_layer)
+        graphs = PrefillGraphs.where_usable(
+            self.decoder, adapter.cache, adapter.rows, self.accept_layer
+        )
         if graphs is not None:
             for size in sizes:
                 graphs.forward(size)
 
     def picks(self, sizes: Sequence[int]) -> None:
-        """As after a pass over prompts, where which rows to pick from comes in front of their numbers and positions."""
+        """As after a pass over prompts, where which rows to pick from comes in front of their
+        numbers and positions."""
         adapter, width = self.adapter, self.decoder.config.hidden_size
         for size in sizes:
             if size <= adapter.rows.num_rows:
-                _, rows, positions = torch.zeros(3, size, dtype=torch.int64, device=adapter.rows.device)
-                hidden = torch.zeros(size, width, dtype=adapter.cache.data.dtype, device=adapter.rows.device)
+                _, rows, positions = torch.zeros(
+                    3, size, dtype=torch.int64, device=adapter.rows.device
+                )
+                hidden = torch.zeros(
+                    size, width, dtype=adapter.cache.data.dtype, device=adapter.rows.device
+                )
                 adapter.pick(rows.fill_(adapter.rows.sink), positions, hidden, How(True, True))
 
 

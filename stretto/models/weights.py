@@ -1,9 +1,10 @@
 """Checkpoint files, and how their tensors get into a model.
 
-Owns the safetensors headers of a checkpoint (read and checked here, byte by byte) and the copy from file to device:
-in file order, through two staging buffers of fixed size, so host memory stays bounded whatever the checkpoint's
-size. What is to be float8 is quantised as it lands, a few rows at a time, so it is never wide all at once. Called once
-per stage at start, on the stage's main thread."""
+Owns the safetensors headers of a checkpoint (read and checked here, byte by byte) and the copy from
+file to device: in file order, through two staging buffers of fixed size, so host memory stays
+bounded whatever the checkpoint's size. What is to be float8 is quantised as it lands, a few rows at
+a time, so it is never wide all at once. Called once per stage at start, on the stage's main
+thread."""
 
 from __future__ import annotations
 
@@ -44,18 +45,24 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-LOADABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LOADABLE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 def prepare_device(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
-    """Get a device ready for a model's weights, in their type or the device's usual one, which is returned. Comes
-    before anything is computed."""
+    """Get a device ready for a model's weights, in their type or the device's usual one, which is
+    returned. Comes before anything is computed."""
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cpu.prepare(device.type, str(dtype).removeprefix("torch."))
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # float32 is asked for to be exact
-        # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times slower.
+        # Shapes are few (captured sizes), and what cuDNN guesses for some of them is ten times
+        # slower.
         torch.backends.cudnn.benchmark = dtype != torch.float32
     return dtype
 
@@ -74,7 +81,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The tensors of a checkpoint directory: one model.safetensors, or shards listed in an index."""
+    """The tensors of a checkpoint directory: one model.safetensors, or shards listed in an
+    index."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
@@ -98,14 +106,20 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     for name, file in where.items():
         if file not in shards:
             if not (folder / file).is_file():
-                raise CheckpointError(f"{folder / file}: no such file; {INDEX} lists it as the home of {name}")
+                raise CheckpointError(
+                    f"{folder / file}: no such file; {INDEX} lists it as the home of {name}"
+                )
             shards[file] = read_header(folder / file)
         if name not in shards[file]:
-            raise CheckpointError(f"{folder / file}: has no tensor {name}, which {INDEX} places there")
+            raise CheckpointError(
+                f"{folder / file}: has no tensor {name}, which {INDEX} places there"
+            )
     for file, tensors in shards.items():
         for name in tensors:
             if where.get(name) != file:
-                raise CheckpointError(f"{folder / file}: holds {name}, which {INDEX} does not place there")
+                raise CheckpointError(
+                    f"{folder / file}: holds {name}, which {INDEX} does not place there"
+                )
     return {name: shards[file][name] for name, file in where.items()}
 
 
@@ -125,7 +139,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, with every length, dtype, shape and byte range checked."""
+    """The tensors of one safetensors file, with every length, dtype, shape and byte range
+    checked."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -143,7 +158,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object")
     tensors = {
-        name: _stored(path, name, entry, 8 + length, size) for name, entry in raw.items() if name != "__metadata__"
+        name: _stored(path, name, entry, 8 + length, size)
+        for name, entry in raw.items()
+        if name != "__metadata__"
     }
     _check_layout(path, tensors, 8 + length, size)
     return tensors
@@ -182,7 +199,11 @@ def _check_layout(path: Path, tensors: Mapping[str, StoredTensor], data: int, si
     end = data
     for t in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
         if t.start != end:
-            what = "overlaps the tensor before it" if t.start < end else f"leaves {t.start - end} bytes before it"
+            what = (
+                "overlaps the tensor before it"
+                if t.start < end
+                else f"leaves {t.start - end} bytes before it"
+            )
             raise CheckpointError(f"{path}: tensor {t.name}: {what}")
         end = t.start + t.nbytes
     if end != size:
@@ -223,11 +244,13 @@ def load(
     label: str = "weights",
     staging_bytes: int = STAGING,
 ) -> LoadReport:
-    """Fill `destinations` (checkpoint name -> view) from the checkpoint, converting dtypes where they differ.
+    """Fill `destinations` (checkpoint name -> view) from the checkpoint, converting dtypes where
+    they differ.
 
-    Float8 rows are made from the numbers in the file, which must be finite: quantising would hide that they are not.
-    Every destination must be in the checkpoint, and every checkpoint tensor under one of `prefixes` must have a
-    destination; shapes must agree. Otherwise nothing is read, and one error names the offenders."""
+    Float8 rows are made from the numbers in the file, which must be finite: quantising would hide
+    that they are not. Every destination must be in the checkpoint, and every checkpoint tensor
+    under one of `prefixes` must have a destination; shapes must agree. Otherwise nothing is read,
+    and one error names the offenders."""
     _check_fit(files, destinations, prefixes)
     began = time.perf_counter()
     wanted = sorted((files.tensors[name] for name in destinations), key=lambda t: (t.file, t.start))
@@ -236,14 +259,22 @@ def load(
     assert len(devices) == 1, f"a stage lives on one device, got {devices}"
     assert staging_bytes >= 8, staging_bytes  # the largest item must fit
     # A row to be quantised is staged whole.
-    widest = max((t.shape[-1] for t in destinations.values() if isinstance(t, Float8Rows)), default=1)
+    widest = max(
+        (t.shape[-1] for t in destinations.values() if isinstance(t, Float8Rows)), default=1
+    )
     staging_bytes = min(max(staging_bytes, 8 * widest), max(total, 8))
     spans = _spans(wanted, destinations, staging_bytes)
     buffers = [_Staging(staging_bytes, device) for device in (*devices, *devices)]
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="weights"))
         bar = stack.enter_context(
-            tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None if progress else True)
+            tqdm(
+                total=total,
+                desc=label,
+                unit="B",
+                unit_scale=True,
+                disable=None if progress else True,
+            )
         )
         opened: tuple[Path, int] | None = None
         for n, span in enumerate(spans):
@@ -267,7 +298,9 @@ def _open_file(path: Path, stack: ExitStack) -> int:
     return fd
 
 
-def _check_fit(files: CheckpointFiles, destinations: Mapping[str, Target], prefixes: Sequence[str]) -> None:
+def _check_fit(
+    files: CheckpointFiles, destinations: Mapping[str, Target], prefixes: Sequence[str]
+) -> None:
     problems: list[str] = []
     for name, into in destinations.items():
         stored = files.tensors.get(name)
@@ -275,16 +308,23 @@ def _check_fit(files: CheckpointFiles, destinations: Mapping[str, Target], prefi
             problems.append(f"{name} is missing")
         elif stored.shape != tuple(into.shape):
             problems.append(
-                f"{name} ({stored.file.name}) has shape {list(stored.shape)}, the model needs {list(into.shape)}"
+                f"{name} ({stored.file.name}) has shape {list(stored.shape)}, the model needs "
+                f"{list(into.shape)}"
             )
         elif stored.dtype not in LOADABLE:
-            problems.append(f"{name} ({stored.file.name}) has dtype {stored.dtype}, which is not supported")
+            problems.append(
+                f"{name} ({stored.file.name}) has dtype {stored.dtype}, which is not supported"
+            )
     for name, stored in files.tensors.items():
         if name not in destinations and name.startswith(tuple(prefixes)):
-            problems.append(f"{name} ({stored.file.name}) is unexpected: the model has no place for it")
+            problems.append(
+                f"{name} ({stored.file.name}) is unexpected: the model has no place for it"
+            )
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise CheckpointError(f"{files.directory}: does not fit the model: {'; '.join(problems[:SHOWN])}{more}")
+        raise CheckpointError(
+            f"{files.directory}: does not fit the model: {'; '.join(problems[:SHOWN])}{more}"
+        )
 
 
 def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Target]) -> None:
@@ -292,11 +332,14 @@ def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Target]) ->
     if rows and not finite(torch.cat(list(rows.values()))):
         name = next(name for name, scale in rows.items() if not finite(scale))
         raise CheckpointError(
-            f"{files.tensors[name].file}: tensor {name}: holds infinities or NaN, and cannot be made float8"
+            f"{files.tensors[name].file}: tensor {name}: holds infinities or NaN, and cannot be "
+            f"made float8"
         )
 
 
-def _spans(wanted: Sequence[StoredTensor], destinations: Mapping[str, Target], limit: int) -> Iterator[_Span]:
+def _spans(
+    wanted: Sequence[StoredTensor], destinations: Mapping[str, Target], limit: int
+) -> Iterator[_Span]:
     """Gather pieces in file order; only bytes that some destination needs are ever in a span."""
     span: _Span | None = None
     file: Path | None = None
@@ -337,7 +380,8 @@ def _pieces(into: Target, limit: int) -> Iterator[Target]:
 
 
 class _Staging:
-    """One buffer between file and device; pinned, so that the copy runs while the other buffer is filled."""
+    """One buffer between file and device; pinned, so that the copy runs while the other buffer is
+    filled."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
@@ -377,7 +421,9 @@ class _Staging:
 
 def _unreadable(span: _Span, at: int, why: str) -> CheckpointError:
     piece = next(p for p in reversed(span.pieces) if p.start <= span.start + at)
-    return CheckpointError(f"{piece.source.file}: tensor {piece.source.name}: cannot be read ({why})")
+    return CheckpointError(
+        f"{piece.source.file}: tensor {piece.source.name}: cannot be read ({why})"
+    )
 
 
 def _copy(into: Target, staged: torch.Tensor) -> None:
@@ -403,11 +449,12 @@ def build(factory: Callable[[], M], device: torch.device | str, dtype: torch.dty
 
 @torch.no_grad()
 def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Random weights, drawn on the module's device; the same for the same seed and kind of device. Float8 ones are
-    drawn as wide as the others, and quantised layer by layer.
+    """Random weights, drawn on the module's device; the same for the same seed and kind of device.
+    Float8 ones are drawn as wide as the others, and quantised layer by layer.
 
-    Sizes are chosen as in the tiny checkpoint: activations stay finite and of order one through all layers.
-    `prefix` is the module's own in the checkpoint, for a module too small to tell its kind from its names."""
+    Sizes are chosen as in the tiny checkpoint: activations stay finite and of order one through all
+    layers. `prefix` is the module's own in the checkpoint, for a module too small to tell its kind
+    from its names."""
     views: dict[int, list[tuple[Target, tuple[float, float]]]] = defaultdict(list)
     for name, into in targets(module, prefix).items():
         views[_storage(into)].append((into, spread(name, tuple(into.shape))))

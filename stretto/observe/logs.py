@@ -1,8 +1,8 @@
-"""One line a record, for people or as JSON for machines. Set up by commands and by the processes that they start, never
-by the library.
+"""One line a record, for people or as JSON for machines. Set up by commands and by the processes
+that they start, never by the library.
 
-Whoever logs never waits: in a process whose stderr is set up here, everything that is written to it goes through a
-bounded queue (`stderr.py`)."""
+Whoever logs never waits: in a process whose stderr is set up here, everything that is written to it
+goes through a bounded queue (`stderr.py`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ FORMAT = "STRETTO_LOG_FORMAT"
 
 
 STDERR = 2
-_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)  # 0x85, 0x2028 and 0x2029 break lines in some programs
-_ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in _CONTROLS if chr(code) != "\t"}
+_CONTROLS = (
+    *range(0x20),
+    *range(0x7F, 0xA0),
+    0x2028,
+    0x2029,
+)  # 0x85, 0x2028 and 0x2029 break lines in some programs
+_ESCAPED = {
+    code: chr(code).encode("unicode_escape").decode() for code in _CONTROLS if chr(code) != "\t"
+}
 
 
 class TextLines(logging.Formatter):
-    """A message is one line, whatever a client put into it; only a stack trace has lines of its own."""
+    """A message is one line, whatever a client put into it; only a stack trace has lines of its
+    own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -50,7 +58,8 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(format: str, level: str) -> None:
-    """Everything that this process logs, warnings and its own death included, goes to stderr in one format."""
+    """Everything that this process logs, warnings and its own death included, goes to stderr in one
+    format."""
     formatter = JsonLines() if format == "json" else TextLines()
     out = logging.StreamHandler(_stderr(formatter))
     out.setFormatter(formatter)
@@ -60,16 +69,21 @@ def set_up(format: str, level: str) -> None:
         sys.excepthook = _log_death
 
 
-def _log_death(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+def _log_death(
+    kind: type[BaseException], error: BaseException, stack: TracebackType | None
+) -> None:
     logging.getLogger("stretto").critical("the process ends", exc_info=(kind, error, stack))
 
 
 def _stderr(formatter: logging.Formatter) -> TextIO | QueuedStderr:
-    """The process's own stderr, from now on behind a queue; or whatever else stands in its place."""
+    """The process's own stderr, from now on behind a queue; or whatever else stands in its
+    place."""
 
     def notice(lines: int) -> str:
         words = "%d lines were dropped: stderr was not read fast enough"
-        return formatter.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, words, (lines,), None))
+        return formatter.format(
+            logging.LogRecord(__name__, logging.WARNING, __file__, 0, words, (lines,), None)
+        )
 
     own: TextIO | QueuedStderr = sys.stderr
     if isinstance(own, QueuedStderr):

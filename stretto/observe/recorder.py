@@ -1,8 +1,9 @@
-"""The recorder of a process: numbers by their Prometheus names, durations as histograms, and spans for a trace.
+"""The recorder of a process: numbers by their Prometheus names, durations as histograms, and spans
+for a trace.
 
-Stages, links and hosts write to it; the orchestrator asks for all of it at once (`values`, `take_spans`). Each number
-has one writing thread, so plain integers will do; readers on other threads see a value that is at most one update old.
-Imports nothing of ours."""
+Stages, links and hosts write to it; the orchestrator asks for all of it at once (`values`,
+`take_spans`). Each number has one writing thread, so plain integers will do; readers on other
+threads see a value that is at most one update old. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Powers of two from 4 µs to 8.4 s: a hop in shared memory takes tens of microseconds, a stalled one seconds.
+# Powers of two from 4 µs to 8.4 s: a hop in shared memory takes tens of microseconds, a stalled one
+# seconds.
 BUCKETS_S = tuple(2.0**i * 1e-6 for i in range(2, 24))
 MAX_SPANS = 100_000  # that wait to be taken; older ones go
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of durations by bucket (`buckets[i]`: at most `BUCKETS_S[i]`; the last: longer), with their sum."""
+    """Counts of durations by bucket (`buckets[i]`: at most `BUCKETS_S[i]`; the last: longer), with
+    their sum."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     count: int = 0
@@ -31,7 +34,8 @@ class Histogram:
 
 
 TraceSpan = tuple[str, str, int, int]
-"""Lane (a stage, or an end of a link), name, start and stop in nanoseconds of the monotonic clock."""
+"""Lane (a stage, or an end of a link), name, start and stop in nanoseconds of the monotonic
+clock."""
 
 
 class Recorder:
@@ -43,8 +47,8 @@ class Recorder:
         self._spans: deque[TraceSpan] = deque(maxlen=MAX_SPANS)
 
     def number(self, name: str, read: Callable[[], float], **labels: str) -> None:
-        """A counter (its name ends in `_total`) or a gauge, read whenever all are asked for. A name that is there
-        already is replaced: whoever comes back counts anew."""
+        """A counter (its name ends in `_total`) or a gauge, read whenever all are asked for. A name
+        that is there already is replaced: whoever comes back counts anew."""
         self._numbers[labelled(name, **labels)] = read
 
     def histogram(self, name: str, histogram: Histogram, **labels: str) -> None:

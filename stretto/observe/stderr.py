@@ -1,10 +1,11 @@
-"""A process's stderr behind a bounded queue, so that nobody who writes to it waits for whoever reads it.
+"""A process's stderr behind a bounded queue, so that nobody who writes to it waits for whoever
+reads it.
 
-A pipe that nobody reads is full after 64 KiB; a write to it would stop the event loop, or a host's, for good. Here a
-thread writes, and what finds the queue full is dropped and counted. `logs.set_up` puts it in the place of `sys.stderr`,
-so that log lines, progress bars, banners and stack traces of other libraries go through it too. Any thread may write;
-the thread that writes to the descriptor starts with the first line, and anew in a child that was forked. Imports
-nothing of ours."""
+A pipe that nobody reads is full after 64 KiB; a write to it would stop the event loop, or a host's,
+for good. Here a thread writes, and what finds the queue full is dropped and counted. `logs.set_up`
+puts it in the place of `sys.stderr`, so that log lines, progress bars, banners and stack traces of
+other libraries go through it too. Any thread may write; the thread that writes to the descriptor
+starts with the first line, and anew in a child that was forked. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from collections import deque
 from collections.abc import Callable
 
 QUEUE_BYTES = 1 << 20
-PIECE_BYTES = 4096  # a write of so many bytes to a pipe is never mixed with those of other processes (PIPE_BUF)
+# a write of so many bytes to a pipe is never mixed with those of other processes (PIPE_BUF)
+PIECE_BYTES = 4096
 DRAIN_S = 1.0  # at the end of the process
 
 
 class QueuedStderr(io.TextIOBase):
-    """`notice`: the line that says how many lines were dropped. It comes where they would have been, as soon as half of
-    the queue is free again; until then, further lines are dropped too, so that there is one notice and not many."""
+    """`notice`: the line that says how many lines were dropped. It comes where they would have
+    been, as soon as half of the queue is free again; until then, further lines are dropped too, so
+    that there is one notice and not many."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -43,7 +46,9 @@ class QueuedStderr(io.TextIOBase):
         self._writing = False
         self._thread: threading.Thread | None = None
         os.register_at_fork(
-            before=self._changed.acquire, after_in_parent=self._changed.release, after_in_child=self._after_fork
+            before=self._changed.acquire,
+            after_in_parent=self._changed.release,
+            after_in_child=self._after_fork,
         )
         atexit.register(self.drain)
 
@@ -72,7 +77,8 @@ class QueuedStderr(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Queues a line that is not complete, as progress bars write them. `drain` waits until all is written."""
+        """Queues a line that is not complete, as progress bars write them. `drain` waits until all
+        is written."""
         with self._changed:
             if self._partial:
                 text, self._partial = self._partial, ""
@@ -86,7 +92,8 @@ class QueuedStderr(io.TextIOBase):
         end = time.monotonic() + seconds
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._queue or self._writing or self._unannounced), end - time.monotonic()
+                lambda: not (self._queue or self._writing or self._unannounced),
+                end - time.monotonic(),
             )
 
     def _put(self, text: str) -> None:

@@ -1,7 +1,8 @@
-"""A trace that Perfetto and chrome://tracing load: spans as complete events, in one growing JSON array.
+"""A trace that Perfetto and chrome://tracing load: spans as complete events, in one growing JSON
+array.
 
-Written by the engine with what its hosts send, on the event loop. The array is left open while it grows, which both
-readers accept."""
+Written by the engine with what its hosts send, on the event loop. The array is left open while it
+grows, which both readers accept."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MAX_BYTES = 256 << 20  # of one file; after that, spans are counted and not writ
 
 
 class TraceEvents:
-    """Spans as complete events. A process (a host, a request) and a lane in it get numbers, and are named by events of
-    their own, when they first appear."""
+    """Spans as complete events. A process (a host, a request) and a lane in it get numbers, and are
+    named by events of their own, when they first appear."""
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[str, str], tuple[int, int]] = {}
@@ -37,8 +38,12 @@ class TraceEvents:
             pid = self._processes.setdefault(process, len(self._processes) + 1)
             tid = 1 + sum(p == process for p, _ in self._lanes)
             self._lanes[process, lane] = pid, tid
-            events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
+            events.append(
+                {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
+            )
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+            )
         return self._lanes[process, lane]
 
 

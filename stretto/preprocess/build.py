@@ -1,5 +1,5 @@
-"""From what a client sent to a prompt: the work itself, wherever it runs (a prompt worker, or a thread of the
-engine's). Pure functions; imports no torch."""
+"""From what a client sent to a prompt: the work itself, wherever it runs (a prompt worker, or a
+thread of the engine's). Pure functions; imports no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Builder(Protocol):
         allow_paths: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins."""
+        """The prompt for messages in OpenAI's chat format, ending where the assistant's answer
+        begins."""
         ...
 
 
@@ -53,29 +54,38 @@ def build_conversation(
     """A prompt of messages from the network: they name no local files."""
     declared = decode(tools, "tools") if tools is not None else None
     more: dict[str, Any] = {"variables": check_variables(dict(variables))} if variables else {}
-    return builder.build(recall(messages, recalled), declared or None, audio_in_video, allow_paths=False, **more)
+    return builder.build(
+        recall(messages, recalled), declared or None, audio_in_video, allow_paths=False, **more
+    )
 
 
-def read_aloud(builder: Builder, text: str, instructions: str = "") -> tuple[Prompt, tuple[int, ...]]:
-    """The prompt before a text that is read aloud, and the text's tokens. Without text, one that is still to be
-    written. Instructions say how it is to be read."""
+def read_aloud(
+    builder: Builder, text: str, instructions: str = ""
+) -> tuple[Prompt, tuple[int, ...]]:
+    """The prompt before a text that is read aloud, and the text's tokens. Without text, one that is
+    still to be written. Instructions say how it is to be read."""
     system = [{"role": "system", "content": instructions}] if instructions or not text else []
     spoken = [{"role": "user", "content": text}] if text else []
     return builder.build([*system, *spoken]), tuple(builder.tokenizer.encode(text))
 
 
 def warm(builder: Builder) -> None:
-    """Build a prompt of text and with each kind of media once: what that imports and computes is there then, for the
-    children of this process too."""
+    """Build a prompt of text and with each kind of media once: what that imports and computes is
+    there then, for the children of this process too."""
     for part in ({"type": "text", "text": "Hello"}, _silence(), _dot()):
-        with suppress(Exception):  # a model that takes no such media refuses it; what else is wrong is told to clients
+        with suppress(
+            Exception
+        ):  # a model that takes no such media refuses it; what else is wrong is told to clients
             builder.build([{"role": "user", "content": [part]}])
 
 
 def _silence() -> dict[str, Any]:
     file = io.BytesIO()
     soundfile.write(file, np.zeros(2400, np.float32), 24_000, format="WAV")
-    return {"type": "input_audio", "input_audio": {"data": b64encode(file.getvalue()).decode(), "format": "wav"}}
+    return {
+        "type": "input_audio",
+        "input_audio": {"data": b64encode(file.getvalue()).decode(), "format": "wav"},
+    }
 
 
 def _dot() -> dict[str, Any]:
@@ -96,7 +106,9 @@ def encode(value: Any, name: str) -> bytes:
     """What `decode` reads."""
     try:
         return msgspec.json.encode(value)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON that was decoded elsewhere may hold
+    except (
+        UnicodeEncodeError
+    ):  # half of a surrogate pair, which JSON that was decoded elsewhere may hold
         return msgspec.json.encode(each_string(value, well_formed))
     except (TypeError, RecursionError) as e:
         raise Invalid(f"{name}: {e}", name) from None

@@ -1,10 +1,12 @@
-"""Grammars that answers must follow, compiled by `llguidance`: which tokens may come next, step by step.
+"""Grammars that answers must follow, compiled by `llguidance`: which tokens may come next, step by
+step.
 
-Schemas come from clients, and the work that one makes is out of all proportion to its length: forty letters compile for
-a minute and take gigabytes, and a chain of references ends the process. No limit of the library's own covers that. So a
-server has each grammar *checked* by a child of the prompt worker, within limits of CPU time and memory (`check_apart`),
-before the stage compiles it once more, which then takes as long as it took there. What remains are steps, on the loop
-of the stage: each has its fuel, and a request all of them together a budget of CPU time (`StepBudget`).
+Schemas come from clients, and the work that one makes is out of all proportion to its length: forty
+letters compile for a minute and take gigabytes, and a chain of references ends the process. No
+limit of the library's own covers that. So a server has each grammar *checked* by a child of the
+prompt worker, within limits of CPU time and memory (`check_apart`), before the stage compiles it
+once more, which then takes as long as it took there. What remains are steps, on the loop of the
+stage: each has its fuel, and a request all of them together a budget of CPU time (`StepBudget`).
 
 Used by the prompt worker and by `stage/guide.py`. Imports no torch."""
 
@@ -34,19 +36,22 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.int32]
 """A bit for each token, the lowest first: 1 where it may come next."""
 FUEL = 100_000
-"""Work that a mask may take in regular expressions (about 7 ms); a grammar that needs more fails its request."""
+"""Work that a mask may take in regular expressions (about 7 ms); a grammar that needs more fails
+its request."""
 MAX_SYMBOLS = 4096
-"""Of a compiled grammar: a thousand properties. What a step costs grows with the square of those that are possible at
-once, and no fuel of the library's covers that."""
+"""Of a compiled grammar: a thousand properties. What a step costs grows with the square of those
+that are possible at once, and no fuel of the library's covers that."""
 BURST_S, EACH_S = 0.05, 0.002
-"""CPU time that the steps of one request may take: the most at once, and what each adds. Usual steps take 0.05 to 0.3
-ms."""
+"""CPU time that the steps of one request may take: the most at once, and what each adds. Usual
+steps take 0.05 to 0.3 ms."""
 TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
-"""Of an answer that is tried where a grammar is checked. The second, if they take no longer than compiling did."""
+"""Of an answer that is tried where a grammar is checked. The second, if they take no longer than
+compiling did."""
 STACK = 8 << 20
 """Bytes, where a grammar is checked: the compiler recurses along references."""
 STRUCTURE = tuple('""""{[,:]} 0a')
-"""A trial answer draws from these: they lead through a schema, other letters stay within one string."""
+"""A trial answer draws from these: they lead through a schema, other letters stay within one
+string."""
 
 
 @dataclass(slots=True)
@@ -65,7 +70,9 @@ class StepBudget:
 class GrammarGuide:
     """Follows the answer of one request. Its first mask is computed when it is made."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int, end: int, budget: StepBudget | None = None) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab: int, end: int, budget: StepBudget | None = None
+    ) -> None:
         self.error: Invalid | None = None
         self._matcher, self._end = matcher, end
         self._budget = budget or StepBudget()
@@ -131,8 +138,8 @@ class GrammarCompiler:
         """`directory`: the checkpoint, for its tokenizer. A large one takes two seconds."""
         from llguidance import LLTokenizer
 
-        # As text: a checkpoint may have its vocabulary in other files than tokenizer.json, which llguidance does not
-        # read.
+        # As text: a checkpoint may have its vocabulary in other files than tokenizer.json, which
+        # llguidance does not read.
         text = Tokenizer.open(directory).plain.to_str()
         return cls(LLTokenizer(text, n_vocab=vocab, eos_token=end), vocab, end)
 
@@ -140,8 +147,12 @@ class GrammarCompiler:
         """A guide for a grammar in llguidance's form of Lark. `Invalid`: there is none."""
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(step_lexer_fuel=FUEL, max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
-        matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
+        limits = LLParserLimits(
+            step_lexer_fuel=FUEL, max_grammar_size=MAX_SYMBOLS, verbose_errors=False
+        )
+        matcher = LLMatcher(
+            self.tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
+        )
         if matcher.is_error():
             raise Invalid(f"the schema cannot be used: {words_of(matcher)}", "response_format")
         guide = GrammarGuide(matcher, self.vocab, self.end, budget)
@@ -161,14 +172,17 @@ class GrammarCompiler:
                 raise guide.error
             if step >= TRIAL_STEPS and time.thread_time() >= until:
                 return
-            token = draw.choice([id for id in likely if bits[id // 32] >> id % 32 & 1] or _some(bits))
+            token = draw.choice(
+                [id for id in likely if bits[id // 32] >> id % 32 & 1] or _some(bits)
+            )
             if token == self.end:
                 return
             guide.accept(token)
 
 
 def check_apart(compiler: GrammarCompiler, grammar: str, cpu_s: float, memory_mb: int) -> None:
-    """`GrammarCompiler.check` within limits of this process, which is a child for this one job: the kernel ends it."""
+    """`GrammarCompiler.check` within limits of this process, which is a child for this one job: the
+    kernel ends it."""
     limit(WorkerLimits(math.ceil(cpu_s) + 1, memory_mb))  # the timer, which is exact, comes first
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     most = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)

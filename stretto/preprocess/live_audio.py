@@ -1,10 +1,13 @@
-"""Sound that is being spoken, as features: window by window while it comes, and as a clip when it is over.
+"""Sound that is being spoken, as features: window by window while it comes, and as a clip when it
+is over.
 
-Mel values are clamped to eight decades below the clip's loudest cell, which is known only at the end. So the unclamped
-values are kept, and windows are clamped by what was loudest so far; a louder sound changes those windows that reach
-below its floor, and no others. When the sound is over, its pieces are those of the whole clip to the last bit.
+Mel values are clamped to eight decades below the clip's loudest cell, which is known only at the
+end. So the unclamped values are kept, and windows are clamped by what was loudest so far; a louder
+sound changes those windows that reach below its floor, and no others. When the sound is over, its
+pieces are those of the whole clip to the last bit.
 
-One for each utterance, on one thread at a time. Memory: 51 kB for each second, twice where windows are complete."""
+One for each utterance, on one thread at a time. Memory: 51 kB for each second, twice where windows
+are complete."""
 
 from __future__ import annotations
 
@@ -58,11 +61,15 @@ class Hearing:
         return AudioClip(tuple(self._piece(w) for w in self._windows))
 
     def fork(self) -> Hearing:
-        """Another that goes on from here, for when this one is finished too early. Features are shared; what is counted
-        begins anew."""
+        """Another that goes on from here, for when this one is finished too early. Features are
+        shared; what is counted begins anew."""
         other = copy(self)
         other.changed = 0
-        other._mel, other._windows, other._tail = copy(self._mel), [copy(w) for w in self._windows], self._tail.copy()
+        other._mel, other._windows, other._tail = (
+            copy(self._mel),
+            [copy(w) for w in self._windows],
+            self._tail.copy(),
+        )
         return other
 
     def finish(self) -> AudioClip:

@@ -1,9 +1,10 @@
-"""Decodes bytes nobody vouches for: audio to mono 16 kHz samples, images to RGB, videos to frames and sound.
+"""Decodes bytes nobody vouches for: audio to mono 16 kHz samples, images to RGB, videos to frames
+and sound.
 
-Called by the reader of messages, which keeps one `Budget` per request: a hundred small files must not cost what one
-large one may not. Sizes are checked against `MediaLimits` before anything is allocated for them and again while
-reading, because headers lie. Whatever goes wrong is a `MediaError`; the caller adds which part of which message it
-was."""
+Called by the reader of messages, which keeps one `Budget` per request: a hundred small files must
+not cost what one large one may not. Sizes are checked against `MediaLimits` before anything is
+allocated for them and again while reading, because headers lie. Whatever goes wrong is a
+`MediaError`; the caller adds which part of which message it was."""
 
 from __future__ import annotations
 
@@ -25,10 +26,15 @@ from stretto.errors import MediaError
 from stretto.preprocess.mel import PAD, SAMPLE_RATE
 from stretto.preprocess.prompt import Array
 
-PCM_RATES = (24_000, 16_000)  # raw 16-bit samples; the first is what `pcm16` means when no rate is stated
+PCM_RATES = (
+    24_000,
+    16_000,
+)  # raw 16-bit samples; the first is what `pcm16` means when no rate is stated
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL's rarer parsers stay out of reach
 _BLOCK = 1 << 16  # values decoded at once
-_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG's segment; the others stand within coded data
+_MARKER = re.compile(
+    rb"\xff[^\x00\xff\xd0-\xd7]"
+)  # of a JPEG's segment; the others stand within coded data
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _ALONE = (0x01, 0xD8)  # markers without a length
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
@@ -56,8 +62,12 @@ BROKEN: tuple[type[Exception], ...] = (
 class MediaLimits:
     """The most one request may hold. Where nothing else is said, all of it together."""
 
-    text_chars: int = 1_000_000  # every string the template may read, keys too; a million take a second or two
-    values: int = 100_000  # in tools, tool_calls and the like: items of lists and of objects, strings or not
+    text_chars: int = (
+        1_000_000  # every string the template may read, keys too; a million take a second or two
+    )
+    values: int = (
+        100_000  # in tools, tool_calls and the like: items of lists and of objects, strings or not
+    )
     depth: int = 64  # of the same
     messages: int = 4096
     parts: int = 4096  # of the content of all messages
@@ -66,7 +76,9 @@ class MediaLimits:
     file_bytes: int = 64 << 20  # one file
     audio_seconds: float = 2400.0
     sample_rate: int = SAMPLE_RATE  # that clips are brought to
-    audio_values: int = 1 << 28  # samples times channels, before resampling: up to 17 ns each; 40 min at CD rate fit
+    audio_values: int = (
+        1 << 28
+    )  # samples times channels, before resampling: up to 17 ns each; 40 min at CD rate fit
     audio_channels: int = 8  # one clip
     image_pixels: int = 64_000_000  # one picture, or one frame of a video
     video_seconds: float = 600.0  # one video
@@ -75,14 +87,17 @@ class MediaLimits:
     decode_seconds: float = 20.0  # of one core, for pictures and videos, as estimated below
 
 
-# What decoding costs one core, in seconds, measured on an EPYC of 2025. What a frame takes goes with its raw size over
-# all codecs on our list, chroma formats and depths: 0.7 to 1.8 ns a byte. 20 s are five minutes of 1280x720 at 25
-# frames a second or ten of 854x480, both sampled at two a second; or 333 million pixels of pictures.
+# What decoding costs one core, in seconds, measured on an EPYC of 2025. What a frame takes goes
+# with its raw size over all codecs on our list, chroma formats and depths: 0.7 to 1.8 ns a byte. 20
+# s are five minutes of 1280x720 at 25 frames a second or ten of 854x480, both sampled at two a
+# second; or 333 million pixels of pictures.
 COST_PER_FRAME_BYTE = 1.25e-9
 COST_PER_KEPT_PIXEL = 9.0e-9  # to RGB and to the size that is kept
 COST_PER_PICTURE_PIXEL = 60.0e-9  # the slowest: a transparent WebP or PNG
 COST_PER_SCAN_PIXEL = 2.0e-9  # of a JPEG: 0.9 ns for an empty scan of one component
-MAX_SCANS = 256  # of a JPEG: encoders make ten or so, and each costs something however small the picture is
+MAX_SCANS = (
+    256  # of a JPEG: encoders make ten or so, and each costs something however small the picture is
+)
 
 
 LONG_SOUND = MediaLimits(audio_seconds=7200.0)
@@ -115,17 +130,23 @@ class Budget:
     def add_medium(self) -> None:
         self.media += 1
         if self.media > self.limits.media:
-            raise MediaError(f"too many media: at most {self.limits.media} are allowed in a request")
+            raise MediaError(
+                f"too many media: at most {self.limits.media} are allowed in a request"
+            )
 
     def add_input_frame(self) -> None:
         self.video_input_frames += 1
         if self.video_input_frames > self.limits.video_input_frames:
-            raise MediaError(f"video has too many frames: over {self.limits.video_input_frames:,} in the request")
+            raise MediaError(
+                f"video has too many frames: over {self.limits.video_input_frames:,} in the request"
+            )
 
 
 def check_bytes(size: int, limits: MediaLimits) -> None:
     if size > limits.file_bytes:
-        raise MediaError(f"the file is too large: {size:,} bytes, at most {limits.file_bytes:,} are allowed")
+        raise MediaError(
+            f"the file is too large: {size:,} bytes, at most {limits.file_bytes:,} are allowed"
+        )
     if size == 0:
         raise MediaError("the file is empty")
 
@@ -141,14 +162,16 @@ def decoding(what: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """A decoder's complaint without what says nothing to a client: error numbers, addresses of our buffers."""
+    """A decoder's complaint without what says nothing to a client: error numbers, addresses of our
+    buffers."""
     text = re.sub(r" ?<_io\.BytesIO object at 0x\w+>", "", str(error))
     text = re.sub(r"\[Errno \d+\] |: '<none>'| returned \d+", "", text)
     return " ".join(text.split())[:200] or type(error).__name__
 
 
 class Mixer:
-    """Collects blocks of decoded audio as mono samples at 16 kHz, within the limits. One per clip."""
+    """Collects blocks of decoded audio as mono samples at 16 kHz, within the limits. One per
+    clip."""
 
     def __init__(self, rate: int, channels: int, budget: Budget) -> None:
         if not 1_000 <= rate <= 384_000:
@@ -160,17 +183,24 @@ class Mixer:
         self.num_samples = 0
         self._before = budget.audio_seconds, budget.audio_values  # used by other clips
         self.wanted = wanted = budget.limits.sample_rate
-        self._resampler = None if rate == wanted else soxr.ResampleStream(rate, wanted, 1, quality="HQ")
+        self._resampler = (
+            None if rate == wanted else soxr.ResampleStream(rate, wanted, 1, quality="HQ")
+        )
         self._blocks: list[Array] = []
 
     def check(self, num_samples: int) -> tuple[float, int]:
         """Refuses a clip of this length; else says how much audio the request then holds."""
         limits = self.budget.limits
-        seconds, values = self._before[0] + num_samples / self.rate, self._before[1] + num_samples * self.channels
+        seconds, values = (
+            self._before[0] + num_samples / self.rate,
+            self._before[1] + num_samples * self.channels,
+        )
         if seconds > limits.audio_seconds:
             raise MediaError(f"audio is too long: over {limits.audio_seconds:g} s in the request")
         if values > limits.audio_values:
-            raise MediaError(f"audio is too large: over {limits.audio_values:,} sample values in the request")
+            raise MediaError(
+                f"audio is too large: over {limits.audio_values:,} sample values in the request"
+            )
         return seconds, values
 
     def add(self, block: npt.NDArray[np.float32]) -> None:
@@ -178,7 +208,9 @@ class Mixer:
         self.num_samples += len(block)
         self.budget.audio_seconds, self.budget.audio_values = self.check(self.num_samples)
         mono = block[:, 0] if self.channels == 1 else block.mean(axis=1, dtype=np.float32)
-        self._blocks.append(self._resampler.resample_chunk(mono) if self._resampler else mono.copy())
+        self._blocks.append(
+            self._resampler.resample_chunk(mono) if self._resampler else mono.copy()
+        )
 
     def finish(self) -> Array:
         if self._resampler:
@@ -216,13 +248,16 @@ def decode_pcm16(data: bytes, budget: Budget, rate: int = PCM_RATES[0]) -> Array
 
 
 def cut_sound(samples: Array, seconds: float) -> list[npt.NDArray[np.int16]]:
-    """Samples of 16 bits in windows of at most `seconds`, each ended at the quietest place of its last fifth."""
+    """Samples of 16 bits in windows of at most `seconds`, each ended at the quietest place of its
+    last fifth."""
     whole = (samples * 32767.0).round().clip(-32768, 32767).astype("<i2")
     most, step = int(seconds * SAMPLE_RATE), SAMPLE_RATE // 10
     parts, at = [], 0
     while len(whole) - at > most:
         tail = at + most - most // 5
-        frames = whole[tail : at + most][: most // 5 // step * step].reshape(-1, step).astype(np.float32)
+        frames = (
+            whole[tail : at + most][: most // 5 // step * step].reshape(-1, step).astype(np.float32)
+        )
         quiet = int(np.square(frames).mean(1).argmin())
         stop = tail + quiet * step + step // 2
         parts.append(whole[at:stop])
@@ -235,7 +270,8 @@ def cut_sound(samples: Array, seconds: float) -> list[npt.NDArray[np.int16]]:
 
 
 def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:
-    """Mono samples at 16 kHz of an array [samples] or [samples, channels], of floats or 16-bit integers."""
+    """Mono samples at 16 kHz of an array [samples] or [samples, channels], of floats or 16-bit
+    integers."""
     if samples.ndim not in (1, 2):
         raise MediaError(f"audio must be an array of one or two dimensions, got {samples.ndim}")
     if samples.dtype == np.int16:
@@ -243,7 +279,9 @@ def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:
     elif np.issubdtype(samples.dtype, np.floating):
         scale = 1.0
     else:
-        raise MediaError(f"audio must be an array of floats or 16-bit integers, got {samples.dtype}")
+        raise MediaError(
+            f"audio must be an array of floats or 16-bit integers, got {samples.dtype}"
+        )
     columns = samples.reshape(len(samples), -1)
     mixer = Mixer(rate, columns.shape[1], budget)
     mixer.check(len(columns))
@@ -253,7 +291,8 @@ def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:
 
 
 def _for_soundfile(data: bytes) -> bool:
-    """By the first bytes: libsndfile would also try a dozen rarer parsers, which nobody needs here."""
+    """By the first bytes: libsndfile would also try a dozen rarer parsers, which nobody needs
+    here."""
     if data[:4] in (b"RIFF", b"RF64"):
         return data[8:12] == b"WAVE"
     mp3 = data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2)
@@ -279,7 +318,9 @@ def open_image(data: bytes, budget: Budget) -> Image.Image:
         check_pixels(image.width, image.height, budget.limits)
     scans = jpeg_scans(data) if image.format in ("JPEG", "MPO") else 1
     if scans > MAX_SCANS:
-        raise MediaError(f"a JPEG of over {MAX_SCANS} scans is not decoded; send one of fewer scans")
+        raise MediaError(
+            f"a JPEG of over {MAX_SCANS} scans is not decoded; send one of fewer scans"
+        )
     cost = max(COST_PER_PICTURE_PIXEL, scans * COST_PER_SCAN_PIXEL)
     budget.spend_decoding(image.width * image.height * cost)
     return image
@@ -297,8 +338,8 @@ def decode_image(data: bytes, budget: Budget) -> Image.Image:
 
 
 def jpeg_scans(data: bytes) -> int:
-    """How often a decoder goes over the picture: progressive files have about ten scans, each of which may be a few
-    bytes. Counted up to one more than is allowed."""
+    """How often a decoder goes over the picture: progressive files have about ten scans, each of
+    which may be a few bytes. Counted up to one more than is allowed."""
     at, scans = 2, 0
     while scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) is not None:
         at, kind = marker.end(), data[marker.end() - 1]
@@ -306,7 +347,9 @@ def jpeg_scans(data: bytes) -> int:
             break
         scans += kind == _START_OF_SCAN
         if kind not in _ALONE:
-            at += max(2, int.from_bytes(data[at : at + 2], "big"))  # its content may look like anything
+            at += max(
+                2, int.from_bytes(data[at : at + 2], "big")
+            )  # its content may look like anything
     return scans
 
 
@@ -314,7 +357,9 @@ def check_pixels(width: int, height: int, limits: MediaLimits) -> None:
     if width < 1 or height < 1:
         raise MediaError(f"an image of {width}x{height} pixels has nothing to see")
     if width * height > limits.image_pixels:
-        raise MediaError(f"{width}x{height} pixels are too many, at most {limits.image_pixels:,} are allowed")
+        raise MediaError(
+            f"{width}x{height} pixels are too many, at most {limits.image_pixels:,} are allowed"
+        )
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -332,6 +377,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def image_from_array(pixels: npt.NDArray[np.generic], limits: MediaLimits) -> Image.Image:
     """An RGB image of an array [height, width, 3] of bytes."""
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
-        raise MediaError(f"an image must be bytes [height, width, 3], got {pixels.dtype} {list(pixels.shape)}")
+        raise MediaError(
+            f"an image must be bytes [height, width, 3], got {pixels.dtype} {list(pixels.shape)}"
+        )
     check_pixels(pixels.shape[1], pixels.shape[0], limits)
     return Image.fromarray(np.ascontiguousarray(pixels))

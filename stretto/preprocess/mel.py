@@ -1,8 +1,9 @@
 """Whisper log-mel features in numpy: whole clips, and sample by sample as speech arrives.
 
-Called by the prompt builder (whole clips) and by live sessions (one `MelStream` per utterance, on the thread that
-owns the session). Both run the same arithmetic frame by frame, in float64 and without BLAS, so a frame's bits do
-not depend on how the samples were split or how many frames were computed at once."""
+Called by the prompt builder (whole clips) and by live sessions (one `MelStream` per utterance, on
+the thread that owns the session). Both run the same arithmetic frame by frame, in float64 and
+without BLAS, so a frame's bits do not depend on how the samples were split or how many frames were
+computed at once."""
 
 from __future__ import annotations
 
@@ -31,15 +32,18 @@ _Float64 = npt.NDArray[np.float64]
 class MelStream:
     """The log mel of one clip, from samples pushed in any pieces.
 
-    Frames come out unclamped, because the clamp needs the loudest cell of the whole clip: keep them, and
-    `normalise` with `maximum`, again if it grew. Frame t is final once 160 t + 200 samples are known; `finish`
-    reflects the end of the clip and returns what is left, floor(samples / 160) frames in all."""
+    Frames come out unclamped, because the clamp needs the loudest cell of the whole clip: keep
+    them, and `normalise` with `maximum`, again if it grew. Frame t is final once 160 t + 200
+    samples are known; `finish` reflects the end of the clip and returns what is left, floor(samples
+    / 160) frames in all."""
 
     num_bins: int = NUM_BINS
     num_samples: int = 0
     num_frames: int = 0
     maximum: float = float("-inf")  # loudest unclamped cell returned so far
-    _tail: Array = field(default_factory=lambda: np.empty(0, np.float32))  # samples that later frames still read
+    _tail: Array = field(
+        default_factory=lambda: np.empty(0, np.float32)
+    )  # samples that later frames still read
     _start: int = 0  # padded position of _tail[0]; padded position p holds sample p - PAD
 
     def push(self, samples: npt.ArrayLike) -> Array:
@@ -103,7 +107,8 @@ def mel(samples: npt.ArrayLike, num_bins: int = NUM_BINS) -> Array:
 
 
 def _log_mel(frames: npt.NDArray[np.float32], num_bins: int) -> Array:
-    """[n, window] samples -> [n, bins], row by row: an FFT per row, then elementwise sums in a fixed order."""
+    """[n, window] samples -> [n, bins], row by row: an FFT per row, then elementwise sums in a
+    fixed order."""
     spectrum = np.fft.rfft(frames.astype(np.float64) * _window(), axis=1)
     power = spectrum.real**2 + spectrum.imag**2
     taps, weights = _sparse_filters(num_bins)
@@ -132,7 +137,8 @@ def _sparse_filters(num_bins: int) -> tuple[npt.NDArray[np.int64], _Float64]:
 
 
 def mel_filters(num_bins: int = NUM_BINS) -> _Float64:
-    """Slaney's triangles from 0 to 8000 Hz over the FFT bins, each of unit area: [WINDOW / 2 + 1, bins]."""
+    """Slaney's triangles from 0 to 8000 Hz over the FFT bins, each of unit area: [WINDOW / 2 + 1,
+    bins]."""
     frequency = np.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1)
     edges = _slaney_hz(np.linspace(0.0, _slaney_mel(SAMPLE_RATE / 2), num_bins + 2))
     low, centre, high = edges[:-2], edges[1:-1], edges[2:]
@@ -147,7 +153,9 @@ _KNEE_HZ, _KNEE_MEL, _HZ_PER_MEL, _LOG_STEP = 1000.0, 15.0, 200.0 / 3.0, np.log(
 
 
 def _slaney_mel(hz: float) -> float:
-    return float(_KNEE_MEL + np.log(hz / _KNEE_HZ) / _LOG_STEP) if hz >= _KNEE_HZ else hz / _HZ_PER_MEL
+    return (
+        float(_KNEE_MEL + np.log(hz / _KNEE_HZ) / _LOG_STEP) if hz >= _KNEE_HZ else hz / _HZ_PER_MEL
+    )
 
 
 def _slaney_hz(mels: _Float64) -> _Float64:

@@ -1,9 +1,11 @@
-"""Reads chat messages and tools as clients send them: checks every field, decodes the media, leaves plain turns to
-render. Nothing is decoded before all fields, and the headers of all pictures, have been looked at.
+"""Reads chat messages and tools as clients send them: checks every field, decodes the media, leaves
+plain turns to render. Nothing is decoded before all fields, and the headers of all pictures, have
+been looked at.
 
-Called by the prompt builder only. Messages are plain dictionaries in OpenAI's chat format, straight from JSON or
-from a local caller (who may also pass arrays and, if allowed, file paths). A bad field is an `Invalid` whose
-`param` is the field's path, such as `messages[0].content[1].image_url.url`."""
+Called by the prompt builder only. Messages are plain dictionaries in OpenAI's chat format, straight
+from JSON or from a local caller (who may also pass arrays and, if allowed, file paths). A bad field
+is an `Invalid` whose `param` is the field's path, such as
+`messages[0].content[1].image_url.url`."""
 
 from __future__ import annotations
 
@@ -40,8 +42,19 @@ from stretto.preprocess.prompt import Array, AudioClip, Patches
 from stretto.preprocess.tools import check_tools
 from stretto.preprocess.video import SAMPLE_FPS, Fit, Video, decode_video
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_PASSED = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields templates may read, besides content
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_PASSED = (
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+)  # fields templates may read, besides content
 
 _DATA_HEAD = 1024  # where the content of a data URI begins at the latest
 
@@ -67,7 +80,9 @@ class Reader:
     sound_in_video: bool
     fit: Fit
     found: Callable[[Medium, Kind], None]
-    expect_picture: Callable[[int, int], None] = lambda height, width: None  # told of each, before any is decoded
+    expect_picture: Callable[[int, int], None] = lambda height, width: (
+        None
+    )  # told of each, before any is decoded
     _coming: deque[tuple[str, Kind, Callable[[], Medium]]] = field(default_factory=deque)
     _chars: int = 0
     _values: int = 0
@@ -89,7 +104,10 @@ class Reader:
         if not messages:
             raise Invalid("messages is empty: at least one message is needed", "messages")
         if len(messages) > self.limits.messages:
-            raise Invalid(f"messages: at most {self.limits.messages:,} are allowed, got {len(messages):,}", "messages")
+            raise Invalid(
+                f"messages: at most {self.limits.messages:,} are allowed, got {len(messages):,}",
+                "messages",
+            )
         turns = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
         while self._coming:
             at, kind, decode = self._coming.popleft()
@@ -102,7 +120,10 @@ class Reader:
             raise Invalid(f"{at} must be an object, got {_kind(message)}", at)
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise Invalid(f"{at}.role must be one of {', '.join(ROLES)}, got {reprlib.repr(role)}", f"{at}.role")
+            raise Invalid(
+                f"{at}.role must be one of {', '.join(ROLES)}, got {reprlib.repr(role)}",
+                f"{at}.role",
+            )
         turn: dict[str, Any] = {"role": ROLES[role]}
         for name in _PASSED:
             if (value := message.get(name)) is not None:
@@ -114,7 +135,9 @@ class Reader:
         turn["content"] = self._content(message.get("content"), role, bool(calls), f"{at}.content")
         return turn
 
-    def _content(self, content: object, role: str, optional: bool, at: str) -> str | list[dict[str, str]]:
+    def _content(
+        self, content: object, role: str, optional: bool, at: str
+    ) -> str | list[dict[str, str]]:
         if content is None and optional:
             return ""
         if isinstance(content, str):
@@ -129,10 +152,14 @@ class Reader:
             raise Invalid(f"{at} is empty", at)
         self._parts += len(content)
         if self._parts > self.limits.parts:
-            raise Invalid(f"{at}: at most {self.limits.parts:,} parts are allowed in all messages", at)
+            raise Invalid(
+                f"{at}: at most {self.limits.parts:,} parts are allowed in all messages", at
+            )
         parts = [self._part(p, role, f"{at}[{i}]") for i, p in enumerate(content)]
         # Templates differ in where they accept a list; joined text means the same everywhere.
-        return "".join(p["text"] for p in parts) if all(p["type"] == "text" for p in parts) else parts
+        return (
+            "".join(p["text"] for p in parts) if all(p["type"] == "text" for p in parts) else parts
+        )
 
     def _part(self, part: object, role: str, at: str) -> dict[str, str]:
         if not isinstance(part, Mapping):
@@ -145,10 +172,15 @@ class Reader:
             return {"type": "text", "text": self._text(text, f"{at}.text")}
         kind = MEDIA.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise Invalid(f"{at}.type must be one of text, {', '.join(MEDIA)}, got {reprlib.repr(name)}", f"{at}.type")
+            raise Invalid(
+                f"{at}.type must be one of text, {', '.join(MEDIA)}, got {reprlib.repr(name)}",
+                f"{at}.type",
+            )
         if role != "user":
             # Speech looks for media in user turns only.
-            raise Invalid(f"{at}: {kind} is only allowed in user messages, not in a {role} message", at)
+            raise Invalid(
+                f"{at}: {kind} is only allowed in user messages, not in a {role} message", at
+            )
         with _blaming(at):
             if not isinstance(part.get("data"), AudioClip | Patches):  # these cost nothing any more
                 self.budget.add_medium()
@@ -162,11 +194,13 @@ class Reader:
     def _add_chars(self, count: int, at: str) -> None:
         self._chars += count
         if self._chars > self.limits.text_chars:
-            raise TooLong(f"{at}: the request has over {self.limits.text_chars:,} characters of text", at)
+            raise TooLong(
+                f"{at}: the request has over {self.limits.text_chars:,} characters of text", at
+            )
 
     def _count(self, value: object, at: str) -> None:
-        """Holds a field that is passed on as it came to the limits, layer by layer: no deep or wide one is walked
-        further than the limits go."""
+        """Holds a field that is passed on as it came to the limits, layer by layer: no deep or wide
+        one is walked further than the limits go."""
         layer, depth = [value], 0
         while layer:
             if depth > self.limits.depth:
@@ -176,11 +210,15 @@ class Reader:
                 if isinstance(v, str):
                     self._text(v, at)
                 elif isinstance(v, int):
-                    self._add_chars(v.bit_length() // 3, at)  # JSON's numbers may have thousands of digits
+                    self._add_chars(
+                        v.bit_length() // 3, at
+                    )  # JSON's numbers may have thousands of digits
                 elif isinstance(v, dict | list | tuple):
                     self._values += len(v)
                     if self._values > self.limits.values:
-                        raise Invalid(f"{at}: the request has over {self.limits.values:,} nested values", at)
+                        raise Invalid(
+                            f"{at}: the request has over {self.limits.values:,} nested values", at
+                        )
                     below.extend(v)
                     if isinstance(v, dict):
                         below.extend(v.values())
@@ -230,7 +268,11 @@ class Reader:
         if isinstance(data, AudioClip if kind == "audio" else Patches):
             return data
         if kind == "audio" and isinstance(data, np.ndarray):
-            return mix(data, _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate"), self.budget)
+            return mix(
+                data,
+                _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate"),
+                self.budget,
+            )
         if kind == "image" and isinstance(data, np.ndarray | Image.Image):
             return self._picture(data)
         if kind == "video" and isinstance(data, np.ndarray | list | tuple):
@@ -238,7 +280,11 @@ class Reader:
             if isinstance(fps, bool) or not isinstance(fps, int | float):
                 raise Invalid(f"{at}.fps must be a number, got {_kind(fps)}", f"{at}.fps")
             return self._frames(data, float(fps), part.get("sound"))
-        raise Invalid(f"{at} needs `path` or `data` (bytes, or what the medium is in memory), got {_kind(data)}", at)
+        raise Invalid(
+            f"{at} needs `path` or `data` (bytes, or what the medium is in memory), got "
+            f"{_kind(data)}",
+            at,
+        )
 
     def _picture(self, data: object) -> Image.Image:
         if isinstance(data, np.ndarray):
@@ -248,11 +294,15 @@ class Reader:
             return to_rgb(data)
         raise MediaError(f"a picture must be an array or a PIL image, got {_kind(data)}")
 
-    def _frames(self, data: np.ndarray[Any, Any] | list[Any] | tuple[Any, ...], fps: float, sound: object) -> Video:
+    def _frames(
+        self, data: np.ndarray[Any, Any] | list[Any] | tuple[Any, ...], fps: float, sound: object
+    ) -> Video:
         if not len(data):
             raise MediaError("a video needs at least one frame")
         if len(data) > self.limits.video_frames:
-            raise MediaError(f"{len(data)} frames are too many, at most {self.limits.video_frames} are allowed")
+            raise MediaError(
+                f"{len(data)} frames are too many, at most {self.limits.video_frames} are allowed"
+            )
         pictures = [self._picture(f) for f in data]
         height, width = self.fit(pictures[0].height, pictures[0].width, len(pictures))
         if any(p.size != pictures[0].size for p in pictures):
@@ -275,7 +325,9 @@ class Reader:
         if scheme == "data":
             comma = url.find(",", 0, _DATA_HEAD)
             if comma < 0 or not url[:comma].lower().endswith(";base64"):
-                raise Invalid(f"{at} must be a data URI in base64: data:<type>;base64,<content>", at)
+                raise Invalid(
+                    f"{at} must be a data URI in base64: data:<type>;base64,<content>", at
+                )
             return self._base64(url[comma + 1 :], at)
         if scheme in ("http", "https"):
             raise Invalid(f"{at}: remote files are not fetched; send the content as a data URI", at)
@@ -288,13 +340,17 @@ class Reader:
             if not Path(path).is_file():  # a pipe or a device would never end
                 raise Invalid(f"{at}: no such file: {path}", at)
             with open(path, "rb") as f:
-                return f.read(self.limits.file_bytes + 1)  # one too many is refused when it is decoded
+                return f.read(
+                    self.limits.file_bytes + 1
+                )  # one too many is refused when it is decoded
         except (OSError, ValueError) as e:
             raise Invalid(f"{at}: the file cannot be read ({e})", at) from None
 
     def _base64(self, text: str, at: str) -> bytes:
         try:
-            return binascii.a2b_base64(text, strict_mode=True)  # straight from the string, without a copy in between
+            return binascii.a2b_base64(
+                text, strict_mode=True
+            )  # straight from the string, without a copy in between
         except (binascii.Error, ValueError) as e:
             raise Invalid(f"{at} is not valid base64 ({e})", at) from None
 

@@ -1,8 +1,8 @@
-"""Messages of a conversation that goes on, whose media are decoded once. Pure; called by the engine's sessions, what
-takes long in a thread. Imports no torch.
+"""Messages of a conversation that goes on, whose media are decoded once. Pure; called by the
+engine's sessions, what takes long in a thread. Imports no torch.
 
-Media that come as text (a picture in a data URI) are a stranger's: `encoded` sets them apart, so that they can be
-decoded where there are limits on time and memory."""
+Media that come as text (a picture in a data URI) are a stranger's: `encoded` sets them apart, so
+that they can be decoded where there are limits on time and memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from stretto.preprocess.messages import MEDIA
 from stretto.preprocess.prompt import AudioClip, Patches, Prompt
 
 
-def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = False) -> Mapping[str, Any]:
-    """A message with features in place of its media, so that these are decoded once for many prompts."""
+def prepared(
+    builder: Builder, message: Mapping[str, Any], allow_paths: bool = False
+) -> Mapping[str, Any]:
+    """A message with features in place of its media, so that these are decoded once for many
+    prompts."""
     kinds = [_kind(p) for p in _parts(message)]
     if not any(kinds):
         return message
@@ -23,7 +26,8 @@ def prepared(builder: Builder, message: Mapping[str, Any], allow_paths: bool = F
 
 
 def encoded(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The media that come as text, each at its place, with a word in place of all else; None if there are none."""
+    """The media that come as text, each at its place, with a word in place of all else; None if
+    there are none."""
     kinds = _encoded_kinds(message)
     if not any(kinds):
         return None
@@ -39,9 +43,11 @@ def with_encoded(message: Mapping[str, Any], prompt: Prompt) -> Mapping[str, Any
     return _filled(message, _encoded_kinds(message), _in_turn(prompt))
 
 
-def without_features(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], Prompt]:
-    """Messages whose media are features, with the kind of each alone in its place; and the media, as a prompt that has
-    nothing else."""
+def without_features(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], Prompt]:
+    """Messages whose media are features, with the kind of each alone in its place; and the media,
+    as a prompt that has nothing else."""
     media: dict[str, list[Any]] = {"audio": [], "image": [], "video": []}
 
     def bare(part: Any) -> Any:
@@ -51,16 +57,23 @@ def without_features(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mappin
         media[kind].append(part["data"])
         return {"type": kind}
 
-    bared = [{**m, "content": [bare(p) for p in _parts(m)]} if any(map(_kind, _parts(m))) else m for m in messages]
+    bared = [
+        {**m, "content": [bare(p) for p in _parts(m)]} if any(map(_kind, _parts(m))) else m
+        for m in messages
+    ]
     return bared, Prompt((), tuple(media["audio"]), tuple(media["image"]), tuple(media["video"]))
 
 
 def with_features(messages: Any, media: Prompt) -> Any:
-    """What `without_features` was given: whatever a message says of a medium gives way to what is known of it."""
+    """What `without_features` was given: whatever a message says of a medium gives way to what is
+    known of it."""
     if not isinstance(messages, list):
         return messages  # the builder says what is wrong with it
     rest = _in_turn(media)
-    return [_filled(m, [_kind(p) for p in _parts(m)], rest) if isinstance(m, Mapping) else m for m in messages]
+    return [
+        _filled(m, [_kind(p) for p in _parts(m)], rest) if isinstance(m, Mapping) else m
+        for m in messages
+    ]
 
 
 def _in_turn(media: Prompt) -> dict[str, Iterator[AudioClip | Patches]]:
@@ -68,12 +81,17 @@ def _in_turn(media: Prompt) -> dict[str, Iterator[AudioClip | Patches]]:
 
 
 def _filled(
-    message: Mapping[str, Any], kinds: list[str | None], media: dict[str, Iterator[AudioClip | Patches]]
+    message: Mapping[str, Any],
+    kinds: list[str | None],
+    media: dict[str, Iterator[AudioClip | Patches]],
 ) -> Mapping[str, Any]:
     if not any(kinds):
         return message
     parts = zip(_parts(message), kinds, strict=True)
-    return {**message, "content": [{"type": k, "data": next(media[k])} if k else p for p, k in parts]}
+    return {
+        **message,
+        "content": [{"type": k, "data": next(media[k])} if k else p for p, k in parts],
+    }
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:
@@ -87,5 +105,6 @@ def _kind(part: Any) -> str | None:
 
 def _encoded_kinds(message: Mapping[str, Any]) -> list[str | None]:
     return [
-        _kind(p) if isinstance(p, Mapping) and isinstance(p.get("data", ""), str) else None for p in _parts(message)
+        _kind(p) if isinstance(p, Mapping) and isinstance(p.get("data", ""), str) else None
+        for p in _parts(message)
     ]

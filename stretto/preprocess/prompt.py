@@ -1,8 +1,9 @@
-"""What the prompt side hands to the stages: token ids with the media already expanded, and the media's features.
+"""What the prompt side hands to the stages: token ids with the media already expanded, and the
+media's features.
 
-Features come in pieces: what an encoder can take at once, and what prefix caches tell rows apart by. A picture or a
-video is one; a clip has one for each window of the audio encoder, so that a clip that grows keeps the pieces it had.
-Plain numpy: the process that makes these imports no torch."""
+Features come in pieces: what an encoder can take at once, and what prefix caches tell rows apart
+by. A picture or a video is one; a clip has one for each window of the audio encoder, so that a clip
+that grows keeps the pieces it had. Plain numpy: the process that makes these imports no torch."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioClip:
-    """One clip; takes `audio_tokens(frames)` audio pads of the prompt. All pieces but the last are whole windows, each
-    of mel [bins, frames], normalised with the clip's own maximum."""
+    """One clip; takes `audio_tokens(frames)` audio pads of the prompt. All pieces but the last are
+    whole windows, each of mel [bins, frames], normalised with the clip's own maximum."""
 
     pieces: tuple[Piece, ...]
 
@@ -69,7 +70,9 @@ class Patches:
     seconds_per_grid: float = 1.0  # video only: seconds between temporal patches
 
     @classmethod
-    def of(cls, values: Array, grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> Patches:
+    def of(
+        cls, values: Array, grid: tuple[int, int, int], seconds_per_grid: float = 1.0
+    ) -> Patches:
         return cls(Piece.of(values, grid, seconds_per_grid), grid, seconds_per_grid)
 
     @property
@@ -85,7 +88,9 @@ class Prompt:
     audios: tuple[AudioClip, ...] = ()
     images: tuple[Patches, ...] = ()
     videos: tuple[Patches, ...] = ()
-    audio_in_video: bool = False  # each video is followed (interleaved) by its own sound track, in `audios`
+    audio_in_video: bool = (
+        False  # each video is followed (interleaved) by its own sound track, in `audios`
+    )
 
     @property
     def has_media(self) -> bool:

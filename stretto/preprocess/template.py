@@ -1,19 +1,20 @@
-"""Text to token ids and back: the checkpoint's tokenizer, its chat template, and the stream that prints an answer.
+"""Text to token ids and back: the checkpoint's tokenizer, its chat template, and the stream that
+prints an answer.
 
-Called by the prompt builder and by whoever shows text to a client; stateless but for `TextStream`, which belongs to
-one answer. The rule that keeps turns and media honest: a *marker* (a special token such as <|im_end|> or
-<|audio_pad|>) is a marker only where the template itself wrote it. The same letters in a client's text are plain
-text, because
+Called by the prompt builder and by whoever shows text to a client; stateless but for `TextStream`,
+which belongs to one answer. The rule that keeps turns and media honest: a *marker* (a special token
+such as <|im_end|> or <|audio_pad|>) is a marker only where the template itself wrote it. The same
+letters in a client's text are plain text, because
 
-1. before rendering, a private character is put into every client string wherever a marker is written in it, or
-   could come about by joining it to what the template puts before or after it;
+1. before rendering, a private character is put into every client string wherever a marker is
+   written in it, or could come about by joining it to what the template puts before or after it;
 2. the rendered prompt is cut at the markers that are still whole: these are the template's own;
-3. the private character is removed, and what lies between two markers is encoded by a tokenizer that does not look
-   for markers.
+3. the private character is removed, and what lies between two markers is encoded by a tokenizer
+   that does not look for markers.
 
-The text between two markers is encoded in one go, template and client text together, exactly as a tokenizer does
-with a whole prompt. So for text without markers in it the ids are those of the whole rendered string: the newline
-after a role still merges with newlines at the start of a message."""
+The text between two markers is encoded in one go, template and client text together, exactly as a
+tokenizer does with a whole prompt. So for text without markers in it the ids are those of the whole
+rendered string: the newline after a role still merges with newlines at the start of a message."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ MAX_STEPS = 1_000_000  # of a template, for one short message: released ones tak
 TraceFunction = Callable[[FrameType, str, object], Any]
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-# How text is cut into pieces that merges do not cross, for checkpoints that state vocabulary and merges but not the
-# whole tokenizer: the widespread rule of byte-level vocabularies, with digits one by one.
+# How text is cut into pieces that merges do not cross, for checkpoints that state vocabulary and
+# merges but not the whole tokenizer: the widespread rule of byte-level vocabularies, with digits
+# one by one.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,7 +74,8 @@ class Tokenizer:
 
     @classmethod
     def open(cls, directory: str | Path, markers: Iterable[int] = ()) -> Tokenizer:
-        """From tokenizer.json, else vocab.json and merges.txt. `markers` are special whatever the file says."""
+        """From tokenizer.json, else vocab.json and merges.txt. `markers` are special whatever the
+        file says."""
         path = Path(directory) / "tokenizer.json"
         spec = read_json(path) if path.exists() else _assemble(Path(directory))
         if (spec.get("decoder") or {}).get("type") != "ByteLevel":
@@ -81,7 +84,9 @@ class Tokenizer:
         for token in added:
             token["special"] = token.get("special", False) or token["id"] in always
             if token["special"] and (token.get("lstrip") or token.get("rstrip")):
-                raise CheckpointError(f"{path}: {token['content']} swallows spaces around it; that is not supported")
+                raise CheckpointError(
+                    f"{path}: {token['content']} swallows spaces around it; that is not supported"
+                )
         try:
             plain = tokenizers.Tokenizer.from_str(json.dumps(spec))
         except Exception as e:  # noqa: BLE001 - the library raises a bare Exception for a bad file
@@ -118,7 +123,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """The text of one answer, token by token, never half a character: bytes wait until their character is whole."""
+    """The text of one answer, token by token, never half a character: bytes wait until their
+    character is whole."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -127,31 +133,43 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters these tokens complete."""
-        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skipped))
+        return self._decoder.decode(
+            b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skipped)
+        )
 
     def told(self, token: int) -> tuple[str, bytes | None]:
-        """A token for people to read, and what it adds to the text: None for one that is skipped."""
+        """A token for people to read, and what it adds to the text: None for one that is
+        skipped."""
         said = self._tokenizer.token_bytes(token)
         return said.decode("utf-8", "replace"), None if token in self._skipped else said
 
     def finish(self) -> str:
-        """No more tokens: whatever waited, as a replacement character. The stream can be used again."""
+        """No more tokens: whatever waited, as a replacement character. The stream can be used
+        again."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
 
 
 def _assemble(directory: Path) -> dict[str, Any]:
-    """The content tokenizer.json would have, from vocab.json, merges.txt and tokenizer_config.json."""
+    """The content tokenizer.json would have, from vocab.json, merges.txt and
+    tokenizer_config.json."""
     config, path = read_json(directory / "tokenizer_config.json"), directory / "merges.txt"
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict):
-        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is missing")
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is missing"
+        )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from None
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     split = {"type": "Split", "pattern": {"Regex": _SPLIT}, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",
@@ -162,13 +180,16 @@ def _assemble(directory: Path) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "vocab": read_json(directory / "vocab.json"),
-            "merges": [line.split(" ") for line in lines if line and not line.startswith("#version")],
+            "merges": [
+                line.split(" ") for line in lines if line and not line.startswith("#version")
+            ],
         },
     }
 
 
 class ChatTemplate:
-    """Renders messages with the checkpoint's own template, which is trusted; the messages are not."""
+    """Renders messages with the checkpoint's own template, which is trusted; the messages are
+    not."""
 
     def __init__(self, source: str, markers: Iterable[str]) -> None:
         self._template = _environment().from_string(source)
@@ -206,22 +227,40 @@ class ChatTemplate:
     ) -> list[str]:
         """The prompt, cut at the template's own markers: text, marker, text, marker, ... text.
 
-        Roles are the caller's own words; every other string in `messages` and `tools` is taken for a client's.
-        `variables` are switches of the template (`check_variables`): no text that could be one of its markers."""
+        Roles are the caller's own words; every other string in `messages` and `tools` is taken for
+        a client's. `variables` are switches of the template (`check_variables`): no text that could
+        be one of its markers."""
         guard = ""
         try:
             guard = self._private([messages, tools])
             turns = [
-                {k: v if k == "role" else each_string(v, lambda s: self._guard(s, guard)) for k, v in m.items()}
+                {
+                    k: v if k == "role" else each_string(v, lambda s: self._guard(s, guard))
+                    for k, v in m.items()
+                }
                 for m in messages
             ]
             known = each_string(tools, lambda s: self._guard(s, guard))
             text = self._template.render(
-                {**(variables or {}), "messages": turns, "tools": known, "add_generation_prompt": True}
+                {
+                    **(variables or {}),
+                    "messages": turns,
+                    "tools": known,
+                    "add_generation_prompt": True,
+                }
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as e:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as e:
             reason = str(e).replace(guard, "")
-            raise Invalid(f"the model's chat template cannot render these messages: {reason}", "messages") from None
+            raise Invalid(
+                f"the model's chat template cannot render these messages: {reason}", "messages"
+            ) from None
         return [piece.replace(guard, "") for piece in self._cut.split(text)]
 
     def try_out(self, directory: str | Path) -> list[str]:
@@ -230,7 +269,10 @@ class ChatTemplate:
             with limited_steps(MAX_STEPS):
                 return self.render([{"role": "user", "content": "Hello"}])
         except TooManySteps:
-            message = f"the chat template does not come to an end within {MAX_STEPS:,} steps for one short message"
+            message = (
+                f"the chat template does not come to an end within {MAX_STEPS:,} steps for one "
+                f"short message"
+            )
             raise CheckpointError(f"{directory}: {message}") from None
         except Invalid as e:
             raise CheckpointError(f"{directory}: {e}") from None
@@ -241,7 +283,9 @@ class ChatTemplate:
         for c in _PRIVATE:
             if not any(c in s for s in strings):
                 return c
-        raise Invalid("the messages use all of Unicode's noncharacters U+FDD0 to U+FDEF", "messages")
+        raise Invalid(
+            "the messages use all of Unicode's noncharacters U+FDD0 to U+FDEF", "messages"
+        )
 
     def _guard(self, text: str, guard: str) -> str:
         """Break up every marker in `text`, and those it could be the beginning or the end of."""
@@ -261,8 +305,9 @@ class TooManySteps(BaseException):
 
 @contextmanager
 def limited_steps(most: int) -> Iterator[None]:
-    """Ends what runs in it, on this thread, after so many lines of Python. A template is compiled to Python, a line or
-    more for each of its statements; counting takes many times longer than running."""
+    """Ends what runs in it, on this thread, after so many lines of Python. A template is compiled
+    to Python, a line or more for each of its statements; counting takes many times longer than
+    running."""
     left = most
 
     def count(frame: FrameType, event: str, arg: object) -> TraceFunction:
@@ -281,7 +326,8 @@ def limited_steps(most: int) -> Iterator[None]:
 
 
 def check_variables(given: object) -> dict[str, Any]:
-    """Switches of a template that a client sets: few, and words, numbers or truth values, which can forge nothing."""
+    """Switches of a template that a client sets: few, and words, numbers or truth values, which can
+    forge nothing."""
     at = "chat_template_kwargs"
     if not isinstance(given, dict) or len(given) > MAX_VARIABLES:
         raise Invalid(f"{at} must be an object of at most {MAX_VARIABLES} values", at)
@@ -299,7 +345,8 @@ def check_variables(given: object) -> dict[str, Any]:
 
 
 def well_formed(text: str) -> str:
-    """Halves of surrogate pairs, as cutting a JavaScript string in two leaves them, become replacement characters."""
+    """Halves of surrogate pairs, as cutting a JavaScript string in two leaves them, become
+    replacement characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -329,9 +376,13 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _environment() -> jinja2.Environment:
-    """What chat templates are written for: the settings, filters and functions other engines give them."""
+    """What chat templates are written for: the settings, filters and functions other engines give
+    them."""
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+        autoescape=False,
     )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
@@ -347,7 +398,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is; jinja's own filter would escape < and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

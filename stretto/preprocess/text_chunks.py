@@ -1,5 +1,6 @@
-"""A text in pieces: long ones cut into passages that end where sentences do, and texts that are still being written cut
-where their tokens are certain. A text is cut into the same passages whether it is there or comes. Imports no torch."""
+"""A text in pieces: long ones cut into passages that end where sentences do, and texts that are
+still being written cut where their tokens are certain. A text is cut into the same passages whether
+it is there or comes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ _CERTAIN = re.compile(r"(?<=\S) (?=[^\W\d_])")
 
 
 def passages(text: str, most: int) -> list[str]:
-    """The text in passages of at most `most` characters. They end with the first sentence that ends in their last
-    third; if none does with a clause, a word, or wherever they must. Joined, they are the text, but for white space
-    between them."""
+    """The text in passages of at most `most` characters. They end with the first sentence that ends
+    in their last third; if none does with a clause, a word, or wherever they must. Joined, they are
+    the text, but for white space between them."""
     found, rest = [], text.strip()
     while end := passage_end(rest, most):
         found.append(rest[:end].strip())
@@ -28,8 +29,8 @@ def passages(text: str, most: int) -> list[str]:
 
 
 def passage_end(text: str, most: int) -> int:
-    """Where the first passage of a text ends, if more of the text follows; 0: it is not over yet. What comes behind the
-    text cannot change it, so it does not matter how much of it is there."""
+    """Where the first passage of a text ends, if more of the text follows; 0: it is not over yet.
+    What comes behind the text cannot change it, so it does not matter how much of it is there."""
     head = text[: most + 1]
     ends = (
         m.end()
@@ -43,8 +44,8 @@ def passage_end(text: str, most: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Coming:
-    """A text that is still being written, passage by passage. One passage is read at a time, by one task at a time; who
-    is cancelled while it waits loses nothing of the text."""
+    """A text that is still being written, passage by passage. One passage is read at a time, by one
+    task at a time; who is cancelled while it waits loses nothing of the text."""
 
     text: AsyncIterator[str]
     most: int
@@ -53,7 +54,8 @@ class Coming:
     _pull: asyncio.Future[str | None] | None = field(default=None)
 
     async def passages(self) -> AsyncIterator[Callable[[], AsyncIterator[str]]]:
-        """Each as what gives its pieces from the beginning, however often it is called. There is at least one."""
+        """Each as what gives its pieces from the beginning, however often it is called. There is at
+        least one."""
         try:
             yield self._pieces
             while await self._next():
@@ -104,8 +106,8 @@ class Coming:
 
 @dataclass(slots=True, eq=False)
 class Writing:
-    """Tokens of a text as it is written: those that no later letter can change. A word waits until the next begins, so
-    the tokens are those of the whole text, however it is cut."""
+    """Tokens of a text as it is written: those that no later letter can change. A word waits until
+    the next begins, so the tokens are those of the whole text, however it is cut."""
 
     encode: Callable[[str], list[int]]
     _held: str = ""

@@ -1,6 +1,7 @@
 """The functions a client declares, as msgspec structs, and their check.
 
-The prompt builder reads tools with this; the server publishes the same structs in its description."""
+The prompt builder reads tools with this; the server publishes the same structs in its
+description."""
 
 from __future__ import annotations
 

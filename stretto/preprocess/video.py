@@ -1,9 +1,9 @@
 """Videos and rarer audio formats, through PyAV: frames at a steady rate, and the sound track.
 
-Called by `media.py` and the prompt builder. PyAV is an extra (`stretto[video]`), so it is imported when the first
-such file arrives. The bytes are untrusted: only self-contained formats are opened (a playlist could name other
-files or hosts), with decoders whose speed is known, and sizes are bounded before frames are decoded and again while
-they are."""
+Called by `media.py` and the prompt builder. PyAV is an extra (`stretto[video]`), so it is imported
+when the first such file arrives. The bytes are untrusted: only self-contained formats are opened (a
+playlist could name other files or hosts), with decoders whose speed is known, and sizes are bounded
+before frames are decoded and again while they are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from stretto.preprocess.media import (
 from stretto.preprocess.prompt import Array
 
 SAMPLE_FPS = 2.0
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,aac,mp3,flac,wav,aiff,au,caf,amr"
+FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,asf,"
+    "ogg,aac,mp3,flac,wav,aiff,au,caf,amr"
+)
 DECODERS = (  # FFmpeg has hundreds more: slower ones, and such as few people ever fuzzed
     "h264,hevc,vp8,vp9,av1,libdav1d,mpeg1video,mpeg2video,mpeg4,mjpeg,h263,flv,theora,"
     "msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
@@ -39,7 +42,11 @@ DECODERS = (  # FFmpeg has hundreds more: slower ones, and such as few people ev
     "libopencore_amrnb,libopencore_amrwb,wmav1,wmav2,wmapro,pcm_u8,pcm_s8,pcm_s16le,pcm_s16be,pcm_s24le,pcm_s24be,"
     "pcm_s32le,pcm_s32be,pcm_f32le,pcm_f32be,pcm_f64le,pcm_f64be,pcm_alaw,pcm_mulaw"
 )
-_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+_TURNS = {
+    90: Image.Transpose.ROTATE_90,
+    180: Image.Transpose.ROTATE_180,
+    270: Image.Transpose.ROTATE_270,
+}
 
 Fit = Callable[[int, int, int], tuple[int, int]]
 """(height, width, number of frames) -> (height, width) to keep the frames at."""
@@ -47,7 +54,8 @@ Fit = Callable[[int, int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """RGB frames of one size, an even number of them, `fps` a second, and the sound at 16 kHz if asked for."""
+    """RGB frames of one size, an even number of them, `fps` a second, and the sound at 16 kHz if
+    asked for."""
 
     frames: list[Image.Image]
     fps: float
@@ -64,11 +72,14 @@ class _Plan:
     frame_bytes: float  # of a decoded frame
 
 
-def decode_video(data: bytes, budget: Budget, fit: Fit, *, fps: float = SAMPLE_FPS, sound: bool = False) -> Video:
+def decode_video(
+    data: bytes, budget: Budget, fit: Fit, *, fps: float = SAMPLE_FPS, sound: bool = False
+) -> Video:
     """Sample a video at `fps`, more thinly if that would exceed the limits.
 
-    Sample k shows what is on screen at k / fps, up to the last frame, which repeats if that makes the number even.
-    Frames are resized as they are decoded, so that a long video of large frames is never held whole."""
+    Sample k shows what is on screen at k / fps, up to the last frame, which repeats if that makes
+    the number even. Frames are resized as they are decoded, so that a long video of large frames is
+    never held whole."""
     check_bytes(len(data), budget.limits)
     plan = _schedule(data, budget)
     count = max(2, 2 * math.ceil(plan.duration * fps / 2))
@@ -80,7 +91,9 @@ def decode_video(data: bytes, budget: Budget, fit: Fit, *, fps: float = SAMPLE_F
     decoded = (int(wanted[-1]) + 1) * plan.frame_bytes * COST_PER_FRAME_BYTE
     budget.check_decoding(decoded + len(np.unique(wanted)) * plan.pixels * COST_PER_KEPT_PIXEL)
     frames = _pick(data, wanted, budget, fit)
-    return Video(frames, fps, decode_sound(data, budget, "the video's sound track") if sound else None)
+    return Video(
+        frames, fps, decode_sound(data, budget, "the video's sound track") if sound else None
+    )
 
 
 def decode_sound(data: bytes, budget: Budget, what: str = "audio") -> Array:
@@ -118,7 +131,10 @@ def _opened(data: bytes, budget: Budget, what: str) -> Iterator[tuple[Any, Any]]
         "codec_whitelist": DECODERS,
         "max_pixels": str(budget.limits.image_pixels),
     }
-    with decoding(what, av.error.FFmpegError), av.open(io.BytesIO(data), options=options) as container:
+    with (
+        decoding(what, av.error.FFmpegError),
+        av.open(io.BytesIO(data), options=options) as container,
+    ):
         yield av, container
 
 
@@ -158,7 +174,9 @@ def _schedule(data: bytes, budget: Budget) -> _Plan:
                 continue
             budget.add_input_frame()
             stamp = packet.pts if packet.pts is not None else packet.dts
-            times.append(float(stamp * packet.time_base) if stamp is not None else len(times) / rate)
+            times.append(
+                float(stamp * packet.time_base) if stamp is not None else len(times) / rate
+            )
             last = float(packet.duration * packet.time_base) if packet.duration else 1.0 / rate
         pixels, frame_bytes = screen.width * screen.height, _raw_bytes(screen)
     if not times:
@@ -166,7 +184,9 @@ def _schedule(data: bytes, budget: Budget) -> _Plan:
     moments = np.sort(np.array(times)) - min(times)
     duration = float(moments[-1]) + last
     if not 0 < duration <= most:
-        raise MediaError(f"video lasts {duration:.1f} s; more than 0 and at most {most:g} s are allowed")
+        raise MediaError(
+            f"video lasts {duration:.1f} s; more than 0 and at most {most:g} s are allowed"
+        )
     return _Plan(moments, duration, pixels, frame_bytes)
 
 
@@ -176,7 +196,9 @@ def _raw_bytes(shape: Any) -> float:
     return float(shape.width * shape.height * bits) / 8
 
 
-def _pick(data: bytes, wanted: npt.NDArray[np.int64], budget: Budget, fit: Fit) -> list[Image.Image]:
+def _pick(
+    data: bytes, wanted: npt.NDArray[np.int64], budget: Budget, fit: Fit
+) -> list[Image.Image]:
     """The frames with these ascending indexes; one that is wanted twice comes twice."""
     frames: list[Image.Image] = []
     with _screen(data, budget) as (container, stream):

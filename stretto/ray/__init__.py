@@ -1,4 +1,5 @@
-"""Serving on a Ray cluster: a Serve replica is one whole pipeline, its hosts are actors in its placement group.
+"""Serving on a Ray cluster: a Serve replica is one whole pipeline, its hosts are actors in its
+placement group.
 
-Ray places and starts; our own channel watches hosts, and audio never passes through Ray. Needs the extra
-`stretto[ray]`; nothing outside of this folder imports Ray."""
+Ray places and starts; our own channel watches hosts, and audio never passes through Ray. Needs the
+extra `stretto[ray]`; nothing outside of this folder imports Ray."""

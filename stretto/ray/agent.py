@@ -1,7 +1,7 @@
 """The Ray actor that runs an agent: it starts a host on its node, on the card that Ray gave it.
 
-A new actor for each start, never restarted by Ray: links, keys and `Configure` need the orchestrator anyway, which has
-its own back-off. Runs in a Ray worker; imports no torch."""
+A new actor for each start, never restarted by Ray: links, keys and `Configure` need the
+orchestrator anyway, which has its own back-off. Runs in a Ray worker; imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class HostAgent:
         """Until the host is over: whether another one could do better, and why it ended."""
         invitation = Invitation(address, nonce, name)
         try:
-            # A worker's parent is its node's raylet. Ray ends workers two or three seconds after that has died.
+            # A worker's parent is its node's raylet. Ray ends workers two or three seconds after
+            # that has died.
             keeper, secret = os.getppid(), read_secret(secret_file)
             agent = Agent(invitation, secret, ray.util.get_node_ip_address(), keeper=keeper)
             return True, agent.run()

@@ -1,7 +1,9 @@
-"""What Ray Serve runs: `build` for `serve deploy`, `serve run` and a RayService, and the replica that it makes.
+"""What Ray Serve runs: `build` for `serve deploy`, `serve run` and a RayService, and the replica
+that it makes.
 
-A replica is our own server app and one engine with one pipeline, no GPU and no torch. Its hosts are in the other
-bundles of its placement group. Serve starts, checks, scales, drains and replaces it."""
+A replica is our own server app and one engine with one pipeline, no GPU and no torch. Its hosts are
+in the other bundles of its placement group. Serve starts, checks, scales, drains and replaces
+it."""
 
 from __future__ import annotations
 
@@ -39,18 +41,19 @@ from stretto.server.service import Service
 
 REPLICA_CPUS = 0.5
 OWN_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""The application runs in the replica's own event loop. By default it has a thread and a loop to itself: then every
-message crosses threads twice, and a client that reads slowly is not felt."""
+"""The application runs in the replica's own event loop. By default it has a thread and a loop to
+itself: then every message crosses threads twice, and a client that reads slowly is not felt."""
 ACTOR = {"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": OWN_LOOP}}
 POLL_S = 0.05
 LAST_S = 10.0  # beside the time that running requests have, for the hosts to end
-DEAD_S = 120.0  # without a pipeline, after which a replica is given up: its own restarts have had their chance
+# without a pipeline, after which a replica is given up: its own restarts have had their chance
+DEAD_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """All that a replica needs to know. Goes to it through Ray; holds no secret but API keys, so give those by file or
-    environment where the cluster's network is not closed."""
+    """All that a replica needs to know. Goes to it through Ray; holds no secret but API keys, so
+    give those by file or environment where the cluster's network is not closed."""
 
     model: str
     engine: EngineConfig
@@ -60,7 +63,8 @@ class Spec:
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application of these settings, named as in a YAML file of `stretto serve`, with `model` among them."""
+    """The application of these settings, named as in a YAML file of `stretto serve`, with `model`
+    among them."""
     require_ray()
     given = as_names(args, RECORDS, ("model",), "the application's args")
     model, engine, server, cluster = read_settings({}, os.environ, given)
@@ -70,14 +74,23 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def spec_of(model: str, engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> Spec:
-    """Checked as far as this machine can: it must have the model, and the others are asked when they start a host."""
+    """Checked as far as this machine can: it must have the model, and the others are asked when
+    they start a host."""
     check_cluster(cluster, engine)
     if not Path(model).is_dir():
-        raise Invalid(f"{model}: on a cluster the model is a directory that every machine has, this one too", "model")
+        raise Invalid(
+            f"{model}: on a cluster the model is a directory that every machine has, this one too",
+            "model",
+        )
     if server.ssl_certfile:
-        raise Invalid("TLS ends before Ray's ingress, not in it: leave ssl_certfile out", "ssl_certfile")
+        raise Invalid(
+            "TLS ends before Ray's ingress, not in it: leave ssl_certfile out", "ssl_certfile"
+        )
     if server.metrics_port is not None:
-        raise Invalid("on a cluster Ray shows the numbers of all replicas: leave metrics_port out", "metrics_port")
+        raise Invalid(
+            "on a cluster Ray shows the numbers of all replicas: leave metrics_port out",
+            "metrics_port",
+        )
     device = "cuda" if cluster.host_gpus else "cpu"
     share = cluster.host_gpus if 0 < cluster.host_gpus < 1 else engine.host.memory_share
     engine = replace(engine, host=replace(engine.host, device=device, memory_share=share))
@@ -128,7 +141,8 @@ def _ingress(spec: Spec) -> Callable[[], Starlette]:
 
 
 def replica_app(spec: Spec) -> Starlette:
-    """In the replica. Its lifespan begins when the constructor is done, and traffic comes when it has begun."""
+    """In the replica. Its lifespan begins when the constructor is done, and traffic comes when it
+    has begun."""
 
     async def open_engine() -> PipelineEngine:
         group = get_current_placement_group()
@@ -137,8 +151,11 @@ def replica_app(spec: Spec) -> Starlette:
         secret = read_secret(spec.cluster.cluster_secret_file)
         starter = RayStarter(group, spec.model, spec.cluster)
         launcher = RemoteLauncher(starter, secret, ray.util.get_node_ip_address())
-        # In a thread: a large vocabulary takes seconds to read, and Serve asks for the replica's state on this loop.
-        engine = await asyncio.to_thread(PipelineEngine, Path(spec.model), spec.engine.replica(0), launcher)
+        # In a thread: a large vocabulary takes seconds to read, and Serve asks for the replica's
+        # state on this loop.
+        engine = await asyncio.to_thread(
+            PipelineEngine, Path(spec.model), spec.engine.replica(0), launcher
+        )
         await engine.start()
         return engine
 
@@ -150,11 +167,16 @@ def replica_app(spec: Spec) -> Starlette:
         async with inner(app) as state:
             service: Service = app.state.service
             await service.opened.wait()
-            if service.failure is not None:  # `check_health` tells: Serve shows its words, and not a lifespan's
+            if (
+                service.failure is not None
+            ):  # `check_health` tells: Serve shows its words, and not a lifespan's
                 yield state
                 return
             export = Export(serve.get_replica_context().replica_tag, lambda: metrics_of(service))
-            beside = [asyncio.create_task(w) for w in (export.run(), say_goodbye(service, shutdown_flag()))]
+            beside = [
+                asyncio.create_task(w)
+                for w in (export.run(), say_goodbye(service, shutdown_flag()))
+            ]
             try:
                 yield state
             finally:
@@ -177,8 +199,8 @@ class Replica:
         return service
 
     def check_health(self) -> None:
-        """Raises when the engine did not come up, or will not come back, so that Serve replaces this replica. Serve
-        asks a first time before it lets anybody in."""
+        """Raises when the engine did not come up, or will not come back, so that Serve replaces
+        this replica. Serve asks a first time before it lets anybody in."""
         progress = self.service.progress
         if progress.state != "dead":
             self._dead_since = None
@@ -189,5 +211,7 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         engine = self.service.maybe_engine
-        pace = min(engine.pace if isinstance(engine, PipelineEngine) else scaling.NO_PACE, scaling.NO_PACE)
+        pace = min(
+            engine.pace if isinstance(engine, PipelineEngine) else scaling.NO_PACE, scaling.NO_PACE
+        )
         return {scaling.STREAMS: float(self.service.admission.running), scaling.PACE: pace}

@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from stretto.errors import Invalid
 
 SERIES = "2.60."
-"""Parts of Ray that we use are not API (HAProxy's settings, authentication): other versions may lack them."""
+"""Parts of Ray that we use are not API (HAProxy's settings, authentication): other versions may
+lack them."""
 
 
 def require_ray() -> None:
@@ -16,4 +17,7 @@ def require_ray() -> None:
     except PackageNotFoundError:
         raise Invalid("--backend ray needs Ray: pip install 'stretto[ray]'", "backend") from None
     if not found.startswith(SERIES):
-        raise Invalid(f"--backend ray needs Ray {SERIES}*, but {found} is here: pip install 'stretto[ray]'", "backend")
+        raise Invalid(
+            f"--backend ray needs Ray {SERIES}*, but {found} is here: pip install 'stretto[ray]'",
+            "backend",
+        )

@@ -1,8 +1,9 @@
-"""A replica that goes says good-bye to its WebSockets: they would last until Serve kills it, and end without a word.
+"""A replica that goes says good-bye to its WebSockets: they would last until Serve kills it, and
+end without a word.
 
-Serve has no public hook for the beginning of a replica's shutdown; its end comes when all requests are over, which a
-WebSocket never is. The replica's own flag is looked at instead, here and nowhere else. Runs on the replica's event
-loop."""
+Serve has no public hook for the beginning of a replica's shutdown; its end comes when all requests
+are over, which a WebSocket never is. The replica's own flag is looked at instead, here and nowhere
+else. Runs on the replica's event loop."""
 
 from __future__ import annotations
 
@@ -17,20 +18,26 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 MISSING = (
-    "this Ray does not show when a replica is told to go: open WebSockets will be cut at the end of --drain-timeout"
+    "this Ray does not show when a replica is told to go: open WebSockets will be cut at the end "
+    "of --drain-timeout"
 )
 
 
 def own_replica() -> Any | None:
-    """Serve's object for the replica in this process. None where it has none, or this Ray does not show it."""
+    """Serve's object for the replica in this process. None where it has none, or this Ray does not
+    show it."""
     from ray._private.worker import global_worker
 
     actors = getattr(global_worker, "actors", {}).values()
-    return next((replica for a in actors if (replica := getattr(a, "_replica_impl", None)) is not None), None)
+    return next(
+        (replica for a in actors if (replica := getattr(a, "_replica_impl", None)) is not None),
+        None,
+    )
 
 
 def shutdown_flag() -> Callable[[], bool] | None:
-    """Tells whether the replica of this process was told to go. None where no replica or no such flag is found."""
+    """Tells whether the replica of this process was told to go. None where no replica or no such
+    flag is found."""
     replica: Any = own_replica()
     if not isinstance(getattr(replica, "_shutting_down", None), bool):
         return None
@@ -38,8 +45,9 @@ def shutdown_flag() -> Callable[[], bool] | None:
 
 
 async def say_goodbye(service: Service, going: Callable[[], bool] | None) -> None:
-    """Wait until the replica goes; then end each WebSocket when it has said what it is saying. Requests are taken on:
-    the ingress sends some until it has heard of it. What runs after the time that it has is told so and cut."""
+    """Wait until the replica goes; then end each WebSocket when it has said what it is saying.
+    Requests are taken on: the ingress sends some until it has heard of it. What runs after the time
+    that it has is told so and cut."""
     if going is None:
         log.warning(MISSING)
         return

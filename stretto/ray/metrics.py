@@ -1,7 +1,9 @@
-"""A replica's numbers as Ray's own gauges, so that one scrape of Ray's exporters shows all replicas.
+"""A replica's numbers as Ray's own gauges, so that one scrape of Ray's exporters shows all
+replicas.
 
-Behind a balancer `/metrics` is a random replica's. Runs in the replica, every few seconds on the event loop that
-carries packets: hundreds of numbers at once would make those late, so it goes a few at a time."""
+Behind a balancer `/metrics` is a random replica's. Runs in the replica, every few seconds on the
+event loop that carries packets: hundreds of numbers at once would make those late, so it goes a few
+at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Export:
         self._replica, self._render = replica, render
         self._gauges: dict[tuple[str, tuple[str, ...]], Gauge] = {}
         self._series: dict[str, tuple[Gauge, dict[str, str]]] = {}
-        """By what stands before the number: to parse a line again takes three times as long as to set its gauge."""
+        """By what stands before the number: to parse a line again takes three times as long as to
+        set its gauge."""
 
     def update(self) -> Iterator[int]:
         """Set all gauges; after some of them, how many there were so far."""
@@ -33,7 +36,9 @@ class Export:
         for line in self._render().decode().splitlines():
             if line.startswith("# HELP "):
                 name, _, what = line[7:].partition(" ")
-            elif line.startswith("# TYPE ") and line.split(" ")[2] != name:  # none was said of this one
+            elif (
+                line.startswith("# TYPE ") and line.split(" ")[2] != name
+            ):  # none was said of this one
                 what = ""
             if not line or line[0] == "#":
                 continue

@@ -1,8 +1,10 @@
-"""How many replicas there should be: by what they carry and how fast they make it. Called by Serve's controller.
+"""How many replicas there should be: by what they carry and how fast they make it. Called by
+Serve's controller.
 
-A replica says how many requests it has and how much faster than real time its slowest speech is made. As long as all
-keep pace, there should be enough replicas that none has more than its target. One that is close to real time has more
-than it can carry, whatever the target says: another one is wanted at once. Imports neither torch nor Ray."""
+A replica says how many requests it has and how much faster than real time its slowest speech is
+made. As long as all keep pace, there should be enough replicas that none has more than its target.
+One that is close to real time has more than it can carry, whatever the target says: another one is
+wanted at once. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def wanted(loads: Sequence[Load], running: int, target: float) -> float:
     by_count = streams / target
     behind = [load for load in loads if load.streams and load.pace < SHORT]
     # Those that are behind carry too many: count only as many as would keep the pace.
-    carried = sum(load.streams * min(load.pace / SHORT, 1.0) if load in behind else load.streams for load in loads)
+    carried = sum(
+        load.streams * min(load.pace / SHORT, 1.0) if load in behind else load.streams
+        for load in loads
+    )
     by_pace = running * streams / carried if behind and carried else 0.0
     return max(by_count, by_pace, running + 1 if behind else 0)
 
@@ -42,5 +47,7 @@ def policy(context: Any) -> tuple[float, dict[str, Any]]:
     loads = [Load(n, paces.get(replica, NO_PACE)) for replica, n in streams.items()]
     if not loads:
         loads = [Load(context.total_num_requests)]
-    number = wanted(loads, max(context.current_num_replicas, 1), context.config.target_ongoing_requests)
+    number = wanted(
+        loads, max(context.current_num_replicas, 1), context.config.target_ongoing_requests
+    )
     return max(math.ceil(number), 1), {}

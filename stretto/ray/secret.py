@@ -1,4 +1,5 @@
-"""The cluster's secret, from a file that every machine has. It never goes through Ray. Imports nothing heavy."""
+"""The cluster's secret, from a file that every machine has. It never goes through Ray. Imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ def read_secret(path: str | None) -> bytes:
         with Path(path).open("rb") as file:
             content = file.read(MOST + 1).strip()
     except OSError as e:
-        raise Invalid(f"{path}: the cluster's secret cannot be read ({e.strerror})", "cluster_secret_file") from None
+        raise Invalid(
+            f"{path}: the cluster's secret cannot be read ({e.strerror})", "cluster_secret_file"
+        ) from None
     if not LEAST <= len(content) <= MOST:
-        raise Invalid(f"{path}: a secret has {LEAST} to {MOST} bytes, not {len(content)}", "cluster_secret_file")
+        raise Invalid(
+            f"{path}: a secret has {LEAST} to {MOST} bytes, not {len(content)}",
+            "cluster_secret_file",
+        )
     return hashlib.sha256(b"stretto cluster secret " + content).digest()

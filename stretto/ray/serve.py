@@ -1,4 +1,5 @@
-"""`stretto serve --backend ray`: finds the cluster, looks whether it will do, and serves there until told to stop."""
+"""`stretto serve --backend ray`: finds the cluster, looks whether it will do, and serves there
+until told to stop."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ REACH_S = 5.0
 POLL_S = 0.2
 
 
-def run_on_ray(model: str | None, engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> int:
-    """All that can be refused is refused before Ray is asked, the rest before anything is started there."""
+def run_on_ray(
+    model: str | None, engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig
+) -> int:
+    """All that can be refused is refused before Ray is asked, the rest before anything is started
+    there."""
     require_ray()
     check_cluster(cluster, engine)
     read_secret(cluster.cluster_secret_file)
@@ -37,14 +41,19 @@ def run_on_ray(model: str | None, engine: EngineConfig, server: ServerConfig, cl
         raise Invalid("--backend ray needs a model: a directory that every machine has", "model")
     if server.host != "0.0.0.0":
         raise Invalid(
-            "Ray's ingress listens on all addresses of every node: say so with --host 0.0.0.0, behind a firewall",
+            "Ray's ingress listens on all addresses of every node: say so with --host 0.0.0.0, "
+            "behind a firewall",
             "host",
         )
     from stretto.ray.app import application, spec_of
 
     # Whole paths: other machines work in other directories.
-    cluster = replace(cluster, cluster_secret_file=os.path.abspath(cluster.cluster_secret_file or ""))
-    spec = spec_of(os.path.abspath(model) if Path(model).is_dir() else model, engine, server, cluster)
+    cluster = replace(
+        cluster, cluster_secret_file=os.path.abspath(cluster.cluster_secret_file or "")
+    )
+    spec = spec_of(
+        os.path.abspath(model) if Path(model).is_dir() else model, engine, server, cluster
+    )
     connect(cluster)
     check_nodes(spec)
     return _serve(application(spec), server)
@@ -67,15 +76,20 @@ def connect(cluster: ClusterConfig) -> None:
     if not facts["token"] and not cluster.insecure_cluster:
         ray.shutdown()
         raise Invalid(
-            "this Ray cluster has no token authentication: whoever reaches it can run code on it. Start all nodes with "
+            "this Ray cluster has no token authentication: whoever reaches it can run code on it. "
+            "Start all nodes with "
             "RAY_AUTH_MODE=token and a token file, or say --insecure-cluster", "insecure_cluster",
         )  # fmt: skip
     if not facts["haproxy"]:
-        _say(f"stretto: warning: {HAPROXY}=1 is not set on the nodes: Ray's Python proxy delays audio")
+        _say(
+            f"stretto: warning: {HAPROXY}=1 is not set on the nodes: Ray's Python proxy delays "
+            f"audio"
+        )
 
 
 def reach(address: str) -> bool:
-    """Whether something listens at HOST:PORT. False: the address is none. Ray itself would try for minutes."""
+    """Whether something listens at HOST:PORT. False: the address is none. Ray itself would try for
+    minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return False
@@ -89,7 +103,8 @@ def reach(address: str) -> bool:
 def unanswered(where: str, reached: bool, words: str) -> str:
     if reached:
         return (
-            f"the Ray cluster at {where} lets nobody in from here ({words}): are RAY_AUTH_MODE and the token of "
+            f"the Ray cluster at {where} lets nobody in from here ({words}): are RAY_AUTH_MODE and "
+            f"the token of "
             "RAY_AUTH_TOKEN_PATH those of its nodes, and Ray's and Python's versions?"
         )
     return f"no Ray cluster answers at {where} ({words}); start one with `ray start --head`"
@@ -116,7 +131,8 @@ def check_nodes(spec: Spec) -> None:
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
     if not any(all(n.get(kind, 0) >= amount for kind, amount in bundle.items()) for n in nodes):
         raise StageDead(
-            f"no node of the cluster has {shown(bundle)} for a host; the largest are {largest(nodes)}"
+            f"no node of the cluster has {shown(bundle)} for a host; the largest are "
+            f"{largest(nodes)}"
             + ("" if any(n.get("GPU") for n in nodes) else "; --host-gpus 0 runs without")
         )
     have = ray.cluster_resources()
@@ -149,7 +165,10 @@ def _serve(app: Any, server: ServerConfig) -> int:
 
     def deploy() -> None:
         try:
-            serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=server.host, port=server.port))
+            serve.start(
+                proxy_location="EveryNode",
+                http_options=HTTPOptions(host=server.host, port=server.port),
+            )
             serve.run(app, name=APP, route_prefix=server.root_path or "/", blocking=False)
         except Exception as e:  # noqa: BLE001 - told by the thread that waits
             failed.append(e)
@@ -163,7 +182,10 @@ def _serve(app: Any, server: ServerConfig) -> int:
         if failed:
             raise StageDead(why(serve.status(), failed[0]))
         if not over.is_set():
-            _say(f"stretto: serves at port {server.port} of every node with a replica; Ctrl-C drains and ends it")
+            _say(
+                f"stretto: serves at port {server.port} of every node with a replica; Ctrl-C "
+                f"drains and ends it"
+            )
             over.wait()
     finally:
         serve.delete(APP)
@@ -173,10 +195,15 @@ def _serve(app: Any, server: ServerConfig) -> int:
 
 
 def why(status: Any, error: Exception) -> str:
-    """What a replica said of its failure, or HAProxy of its settings: Serve tells both as tracebacks."""
+    """What a replica said of its failure, or HAProxy of its settings: Serve tells both as
+    tracebacks."""
     app = status.applications.get(APP)
-    lines = [line for d in app.deployments.values() for line in d.message.splitlines()] if app else []
-    said = [line.partition(": ")[2] for line in lines if line.startswith(f"{StrettoError.__module__}.")]
+    lines = (
+        [line for d in app.deployments.values() for line in d.message.splitlines()] if app else []
+    )
+    said = [
+        line.partition(": ")[2] for line in lines if line.startswith(f"{StrettoError.__module__}.")
+    ]
     said = said or [line for line in str(error).splitlines() if line.startswith(ALERT)][:1]
     return said[-1] if said else first_line(error)
 

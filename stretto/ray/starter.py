@@ -1,4 +1,5 @@
-"""Starts agents as Ray actors, each in its own bundle of the replica's placement group. On the replica's event loop."""
+"""Starts agents as Ray actors, each in its own bundle of the replica's placement group. On the
+replica's event loop."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from stretto.ray.agent import HostAgent
 log = logging.getLogger(__name__)
 
 FIRST_CHECK_S, CHECK_S = 8.0, 60.0
-"""For an actor to be placed and to answer. One that was given to a node that had died a moment ago may never: so the
-first try is given up soon, and each that follows has twice the time, since a busy node is slow."""
+"""For an actor to be placed and to answer. One that was given to a node that had died a moment ago
+may never: so the first try is given up soon, and each that follows has twice the time, since a busy
+node is slow."""
 CALLS = 4  # at once, in an actor: one of them is `run`
 
 
@@ -48,12 +50,15 @@ class RayAgent:
 
     def kill(self) -> None:
         actor, self._actor = self._actor, None
-        if actor is not None:  # in a thread: it asks the cluster's head, which may be slow to answer
+        if (
+            actor is not None
+        ):  # in a thread: it asks the cluster's head, which may be slow to answer
             asyncio.get_running_loop().run_in_executor(None, end, actor)
 
 
 class RayStarter:
-    """`remote.Starter`. Bundle 0 of the group is the replica's own; host number i has bundle i + 1."""
+    """`remote.Starter`. Bundle 0 of the group is the replica's own; host number i has bundle i +
+    1."""
 
     def __init__(self, group: PlacementGroup, model: str, config: ClusterConfig) -> None:
         assert config.cluster_secret_file is not None
@@ -80,8 +85,8 @@ class RayStarter:
     async def start(self, invitation: Invitation, number: int) -> RayAgent:
         actor = None
         try:
-            # In a thread: Ray asks the cluster's head for it, which may be slow to answer. An actor that nobody waits
-            # for any more ends with its handle.
+            # In a thread: Ray asks the cluster's head for it, which may be slow to answer. An actor
+            # that nobody waits for any more ends with its handle.
             actor = await asyncio.to_thread(self._actor, number)
             check = actor.check.remote(self._model, self._secret_file)
             lacks = await asyncio.wait_for(_answer(check), self.patience(number))
@@ -93,7 +98,9 @@ class RayStarter:
         except (RayError, TimeoutError) as e:
             self._silent[number] += isinstance(e, TimeoutError)
             _end_soon(actor)
-            raise OSError(f"no agent could be started: {first_line(e) or 'its node does not answer'}") from e
+            raise OSError(
+                f"no agent could be started: {first_line(e) or 'its node does not answer'}"
+            ) from e
         except BaseException:
             _end_soon(actor)
             raise

@@ -1,11 +1,11 @@
-"""How many requests are answered at once, and whose turn it is. Used on the event loop, before anything of a request is
-computed.
+"""How many requests are answered at once, and whose turn it is. Used on the event loop, before
+anything of a request is computed.
 
-There are so many places. Anybody may take a free one, so a single client can use the whole server. When all are taken,
-requests wait, and the next place goes to the owner (an API key or, without keys, an address) that holds the fewest; of
-those that hold equally many to the one that has gone without one for longest, and within an owner in order of arrival.
-The queue is bounded: when it is full, the last request of the owner with the most requests in it makes room for one
-with fewer."""
+There are so many places. Anybody may take a free one, so a single client can use the whole server.
+When all are taken, requests wait, and the next place goes to the owner (an API key or, without
+keys, an address) that holds the fewest; of those that hold equally many to the one that has gone
+without one for longest, and within an owner in order of arrival. The queue is bounded: when it is
+full, the last request of the owner with the most requests in it makes room for one with fewer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class _Turn:
 class Admission:
     """`limit`: places. `queue`: requests that may wait, each for `patience` seconds.
 
-    Speech of a text that is still being written holds its request in the engine open for as long as its client likes,
-    and with it what the engine has for a stream. Owners share `live` of such readings, so that others' requests always
-    find room in the engine."""
+    Speech of a text that is still being written holds its request in the engine open for as long as
+    its client likes, and with it what the engine has for a stream. Owners share `live` of such
+    readings, so that others' requests always find room in the engine."""
 
     limit: int
     limit_per_owner: int  # 0: none
@@ -52,7 +52,9 @@ class Admission:
     _waiting: list[_Turn] = field(default_factory=list)  # in order of arrival
     _arrivals: int = 0
     _handed: int = 0  # turns that have come, in all
-    _last: dict[str, int] = field(default_factory=dict)  # by owner: the count of these at its last turn
+    _last: dict[str, int] = field(
+        default_factory=dict
+    )  # by owner: the count of these at its last turn
 
     def __post_init__(self) -> None:
         self.readings = Shares(self.live)
@@ -71,12 +73,14 @@ class Admission:
 
     @asynccontextmanager
     async def place(self, owner: str, *, reading: bool = False) -> AsyncIterator[Place]:
-        """A place, once it is this request's turn. Whoever is cancelled while waiting leaves the queue. `reading`: of a
-        text that is still being written."""
+        """A place, once it is this request's turn. Whoever is cancelled while waiting leaves the
+        queue. `reading`: of a text that is still being written."""
         self.check(owner)
         place = Place(self, owner, reading)
         self._requests[owner] += 1
-        self._last.setdefault(owner, self._handed)  # it does not go before those who were here already
+        self._last.setdefault(
+            owner, self._handed
+        )  # it does not go before those who were here already
         try:
             await place.take()
             yield place
@@ -98,7 +102,9 @@ class Admission:
         self._arrivals += 1
         return self._arrivals
 
-    async def turn(self, owner: str, weight: int, number: int, reading: bool, back: int = 0) -> None:
+    async def turn(
+        self, owner: str, weight: int, number: int, reading: bool, back: int = 0
+    ) -> None:
         """Until places are handed over. `back`: so many are given back for them."""
         turn = _Turn(owner, weight, number, reading, asyncio.get_running_loop().create_future())
         insort(self._waiting, turn, key=lambda t: t.number)
@@ -118,7 +124,9 @@ class Admission:
             elif not turn.ready.cancelled() and turn.ready.exception() is None:
                 self.give_back(owner, weight, reading)  # it came at the same moment
             if isinstance(e, TimeoutError):
-                raise _refused(f"no place came free within {self.patience:g} s", "server_busy") from None
+                raise _refused(
+                    f"no place came free within {self.patience:g} s", "server_busy"
+                ) from None
             raise
 
     def give_back(self, owner: str, weight: int, reading: bool) -> None:
@@ -151,19 +159,23 @@ class Admission:
             turn.ready.set_result(None)
 
     def _next(self) -> _Turn | None:
-        """Places that are too few for it stay free until they are enough, so that a wide request is not overtaken for
-        ever."""
+        """Places that are too few for it stay free until they are enough, so that a wide request is
+        not overtaken for ever."""
         heads: dict[str, _Turn] = {}
         for turn in self._waiting:
             if turn.owner in heads or turn.ready.done():  # who was cancelled has not left yet
                 continue
             if not turn.reading or self.readings.fits(turn.owner, 1):
                 heads[turn.owner] = turn
-        return min(heads.values(), key=lambda t: (self._places[t.owner], self._last[t.owner], t.number), default=None)
+        return min(
+            heads.values(),
+            key=lambda t: (self._places[t.owner], self._last[t.owner], t.number),
+            default=None,
+        )
 
     def _overfull(self, owner: str, more: int = 0) -> str | None:
-        """The owner whose last request must leave the queue, with so `more` of this owner's: the one with the most.
-        None: there is room."""
+        """The owner whose last request must leave the queue, with so `more` of this owner's: the
+        one with the most. None: there is room."""
         waiting = Counter(turn.owner for turn in self._waiting)
         waiting[owner] += more
         if waiting.total() <= self.queue:
@@ -173,12 +185,15 @@ class Admission:
 
     def _full(self) -> Refused:
         more = f", and {self.queue} wait already" if self.queue else ""
-        return _refused(f"the server answers {self.limit} requests at once, and does{more}", "server_busy")
+        return _refused(
+            f"the server answers {self.limit} requests at once, and does{more}", "server_busy"
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What one request holds of an `Admission`. It may give its places back and take some again: `give_back`, `take`.
+    """What one request holds of an `Admission`. It may give its places back and take some again:
+    `give_back`, `take`.
 
     A reading is held from the first place to the end, since what the engine has for it is too."""
 
@@ -196,7 +211,9 @@ class Place:
         loop, since = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         self._number = self._number or self.admission.arrive()
         back, self.weight = self.weight, 0
-        await self.admission.turn(self.owner, weight, self._number, self.reading and not self._reads, back)
+        await self.admission.turn(
+            self.owner, weight, self._number, self.reading and not self._reads, back
+        )
         self.weight, self._reads = weight, self.reading
         self.waited += loop.time() - since
 
@@ -207,8 +224,9 @@ class Place:
             self.admission.give_back(self.owner, weight, False)
 
     async def widen(self, weight: int) -> None:
-        """So many places in place of one. Whoever must wait for them gives up the one that it has, or many such could
-        hold all places and wait for more; its turn is still that of its arrival."""
+        """So many places in place of one. Whoever must wait for them gives up the one that it has,
+        or many such could hold all places and wait for more; its turn is still that of its
+        arrival."""
         admission, weight = self.admission, self.admission.weight(weight)
         if weight <= self.weight:
             return

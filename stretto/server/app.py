@@ -1,6 +1,7 @@
 """The routes, and the ASGI app that holds them. `make_app` is all that other modules need.
 
-The engine comes from a factory that the app's lifespan calls; tests give one that makes something smaller."""
+The engine comes from a factory that the app's lifespan calls; tests give one that makes something
+smaller."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from starlette.types import ASGIApp
 
 from stretto import __version__
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from stretto.observe import logs
 from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.keys import Keys
 from stretto.server.metrics import CONTENT_TYPE
-from stretto.server.middleware import Door
+from stretto.server.middleware import AccessMiddleware
 from stretto.server.openai.chat import answer_chat, num_answers, read_chat
 from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.generating_route import GeneratingRoute
@@ -42,18 +43,23 @@ from stretto.server.origins import FORMS, VOICES
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.connection import PATHS as REALTIME
 from stretto.server.realtime.connection import Realtime
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import OpenEngine, Service
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
-    **{f"speech_{name}": f"speech_{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+    **{
+        f"speech_{name}": f"speech_{name}"
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+    },
     "max_tokens": "max_text_tokens",
     "max_audio_frames": "max_frames",
 }
 """Fields of a request whose defaults are the checkpoint's, and what `Params` calls them."""
-OTHERS = dict.fromkeys(("/v1/responses", "/v1/completions", "/responses", "/completions"), "/v1/chat/completions")
+OTHERS = dict.fromkeys(
+    ("/v1/responses", "/v1/completions", "/responses", "/completions"), "/v1/chat/completions"
+)
 """Routes of OpenAI's that are not here, and the one that does the same."""
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -74,19 +80,20 @@ def make_app(config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> 
         routes=routes.table(),
         lifespan=lifespan,
         exception_handlers={HTTPException: routes.http_error, Refused: _tell, Exception: _tell},
-        middleware=[Middleware(Door, service=service)],
+        middleware=[Middleware(AccessMiddleware, service=service)],
     )
     app.state.service = service
     return app
 
 
 def make_metrics_app(service: Service) -> Starlette:
-    """The numbers of a server and nothing else, for a port of their own. Its life is that of the server's app."""
+    """The numbers of a server and nothing else, for a port of their own. Its life is that of the
+    server's app."""
     numbers = Numbers(service)
     return Starlette(
         routes=[Route("/metrics", _counted("metrics", numbers.metrics), methods=["GET"])],
         exception_handlers={HTTPException: numbers.http_error, Refused: _tell, Exception: _tell},
-        middleware=[Middleware(Door, service=service)],
+        middleware=[Middleware(AccessMiddleware, service=service)],
     )
 
 
@@ -114,8 +121,12 @@ class Routes:
     def table(self) -> list[BaseRoute]:
         largest = self.service.config.max_body_bytes
         chat = GeneratingRoute(self.service, "chat", largest, read_chat, answer_chat, num_answers)
-        speech = GeneratingRoute(self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech)
-        voices = GeneratingRoute(self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice)
+        speech = GeneratingRoute(
+            self.service, "speech", min(largest, ON_THE_LOOP), read_speech, answer_speech
+        )
+        voices = GeneratingRoute(
+            self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice
+        )
         hears = [
             GeneratingRoute(self.service, route, largest, reader(translate), answer_sound)
             for route, translate in (("transcriptions", False), ("translations", True))
@@ -131,14 +142,23 @@ class Routes:
         ]
         if self.service.config.metrics and self.service.config.metrics_port is None:
             named.append(("/metrics", "metrics", Numbers(self.service).metrics))
-        self.paths = {**dict.fromkeys(POSTS, "POST"), **{path: "GET" for path, *_ in named if "{" not in path}}
+        self.paths = {
+            **dict.fromkeys(POSTS, "POST"),
+            **{path: "GET" for path, *_ in named if "{" not in path},
+        }
         realtime: ASGIApp = Realtime(self.service)
         live: ASGIApp = LiveSpeech(self.service)
         return [
             *(WebSocketRoute(path, realtime) for path in REALTIME),
             WebSocketRoute(LIVE_SPEECH, live),
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in zip(POSTS, posts, strict=True)),
-            *(Route(path, _counted(route, handler), methods=["GET"]) for path, route, handler in named),
+            *(
+                Route(path, endpoint, methods=["POST"])
+                for path, endpoint in zip(POSTS, posts, strict=True)
+            ),
+            *(
+                Route(path, _counted(route, handler), methods=["GET"])
+                for path, route, handler in named
+            ),
             Route(VOICES, _counted("voices", self.voices), methods=["GET"]),
             Route(f"{VOICES}/{{name}}", _counted("voices", self.forget_voice), methods=["DELETE"]),
             Route("/{path:path}", _counted("page", self.page), methods=["GET"]),
@@ -146,21 +166,27 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         engine = self.service.engine()
-        return _json(ModelList([self._card(name, engine) for name in self.service.model_names(engine)]))
+        return _json(
+            ModelList([self._card(name, engine) for name in self.service.model_names(engine)])
+        )
 
     async def model(self, request: Request) -> Response:
         engine = self.service.engine()
-        return _json(self._card(self.service.check_model(request.path_params["name"], engine), engine))
+        return _json(
+            self._card(self.service.check_model(request.path_params["name"], engine), engine)
+        )
 
     async def voices(self, request: Request) -> Response:
-        visit: Visit = request.scope[VISIT]
+        visit: RequestLog = request.scope[VISIT]
         return _json(self.service.voices.listed(visit.owner, self.service.engine().info))
 
     async def forget_voice(self, request: Request) -> Response:
-        visit: Visit = request.scope[VISIT]
-        return _json(VoiceDeleted(self.service.voices.forget(visit.owner, request.path_params["name"])))
+        visit: RequestLog = request.scope[VISIT]
+        return _json(
+            VoiceDeleted(self.service.voices.forget(visit.owner, request.path_params["name"]))
+        )
 
-    def _card(self, name: str, engine: Engine) -> ModelCard:
+    def _card(self, name: str, engine: EngineClient) -> ModelCard:
         i = engine.info
         return ModelCard(
             id=name,
@@ -200,7 +226,9 @@ class Routes:
         if path in POSTS:
             raise HTTPException(405, headers={"allow": "POST"})
         if path in (*REALTIME, LIVE_SPEECH):
-            raise HTTPException(426, "a WebSocket is expected here", headers={"upgrade": "websocket"})
+            raise HTTPException(
+                426, "a WebSocket is expected here", headers={"upgrade": "websocket"}
+            )
         found = self.pages.get(path)
         if found is None:
             raise HTTPException(404)
@@ -210,24 +238,39 @@ class Routes:
         """What Starlette itself turns down: unknown paths and methods."""
         assert isinstance(error, HTTPException)
         api = request.url.path.startswith("/v1")
-        if error.status_code == 404 and not api and (page := self.pages.missing(request)) is not None:
+        if (
+            error.status_code == 404
+            and not api
+            and (page := self.pages.missing(request)) is not None
+        ):
             return page
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         status, headers = error.status_code, error.headers
         if status == 405 and request.method not in ("GET", "HEAD") and path not in self.paths:
-            status, headers = 404, None  # it met the route of the pages, which takes whatever is left
+            status, headers = (
+                404,
+                None,
+            )  # it met the route of the pages, which takes whatever is left
         what = f"{request.method} {request.url.path[:200]}"
         near = nearest(path, self.paths)
         hint = f"; did you mean {near}?" if near else "; GET /openapi.json tells what there is"
         words = {404: f"there is no {what}{hint}", 405: f"{what} is not possible here"}
-        return respond(Refused(status, words.get(status, error.detail), code="not_found", headers=headers))
+        return respond(
+            Refused(status, words.get(status, error.detail), code="not_found", headers=headers)
+        )
 
 
 def nearest(path: str, known: Mapping[str, str]) -> str | None:
-    """What someone who asked for this path most likely wants: most forget /v1, or know a newer route of OpenAI's."""
+    """What someone who asked for this path most likely wants: most forget /v1, or know a newer
+    route of OpenAI's."""
     if path in OTHERS:
         return f"POST {OTHERS[path]}"
-    for candidate in (f"/v1{path}", path.removeprefix("/v1"), path.replace("/v1/v1/", "/v1/"), path.rstrip("/")):
+    for candidate in (
+        f"/v1{path}",
+        path.removeprefix("/v1"),
+        path.replace("/v1/v1/", "/v1/"),
+        path.rstrip("/"),
+    ):
         if candidate in known and candidate != path:
             return f"{known[candidate]} {candidate}"
     close = get_close_matches(path[:200], known, 1, 0.75)
@@ -239,7 +282,10 @@ def metrics_of(service: Service) -> bytes:
 
     def render() -> bytes:
         engine = service.maybe_engine
-        numbers = {**(engine.metrics() if engine else {}), "stretto_body_bytes": service.bodies.held}
+        numbers = {
+            **(engine.metrics() if engine else {}),
+            "stretto_body_bytes": service.bodies.held,
+        }
         numbers["stretto_log_lines_dropped_total"] = logs.dropped()
         return service.metrics.render(service.admission.running, numbers)
 
@@ -253,7 +299,7 @@ async def _tell(request: Request, error: Exception) -> Response:
 def _counted(route: str, handler: Handler) -> Handler:
     async def run(request: Request) -> Response:
         visit = request.scope[VISIT]
-        assert isinstance(visit, Visit)
+        assert isinstance(visit, RequestLog)
         visit.route = route
         return await handler(request)
 

@@ -1,8 +1,8 @@
 """Gives memory that large requests and sessions have freed back to the system.
 
-The C library keeps what is freed, in an arena for each thread: after many large sessions a server would hold their
-memory for ever. `malloc_trim` gives it back; it takes about a millisecond for each 4 MiB, so it runs in a thread. One
-`Trimmer` per server, a task on the event loop."""
+The C library keeps what is freed, in an arena for each thread: after many large sessions a server
+would hold their memory for ever. `malloc_trim` gives it back; it takes about a millisecond for each
+4 MiB, so it runs in a thread. One `Trimmer` per server, a task on the event loop."""
 
 from __future__ import annotations
 

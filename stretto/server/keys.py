@@ -1,4 +1,5 @@
-"""The API keys: given with the command, or in a file that may change while the server runs. Used on the event loop."""
+"""The API keys: given with the command, or in a file that may change while the server runs. Used on
+the event loop."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ LOOK_S = 1.0  # the file is looked at no more often
 
 @dataclass(slots=True)
 class Keys:
-    """The keys, as digests: comparing them takes the same time however long and however wrong a guess is.
+    """The keys, as digests: comparing them takes the same time however long and however wrong a
+    guess is.
 
-    Keys of the file are known by a part of their digest, so that whoever has one stays the same when lines move."""
+    Keys of the file are known by a part of their digest, so that whoever has one stays the same
+    when lines move."""
 
     stated: dict[str, bytes]
     file: Path | None = None
@@ -36,9 +39,15 @@ class Keys:
     _looked: float = 0.0
 
     @classmethod
-    def of(cls, keys: Sequence[str], file: str | None = None, clock: Callable[[], float] = monotonic) -> Keys:
+    def of(
+        cls, keys: Sequence[str], file: str | None = None, clock: Callable[[], float] = monotonic
+    ) -> Keys:
         """Raises `Invalid` for a file that has none."""
-        own = cls({f"key{i}": _digest(k) for i, k in enumerate(keys, start=1)}, Path(file) if file else None, clock)
+        own = cls(
+            {f"key{i}": _digest(k) for i, k in enumerate(keys, start=1)},
+            Path(file) if file else None,
+            clock,
+        )
         if own.file is not None:
             own._stamp, own._read = _stamped(own.file), _read(own.file)
             own._looked = clock()
@@ -49,8 +58,8 @@ class Keys:
         return bool(self.stated or self.file)
 
     def owner(self, headers: Headers, other: str | None = None) -> str:
-        """Which key a request carries: `key1`, `key2` ..., or a file's `key-` and eight letters. `other` is one that
-        came where headers cannot be set."""
+        """Which key a request carries: `key1`, `key2` ..., or a file's `key-` and eight letters.
+        `other` is one that came where headers cannot be set."""
         if not self.needed:
             return NOBODY
         self._look()
@@ -65,14 +74,16 @@ class Keys:
         return found
 
     def still_valid(self, owner: str) -> bool:
-        """Whether the key of this owner is one still: for connections that were opened with it and stay open."""
+        """Whether the key of this owner is one still: for connections that were opened with it and
+        stay open."""
         if not self.needed:
             return True
         self._look()
         return owner in self.stated or owner in self._read
 
     def _look(self) -> None:
-        """Read the file again if it changed. One that cannot be read, or has no keys, leaves those that were there."""
+        """Read the file again if it changed. One that cannot be read, or has no keys, leaves those
+        that were there."""
         if self.file is None or self.clock() - self._looked < LOOK_S:
             return
         self._looked = self.clock()
@@ -124,5 +135,9 @@ def _key(headers: Headers) -> str | None:
 
 def _unauthorized(message: str) -> Refused:
     return Refused(
-        401, message, kind="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+        401,
+        message,
+        kind="authentication_error",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
     )

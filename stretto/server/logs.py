@@ -11,7 +11,8 @@ from stretto.server.http.exchange import CutConnection
 
 
 class NotBroken(logging.Filter):
-    """Drops uvicorn's errors about connections that we cut on purpose: these have been logged already."""
+    """Drops uvicorn's errors about connections that we cut on purpose: these have been logged
+    already."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], CutConnection))

@@ -1,4 +1,5 @@
-"""What the server counts, in Prometheus' text format. One set per app; written on the event loop only.
+"""What the server counts, in Prometheus' text format. One set per app; written on the event loop
+only.
 
 The engine's own numbers are added as they are: it knows its stages and links, we do not."""
 
@@ -10,16 +11,39 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from stretto import __version__
 from stretto.server.metric_help import HELP
 from stretto.server.realtime.metrics import RealtimeMetrics
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
-_GAPS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2)
+_GAPS = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.08,
+    0.15,
+    0.3,
+    0.6,
+    1.2,
+)
 _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
 _PARTS = ("_bucket", "_sum", "_count")  # of a histogram
@@ -27,7 +51,8 @@ _NAME = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^\n]*\})?")
 
 
 PAGE_S = 1.0
-"""Seconds for which a page of numbers is given to all who ask: to make one takes two milliseconds of the event loop."""
+"""Seconds for which a page of numbers is given to all who ask: to make one takes two milliseconds
+of the event loop."""
 
 
 class Metrics:
@@ -37,47 +62,83 @@ class Metrics:
         self._page: tuple[float, bytes] | None = None  # when it was made
         self._registry = CollectorRegistry(auto_describe=True)
         r = self._registry
-        self.requests = Counter("stretto_requests", "Requests by route and status", ["route", "status"], registry=r)
+        self.requests = Counter(
+            "stretto_requests", "Requests by route and status", ["route", "status"], registry=r
+        )
         self.running = Gauge("stretto_num_requests_running", "Requests being answered", registry=r)
-        self.waiting = Gauge("stretto_num_requests_waiting", "Requests in the queue at the door", registry=r)
+        self.waiting = Gauge(
+            "stretto_num_requests_waiting", "Requests in the queue at the door", registry=r
+        )
         self.queue = Histogram(
             "stretto_queue_wait_seconds", "In the queue at the door, of requests whose turn came",
             buckets=(0.0, *_SECONDS), registry=r,
         )  # fmt: skip
         self.seconds = Histogram(
-            "stretto_request_duration_seconds", "From arrival to the last byte", ["route"], buckets=_LONG, registry=r
+            "stretto_request_duration_seconds",
+            "From arrival to the last byte",
+            ["route"],
+            buckets=_LONG,
+            registry=r,
         )
         self.first_text = Histogram(
-            "stretto_time_to_first_token_seconds", "From arrival to the first text", buckets=_SECONDS, registry=r
+            "stretto_time_to_first_token_seconds",
+            "From arrival to the first text",
+            buckets=_SECONDS,
+            registry=r,
         )
         self.first_audio = Histogram(
-            "stretto_time_to_first_audio_seconds", "From arrival to the first sound", buckets=_SECONDS, registry=r
+            "stretto_time_to_first_audio_seconds",
+            "From arrival to the first sound",
+            buckets=_SECONDS,
+            registry=r,
         )
         self.rtf = Histogram(
-            "stretto_audio_rtf", "Time to make speech over the time it plays", buckets=_RATIOS, registry=r
+            "stretto_audio_rtf",
+            "Time to make speech over the time it plays",
+            buckets=_RATIOS,
+            registry=r,
         )
         self.audio = Counter("stretto_audio_seconds", "Speech made", registry=r)
         self.tokens = Counter("stretto_generation_tokens", "Text tokens made", registry=r)
-        self.prompts = Counter("stretto_prompt_tokens", "Tokens of prompts, media included", registry=r)
-        self.cached = Counter("stretto_prompt_cached_tokens", "Of these, tokens found in the prefix cache", registry=r)
+        self.prompts = Counter(
+            "stretto_prompt_tokens", "Tokens of prompts, media included", registry=r
+        )
+        self.cached = Counter(
+            "stretto_prompt_cached_tokens", "Of these, tokens found in the prefix cache", registry=r
+        )
         self.token_gap = Histogram(
-            "stretto_inter_token_seconds", "Mean time between two text tokens of an answer", buckets=_GAPS, registry=r
+            "stretto_inter_token_seconds",
+            "Mean time between two text tokens of an answer",
+            buckets=_GAPS,
+            registry=r,
         )
         self.underrun = Counter(
-            "stretto_audio_underrun_seconds", "How long players that start at once would have waited", registry=r
+            "stretto_audio_underrun_seconds",
+            "How long players that start at once would have waited",
+            registry=r,
         )
-        self.smooth = Counter("stretto_audio_continuity_ok", "Spoken answers without such a wait", registry=r)
+        self.smooth = Counter(
+            "stretto_audio_continuity_ok", "Spoken answers without such a wait", registry=r
+        )
         self.gone = Counter("stretto_disconnects", "Clients that left before the end", registry=r)
         self.connections = Gauge("stretto_connections", "Open connections", registry=r)
-        info = Gauge("stretto_build_info", "Always 1; the labels say what runs", ["version", "python"], registry=r)
+        info = Gauge(
+            "stretto_build_info",
+            "Always 1; the labels say what runs",
+            ["version", "python"],
+            registry=r,
+        )
         info.labels(__version__, platform.python_version()).set(1)
         ProcessCollector(registry=r)
         self.refused = Counter(
-            "stretto_connections_refused", "Connections ended by the server, by reason", ["reason"], registry=r
+            "stretto_connections_refused",
+            "Connections ended by the server, by reason",
+            ["reason"],
+            registry=r,
         )
         self.realtime = RealtimeMetrics(r)
 
-    def record(self, visit: Visit) -> None:
+    def record(self, visit: RequestLog) -> None:
         """A request is over."""
         self.requests.labels(visit.route, str(visit.status)).inc()
         self.seconds.labels(visit.route).observe(visit.elapsed())
@@ -114,16 +175,23 @@ class Metrics:
 
 
 def _lines(values: Mapping[str, float], known: set[str]) -> Iterator[str]:
-    """The engine's numbers, each name's together as the format demands; a name of ours is not said twice."""
+    """The engine's numbers, each name's together as the format demands; a name of ours is not said
+    twice."""
     names = {key: match[1] for key in values if (match := _NAME.fullmatch(key))}
-    histograms = {name.removesuffix("_bucket") for name in names.values() if name.endswith("_bucket")}
+    histograms = {
+        name.removesuffix("_bucket") for name in names.values() if name.endswith("_bucket")
+    }
     groups: dict[str, list[str]] = {}
     for key, name in names.items():
-        whole = next((h for h in (name.removesuffix(end) for end in _PARTS) if h in histograms), name)
+        whole = next(
+            (h for h in (name.removesuffix(end) for end in _PARTS) if h in histograms), name
+        )
         if whole not in known:
             groups.setdefault(whole, []).append(f"{key} {_number(values[key])}\n")
     for name, lines in groups.items():
-        kind = "histogram" if name in histograms else "counter" if name.endswith("_total") else "gauge"
+        kind = (
+            "histogram" if name in histograms else "counter" if name.endswith("_total") else "gauge"
+        )
         if name in HELP:
             yield f"# HELP {name} {HELP[name]}\n"
         yield f"# TYPE {name} {kind}\n"

@@ -1,8 +1,8 @@
 """The outermost ASGI middleware: who may call, request ids, the log line, metrics.
 
-Everything is checked before a byte of the body is read: the name the server was called by, the page that calls, the
-key, the body's type. HTTP passes, and so do WebSockets to routes that take them; refusals come as
-HTTP, before the upgrade."""
+Everything is checked before a byte of the body is read: the name the server was called by, the page
+that calls, the key, the body's type. HTTP passes, and so do WebSockets to routes that take them;
+refusals come as HTTP, before the upgrade."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.connection import PATHS as REALTIME
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 from stretto.types import RequestId
 
@@ -30,11 +30,19 @@ log = logging.getLogger("stretto.access")
 
 QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_KEY_PROTOCOL = "openai-insecure-api-key."  # how a page's WebSocket, which cannot set headers, brings its key
-_QUIET = {"health", "live", "metrics", "page", "preflight"}  # asked every few seconds; worth a line only when debugging
+_KEY_PROTOCOL = (
+    "openai-insecure-api-key."  # how a page's WebSocket, which cannot set headers, brings its key
+)
+_QUIET = {
+    "health",
+    "live",
+    "metrics",
+    "page",
+    "preflight",
+}  # asked every few seconds; worth a line only when debugging
 
 
-class Door:
+class AccessMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
         self.callers = Callers.of(service.config)
@@ -50,7 +58,11 @@ class Door:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                queued = [] if visit.queued is None else [(QUEUED, f"{1000 * visit.queued:.1f}".encode())]
+                queued = (
+                    []
+                    if visit.queued is None
+                    else [(QUEUED, f"{1000 * visit.queued:.1f}".encode())]
+                )
                 message["headers"] = [*message.get("headers", ()), *added, *queued]
             await send(message)
 
@@ -70,7 +82,7 @@ class Door:
 
     def _admit(self, scope: Scope, headers: Headers, origin: str, host: str) -> ASGIApp:
         """What answers this request, if it may be answered."""
-        visit: Visit = scope[VISIT]
+        visit: RequestLog = scope[VISIT]
         api = is_api(scope)
         preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
         if origin and (api or preflight):
@@ -87,12 +99,17 @@ class Door:
                 check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
         return self.app
 
-    def _identify(self, visit: Visit, scope: Scope, headers: Headers, other_key: str | None = None) -> None:
+    def _identify(
+        self, visit: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
+    ) -> None:
         visit.owner = self.service.keys.owner(headers, other_key)
-        visit.sender = visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
+        visit.sender = (
+            visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
+        )
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an answer."""
+        """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an
+        answer."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -116,9 +133,13 @@ class Door:
             if _path(scope) not in (*REALTIME, LIVE_SPEECH):
                 raise Refused(404, "there is no WebSocket here", code="not_found")
             if origin := headers.get("origin", ""):
-                self.callers.check_origin(origin, host, "https" if scope["scheme"] == "wss" else "http")
+                self.callers.check_origin(
+                    origin, host, "https" if scope["scheme"] == "wss" else "http"
+                )
             self._identify(visit, scope, headers, _other_key(scope))
-            if (incoming := scope.get(INCOMING)) is not None:  # another server may hold the connection, as Ray's does
+            if (
+                incoming := scope.get(INCOMING)
+            ) is not None:  # another server may hold the connection, as Ray's does
                 incoming.belong_to(visit.sender)
             await self.app(scope, receive, watched)
         except Refused as e:
@@ -127,19 +148,23 @@ class Door:
         finally:
             self._record(scope, visit)
 
-    def _record(self, scope: Scope, visit: Visit) -> None:
+    def _record(self, scope: Scope, visit: RequestLog) -> None:
         self.service.metrics.record(visit)
         level = logging.DEBUG if visit.route in _QUIET else logging.INFO
         if log.isEnabledFor(level):
             fields = facts(scope, visit)
-            log.log(level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
+            log.log(
+                level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields}
+            )
 
 
-def _visit(scope: Scope, headers: Headers) -> Visit:
+def _visit(scope: Scope, headers: Headers) -> RequestLog:
     ours = RequestId(f"req-{secrets.token_hex(12)}")
     theirs = headers.get("x-request-id", "")
     # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
-    visit = Visit(ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter())
+    visit = RequestLog(
+        ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter()
+    )
     scope[VISIT] = visit
     return visit
 
@@ -163,15 +188,23 @@ def is_api(scope: Scope) -> bool:
     return path == "/v1" or path.startswith("/v1/")
 
 
-def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:
+def facts(scope: Scope, visit: RequestLog) -> dict[str, str | int | float]:
     """What a log line says about a request."""
     out: dict[str, str | int | float] = {"id": str(visit.request_id)}
     if visit.client_id != visit.request_id:
         out["client_id"] = visit.client_id
-    out |= {"method": scope.get("method", "WEBSOCKET"), "path": _shown(scope["path"]), "status": visit.status}
+    out |= {
+        "method": scope.get("method", "WEBSOCKET"),
+        "path": _shown(scope["path"]),
+        "status": visit.status,
+    }
     if visit.owner:
         out["key"] = visit.owner
-    times = ("queued_ms", visit.queued), ("first_text_ms", visit.first_text), ("first_audio_ms", visit.first_audio)
+    times = (
+        ("queued_ms", visit.queued),
+        ("first_text_ms", visit.first_text),
+        ("first_audio_ms", visit.first_audio),
+    )
     for name, seconds in times:
         if seconds is not None:
             out[name] = round(1000 * seconds, 1)
@@ -188,5 +221,6 @@ def facts(scope: Scope, visit: Visit) -> dict[str, str | int | float]:
 
 
 def _shown(path: str) -> str:
-    """A path is a client's text: as in a URL, so that no line break or space of it looks like ours; nothing endless."""
+    """A path is a client's text: as in a URL, so that no line break or space of it looks like ours;
+    nothing endless."""
     return quote(path[:200], errors="replace")

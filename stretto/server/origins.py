@@ -1,10 +1,12 @@
-"""Which web pages may call the server, and under which names it may be called. Used by the door, for each request.
+"""Which web pages may call the server, and under which names it may be called. Used by the door,
+for each request.
 
-A browser sends what any page tells it to, from inside the user's network and with the user's address. Two headers
-that a page cannot forge tell such requests apart: `Origin`, the page that asks, and `Host`, the name it asked for.
-Without an API key only the server's own page and pages of this machine may call, and a server that listens on the
-loopback answers to loopback names alone: a page may let its own name point to 127.0.0.1 (DNS rebinding), but the
-name stays in `Host`. With a key neither header gives anything away that the key does not guard."""
+A browser sends what any page tells it to, from inside the user's network and with the user's
+address. Two headers that a page cannot forge tell such requests apart: `Origin`, the page that
+asks, and `Host`, the name it asked for. Without an API key only the server's own page and pages of
+this machine may call, and a server that listens on the loopback answers to loopback names alone: a
+page may let its own name point to 127.0.0.1 (DNS rebinding), but the name stays in `Host`. With a
+key neither header gives anything away that the key does not guard."""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ class Callers:
     @classmethod
     def of(cls, config: ServerConfig) -> Callers:
         stated = frozenset(h.lower() for h in config.allowed_hosts)
-        any_host = ANY in stated or (not stated and (config.uds or config.needs_key or not on_loopback(config)))
-        any_origin = ANY in config.allowed_origins or (not config.allowed_origins and config.needs_key)
+        any_host = ANY in stated or (
+            not stated and (config.uds or config.needs_key or not on_loopback(config))
+        )
+        any_origin = ANY in config.allowed_origins or (
+            not config.allowed_origins and config.needs_key
+        )
         return cls(
             None if any_host else stated | {config.host.lower(), f"[{config.host.lower()}]"},
             None if any_origin else frozenset(o.lower() for o in config.allowed_origins),
@@ -39,23 +45,32 @@ class Callers:
         )
 
     def check_host(self, headers: Headers) -> str:
-        """The name and port the client asked for. HTTP demands exactly one: with two, others might read the other."""
+        """The name and port the client asked for. HTTP demands exactly one: with two, others might
+        read the other."""
         given = headers.getlist("host")
         if len(given) != 1:
-            raise Refused(400, f"a request needs one Host header, got {len(given)}", code="bad_host")
+            raise Refused(
+                400, f"a request needs one Host header, got {len(given)}", code="bad_host"
+            )
         host = given[0].lower()
         name = _name_in_host(host)
         if name is None:
             raise Refused(400, f"the Host header {given[0][:100]!r} is not a name", code="bad_host")
         if self.hosts is not None and name not in self.hosts and not is_loopback(name):
-            message = f"this server is not called {name[:100]}; --allowed-hosts {name[:100]} would let it be"
+            message = (
+                f"this server is not called {name[:100]}; --allowed-hosts {name[:100]} would let "
+                f"it be"
+            )
             raise Refused(421, message, code="host_not_allowed")
         return host
 
     def check_origin(self, origin: str, host: str, scheme: str) -> None:
         """Refuse a page that may not call. `host` and `scheme` are those of the request itself."""
         if not self.allows(origin, host, scheme):
-            message = f"pages of {origin[:100]} may not call this server; --allowed-origins would let them"
+            message = (
+                f"pages of {origin[:100]} may not call this server; --allowed-origins would let "
+                f"them"
+            )
             raise Refused(403, message, kind="permission_error", code="origin_not_allowed")
 
     def allows(self, origin: str, host: str, scheme: str) -> bool:
@@ -65,7 +80,8 @@ class Callers:
         match = ORIGIN.fullmatch(origin)
         if match is None:  # "null" above all: a sandboxed frame, a file, a redirect of anyone
             return False
-        # A proxy that speaks TLS to the browser may speak HTTP to us; the other way round it is another page.
+        # A proxy that speaks TLS to the browser may speak HTTP to us; the other way round it is
+        # another page.
         own = match[2] == host and (match[1] == "https" or scheme == "http")
         return own or (self.local_pages and is_loopback(match[3]))
 
@@ -83,7 +99,8 @@ _VARY = (b"vary", b"origin")  # or a cache might give one page's answer to anoth
 
 
 def preflight_headers(headers: Headers) -> dict[str, str]:
-    """What a page may do: all that this server can. The origin was checked, and is named by `shares`."""
+    """What a page may do: all that this server can. The origin was checked, and is named by
+    `shares`."""
     return {
         "access-control-allow-methods": "GET, POST",
         "access-control-allow-headers": headers.get("access-control-request-headers", ""),
@@ -98,13 +115,18 @@ VOICES = "/v1/audio/voices"
 
 
 def check_json(headers: Headers, path: str = "") -> None:
-    """A body must say that it is JSON: a foreign page cannot, unless its browser asked us first. Forms it can send, and
-    there its `Origin`, which browsers add to every foreign POST, has been looked at."""
+    """A body must say that it is JSON: a foreign page cannot, unless its browser asked us first.
+    Forms it can send, and there its `Origin`, which browsers add to every foreign POST, has been
+    looked at."""
     given = headers.get("content-type", "")
     if path in (*FORMS, VOICES) and is_form(given):
         return
     if path in FORMS:
-        raise Refused(415, "a sound is sent as multipart/form-data, in the field file", code="unsupported_media_type")
+        raise Refused(
+            415,
+            "a sound is sent as multipart/form-data, in the field file",
+            code="unsupported_media_type",
+        )
     if given.partition(";")[0].strip().lower() != "application/json":
         sent = repr(given[:100]) if given else "nothing"
         message = f"a request's Content-Type must be application/json, and {sent} was stated"
@@ -141,6 +163,7 @@ def warning(config: ServerConfig) -> str | None:
     if config.uds or config.needs_key or on_loopback(config):
         return None
     return (
-        f"listening on {config.host} without an API key: whoever reaches this address may use the model; "
+        f"listening on {config.host} without an API key: whoever reaches this address may use the "
+        f"model; "
         "set a key with --api-key KEY or STRETTO_API_KEY"
     )

@@ -1,8 +1,8 @@
 """The page at /: files of the `web` folder, and nothing else.
 
-The folder is listed once, when the app is made; a request is looked up in that list, so no path a client can think
-of leads out of it. Everything comes from here and nothing is inline, which the headers tell the browser to insist
-on."""
+The folder is listed once, when the app is made; a request is looked up in that list, so no path a
+client can think of leads out of it. Everything comes from here and nothing is inline, which the
+headers tell the browser to insist on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TYPES = {
 }
 HEADERS = {
     "content-security-policy": (
-        "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; base-uri 'none'; object-src 'none'; "
+        "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; base-uri 'none'; "
+        "object-src 'none'; "
         "frame-ancestors 'none'; form-action 'self'"
     ),
     "x-content-type-options": "nosniff",
@@ -49,7 +50,10 @@ class Pages:
         self.files = {
             "/" + p.relative_to(folder).as_posix(): p
             for p in found
-            if p.is_file() and not p.is_symlink() and p.suffix in TYPES and not p.name.startswith(".")
+            if p.is_file()
+            and not p.is_symlink()
+            and p.suffix in TYPES
+            and not p.name.startswith(".")
         }
         if "/index.html" in self.files:
             self.files["/"] = self.files["/index.html"]

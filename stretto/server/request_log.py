@@ -1,4 +1,5 @@
-"""What the log and the metrics will say about a request. Filled in on the event loop, from its arrival on."""
+"""What the log and the metrics will say about a request. Filled in on the event loop, from its
+arrival on."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from dataclasses import dataclass
 
 from stretto.types import RequestId
 
-VISIT = "stretto.visit"  # where a Visit lies in an ASGI scope
+VISIT = "stretto.visit"  # where a RequestLog lies in an ASGI scope
 
 
 @dataclass(slots=True)
-class Visit:
+class RequestLog:
     """What the log and the metrics will say about a request; filled in as it goes."""
 
     request_id: RequestId  # ours, and the engine's
@@ -19,7 +20,9 @@ class Visit:
     arrived: float  # time.perf_counter()
     route: str = "other"
     owner: str = ""  # which API key, never the key
-    session: str | None = None  # X-Session-Id: its requests go where the one before went, as long as that is up
+    session: str | None = (
+        None  # X-Session-Id: its requests go where the one before went, as long as that is up
+    )
     sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
     content_type: str = ""  # of a body
     status: int = 0

@@ -1,8 +1,8 @@
 """Runs the app on uvicorn until told to stop, and stops it with care.
 
-The first SIGTERM or SIGINT drains: health says so, nothing new is taken, running answers finish within the time
-allowed, and the process ends with 0. A second one ends it at once. The port is open all the while, so that a load
-balancer sees `draining` rather than a refused connection."""
+The first SIGTERM or SIGINT drains: health says so, nothing new is taken, running answers finish
+within the time allowed, and the process ends with 0. A second one ends it at once. The port is open
+all the while, so that a load balancer sees `draining` rather than a refused connection."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ POLL_SECONDS = 0.1
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to us: uvicorn would close the port first and end with the signal's own status. And makes our
-    kind of connections, with a limit to the time that TLS may take before one of them is there."""
+    """Leaves signals to us: uvicorn would close the port first and end with the signal's own
+    status. And makes our kind of connections, with a limit to the time that TLS may take before one
+    of them is there."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, others: Sequence[uvicorn.Config] = ()) -> None:
+    def __init__(
+        self, config: uvicorn.Config, front: Front, others: Sequence[uvicorn.Config] = ()
+    ) -> None:
         """`others`: what is served on further sockets, in their order."""
         super().__init__(config)
         self.front, self.others = front, others
@@ -59,7 +62,9 @@ class _Uvicorn(uvicorn.Server):
         limit = self.front.header_timeout if self.config.ssl else None
         self.servers = []
         for s, config in zip(sockets or (), (self.config, *self.others), strict=True):
-            connect = partial(Connection, self.front, config, self.server_state, self.lifespan.state, loop)
+            connect = partial(
+                Connection, self.front, config, self.server_state, self.lifespan.state, loop
+            )
             self.servers.append(
                 await loop.create_server(
                     connect, sock=s, ssl=config.ssl, backlog=AT_ONCE, ssl_handshake_timeout=limit
@@ -138,7 +143,11 @@ class Server:
 
     async def _stop(self) -> None:
         if self.service.failure is None:
-            log.info("draining: %d running, at most %g s", self.service.admission.running, self.config.drain_timeout)
+            log.info(
+                "draining: %d running, at most %g s",
+                self.service.admission.running,
+                self.config.drain_timeout,
+            )
         drain = asyncio.ensure_future(self._drain(self.config.drain_timeout))
         urgent = asyncio.ensure_future(self._urgent.wait())
         await asyncio.wait((drain, urgent), return_when=asyncio.FIRST_COMPLETED)
@@ -154,20 +163,30 @@ class Server:
         try:
             async with asyncio.timeout(timeout):
                 await self.service.drain(timeout)
-                await self.service.admission.idle.wait()  # the engine is done; the last bytes may not be
+                await (
+                    self.service.admission.idle.wait()
+                )  # the engine is done; the last bytes may not be
                 await self.service.sessions.idle.wait()
         except TimeoutError:
             return
 
 
 def raise_file_limit(connections: int) -> int:
-    """Let the process open a file for each connection and some for itself; many systems begin with 1024 in all. How
-    many connections it can take: fewer than wished where the system allows fewer files."""
+    """Let the process open a file for each connection and some for itself; many systems begin with
+    1024 in all. How many connections it can take: fewer than wished where the system allows fewer
+    files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = resource.RLIM_INFINITY if hard == resource.RLIM_INFINITY else hard
-    wanted = connections + OTHER_FILES if most == resource.RLIM_INFINITY else min(connections + OTHER_FILES, most)
+    wanted = (
+        connections + OTHER_FILES
+        if most == resource.RLIM_INFINITY
+        else min(connections + OTHER_FILES, most)
+    )
     if wanted < FEWEST_FILES:
-        raise StrettoError(f"this process may open {most} files, and a server needs {FEWEST_FILES}: raise `ulimit -n`")
+        raise StrettoError(
+            f"this process may open {most} files, and a server needs {FEWEST_FILES}: raise `ulimit "
+            f"-n`"
+        )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted == connections + OTHER_FILES:
@@ -175,13 +194,16 @@ def raise_file_limit(connections: int) -> int:
     fewer = min(connections, wanted // 2)
     if fewer < connections:
         log.warning(
-            "this process may open %d files: it takes %d connections, not %d; `ulimit -n %d` would do",
+            "this process may open %d files: it takes %d connections, not %d; `ulimit -n %d` would "
+            "do",
             wanted, fewer, connections, connections + OTHER_FILES,
         )  # fmt: skip
     return fewer
 
 
-def _settings(config: ServerConfig, app: Starlette, floods: Floods, memory: Shares) -> uvicorn.Config:
+def _settings(
+    config: ServerConfig, app: Starlette, floods: Floods, memory: Shares
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         root_path=config.root_path,
@@ -213,9 +235,12 @@ def _with_tls(settings: uvicorn.Config) -> uvicorn.Config:
 
 
 async def run(
-    config: ServerConfig, open_engine: OpenEngine, announce: Callable[[Server], Awaitable[None]] | None = None
+    config: ServerConfig,
+    open_engine: OpenEngine,
+    announce: Callable[[Server], Awaitable[None]] | None = None,
 ) -> int:
-    """Serve until a signal, or until the engine turns out never to come. `announce` accompanies the start."""
+    """Serve until a signal, or until the engine turns out never to come. `announce` accompanies the
+    start."""
     config = replace(config, max_connections=raise_file_limit(config.max_connections))
     server = Server.bind(config, open_engine)
     server.catch_signals()

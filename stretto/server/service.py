@@ -1,7 +1,9 @@
-"""What all routes share: the engine and its state, the limits, the memory, the metrics. One per app.
+"""What all routes share: the engine and its state, the limits, the memory, the metrics. One per
+app.
 
-The engine is opened in the background while the port is already bound, so that probes and people see `loading`
-rather than a refused connection. States go loading -> ready -> draining; `dead` can follow any of them."""
+The engine is opened in the background while the port is already bound, so that probes and people
+see `loading` rather than a refused connection. States go loading -> ready -> draining; `dead` can
+follow any of them."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import Engine, Progress
+from stretto.engine.protocol import EngineClient, Progress
 from stretto.errors import StrettoError
 from stretto.server.admission import Admission
 from stretto.server.heap import Trimmer
@@ -26,7 +28,7 @@ from stretto.server.shares import Shares
 
 log = logging.getLogger("stretto.server")
 
-OpenEngine = Callable[[], Awaitable[Engine]]
+OpenEngine = Callable[[], Awaitable[EngineClient]]
 
 
 @dataclass(slots=True)
@@ -43,15 +45,22 @@ class Service:
     turns: LoopTurns = field(default_factory=LoopTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
-    opened: asyncio.Event = field(default_factory=asyncio.Event)  # the engine is there, or will never be
-    _engine: Engine | None = None
+    opened: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # the engine is there, or will never be
+    _engine: EngineClient | None = None
     _loading: asyncio.Task[None] | None = None
     _trimming: asyncio.Task[None] | None = None
     _cut: asyncio.Future[None] | None = None
 
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
-        limits = config.max_concurrent, config.max_concurrent_per_key, config.max_queue, config.queue_timeout
+        limits = (
+            config.max_concurrent,
+            config.max_concurrent_per_key,
+            config.max_queue,
+            config.queue_timeout,
+        )
         admission, metrics = Admission(*limits, config.max_live), Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
@@ -86,7 +95,11 @@ class Service:
         try:
             self._engine = await self.open_engine()
         except (StrettoError, OSError, ValueError, RuntimeError, MemoryError, ImportError) as e:
-            log.error("the model cannot be served: %s", e, exc_info=None if isinstance(e, StrettoError) else e)
+            log.error(
+                "the model cannot be served: %s",
+                e,
+                exc_info=None if isinstance(e, StrettoError) else e,
+            )
             self.failure = str(e) or type(e).__name__
         finally:
             self.opened.set()
@@ -101,10 +114,10 @@ class Service:
         return known
 
     @property
-    def maybe_engine(self) -> Engine | None:
+    def maybe_engine(self) -> EngineClient | None:
         return self._engine
 
-    def engine(self) -> Engine:
+    def engine(self) -> EngineClient:
         """The engine, if it takes requests now."""
         progress = self.progress
         state = progress.state
@@ -120,10 +133,10 @@ class Service:
         headers = {"connection": "close"} if state == "draining" else {}
         raise Refused(503, words[state], kind="server_error", code=state, headers=headers)
 
-    def model_names(self, engine: Engine) -> tuple[str, ...]:
+    def model_names(self, engine: EngineClient) -> tuple[str, ...]:
         return self.config.served_model_name or (engine.info.name,)
 
-    def check_model(self, name: str | None, engine: Engine) -> str:
+    def check_model(self, name: str | None, engine: EngineClient) -> str:
         """The name to answer with."""
         names = self.model_names(engine)
         if name in names:

@@ -1,8 +1,8 @@
 """How a bounded whole is shared by those who use it: bytes of bodies, memory of sessions, sessions.
 
-An owner is an API key or, without keys, a client's address. It may take more as long as what it then holds is at most
-what is then still free. So one owner alone gets half of the whole, `n` owners get an `n + 1`th each, and a newcomer
-always finds room. On the event loop."""
+An owner is an API key or, without keys, a client's address. It may take more as long as what it
+then holds is at most what is then still free. So one owner alone gets half of the whole, `n` owners
+get an `n + 1`th each, and a newcomer always finds room. On the event loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ RESERVE = 16
 
 @dataclass(slots=True)
 class Shares:
-    """`floor`: an owner may hold this much beyond the rule above, if it is free. It is the size of the largest thing
-    that one request may need, which would otherwise be refused on a busy server however long it waits."""
+    """`floor`: an owner may hold this much beyond the rule above, if it is free. It is the size of
+    the largest thing that one request may need, which would otherwise be refused on a busy server
+    however long it waits."""
 
     limit: int
     floor: int = 0

@@ -1,11 +1,13 @@
-"""The core of an autoregressive stage: a scheduler and a runner around one model, serving many requests at once. A
-family's stage holds one, submits requests to it and makes its outputs into payloads and reports.
+"""The core of an autoregressive stage: a scheduler and a runner around one model, serving many
+requests at once. A family's stage holds one, submits requests to it and makes its outputs into
+payloads and reports.
 
-All methods belong to the loop thread, and none waits. `poll` retires the steps that the device has finished and returns
-what became certain. `launch` starts one more step if fewer than `overlap_depth` are in flight (one, so that the stages
-of a host take turns) and it is time for it: a step that would only lie in the queue is held back (`launch_timing.py`)
-unless it brings a prompt, and `due_ns` says until when. They are two calls so that outputs travel on before the host
-spends time on the next launch. A stop is seen one step late; `poll` drops the surplus of that step."""
+All methods belong to the loop thread, and none waits. `poll` retires the steps that the device has
+finished and returns what became certain. `launch` starts one more step if fewer than
+`overlap_depth` are in flight (one, so that the stages of a host take turns) and it is time for it:
+a step that would only lie in the queue is held back (`launch_timing.py`) unless it brings a prompt,
+and `due_ns` says until when. They are two calls so that outputs travel on before the host spends
+time on the next launch. A stop is seen one step late; `poll` drops the surplus of that step."""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ from stretto.types import RequestId, Span
 
 @dataclass(slots=True, eq=False)
 class Certain:
-    """What became certain for one request. Nothing in here is ever taken back. (Not frozen: one is made for every
-    token, and a frozen record takes three times as long.)"""
+    """What became certain for one request. Nothing in here is ever taken back. (Not frozen: one is
+    made for every token, and a frozen record takes three times as long.)"""
 
     request: StageRequest
     confirmed: Confirmed
@@ -57,7 +59,9 @@ class _Seat:
 
     request: StageRequest
     since_ns: int  # it is here
-    media: list[MediaOutput] = field(default_factory=list)  # handed out so far, for blocks that become cached
+    media: list[MediaOutput] = field(
+        default_factory=list
+    )  # handed out so far, for blocks that become cached
     cached: int = 0  # prompt rows found in the prefix cache
 
 
@@ -72,9 +76,12 @@ class StageCore:
         timer: LaunchTimer | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Without `timer`, steps are launched as soon as there is room for them. `recorder` is given spans."""
+        """Without `timer`, steps are launched as soon as there is room for them. `recorder` is
+        given spans."""
         self.name, self.scheduler, self.runner = name, scheduler, runner
-        self.store = store if store is not None else PayloadStore()  # an empty one is False, like all that is empty
+        self.store = (
+            store if store is not None else PayloadStore()
+        )  # an empty one is False, like all that is empty
         self.waiter = waiter
         self.timer = timer or LaunchTimer((), 0, on=False)
         self.clock = self.timer.clock
@@ -82,7 +89,9 @@ class StageCore:
         self._held_back = False  # the launch that is due was held back by `hold_ns`
         self.stats = StageStats()
         self.recorder = recorder or Recorder()
-        self._steps: deque[tuple[Step, str, int, int]] = deque()  # with its kind, and when its launch began and ended
+        self._steps: deque[tuple[Step, str, int, int]] = (
+            deque()
+        )  # with its kind, and when its launch began and ended
         self._seats: dict[RequestId, _Seat] = {}
         self._certain: list[Certain] = []  # that `poll` returns next
 
@@ -102,7 +111,8 @@ class StageCore:
         salts: Sequence[Salt] = (),
         missing: Sequence[Span] = (),
     ) -> StageRequest:
-        """Take a request; `given` is what the model's adapter needs beside the ids. Keeps nothing if refused."""
+        """Take a request; `given` is what the model's adapter needs beside the ids. Keeps nothing
+        if refused."""
         request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts, missing=missing)
         self.runner.adapter.inputs[spec.id] = given
         self._seats[spec.id] = _Seat(request, self.clock())
@@ -147,9 +157,9 @@ class StageCore:
         return len(self._steps) < self.scheduler.config.overlap_depth
 
     def launch(self, hold_ns: int | None = None) -> bool:
-        """Launch one step, unless there is nothing to run or it can wait. True: one was launched. On a CPU the launch
-        is the work, so that `poll` returns what came of it at once. `hold_ns`: until when a step that only decodes
-        should wait, by the stage's clock."""
+        """Launch one step, unless there is nothing to run or it can wait. True: one was launched.
+        On a CPU the launch is the work, so that `poll` returns what came of it at once. `hold_ns`:
+        until when a step that only decodes should wait, by the stage's clock."""
         return self.has_room and self._launch_next(hold_ns)
 
     def _find(self, id: RequestId) -> StageRequest:
@@ -198,7 +208,9 @@ class StageCore:
             if media is not None:  # certain already, and never computed for this request
                 request = seat.request
                 seat.media.append(media)
-                self._add(Certain(request, Confirmed(request.cursor.confirmed), None, (), media, None))
+                self._add(
+                    Certain(request, Confirmed(request.cursor.confirmed), None, (), media, None)
+                )
 
     def _retire(self, step: Step, kind: str, launching: int, launched: int) -> None:
         start = self.clock()
@@ -228,9 +240,13 @@ class StageCore:
                     told = step.logprobs.of(at)
             if outcome.published:
                 handed = self._seats[request.id].media
-                self.store.keep(outcome.published, handed, self.runner.joined, self.scheduler.pool.attach)
+                self.store.keep(
+                    outcome.published, handed, self.runner.joined, self.scheduler.pool.attach
+                )
             cached = self._seats[request.id].cached
-            self._add(Certain(request, outcome.confirmed, token, row, media, outcome.reason, told, cached))
+            self._add(
+                Certain(request, outcome.confirmed, token, row, media, outcome.reason, told, cached)
+            )
         for span in step.batch.spans:
             seat = self._seats.get(span.request)
             if seat is not None and seat.request.state is State.DONE:

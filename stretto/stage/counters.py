@@ -1,4 +1,5 @@
-"""What stages count and time of themselves, on the loop thread; `stats.py` gives it names, benchmarks read it too."""
+"""What stages count and time of themselves, on the loop thread; `stats.py` gives it names,
+benchmarks read it too."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class StepStats:
 
     steps: int = 0
     launch: Histogram = field(default_factory=Histogram)  # host time to schedule and launch
-    device: Histogram = field(default_factory=Histogram)  # from the device's first work on a step to its last
+    device: Histogram = field(
+        default_factory=Histogram
+    )  # from the device's first work on a step to its last
 
     def launched(self, seconds: float) -> None:
         self.steps += 1
@@ -36,8 +39,12 @@ class StageStats:
     held: int = 0  # launches that were held back for a while
     late: int = 0  # of these, launches that found the device without work: held back for too long
     gave_way: int = 0  # launches that waited for another stage's prompts
-    queue: Histogram = field(default_factory=Histogram)  # from a request's arrival to its first row in a batch
-    kinds: dict[str, StepStats] = field(default_factory=lambda: {kind: StepStats() for kind in KINDS})
+    queue: Histogram = field(
+        default_factory=Histogram
+    )  # from a request's arrival to its first row in a batch
+    kinds: dict[str, StepStats] = field(
+        default_factory=lambda: {kind: StepStats() for kind in KINDS}
+    )
 
 
 @dataclass(slots=True)
@@ -49,7 +56,9 @@ class CodecStats:
     retire_ns: int = 0
     queue: Histogram = field(default_factory=Histogram)  # from a stream's first frames to its slot
     launch: Histogram = field(default_factory=Histogram)
-    device: Histogram = field(default_factory=Histogram)  # from launch to the samples' arrival, behind earlier steps
+    device: Histogram = field(
+        default_factory=Histogram
+    )  # from launch to the samples' arrival, behind earlier steps
 
 
 def reset(counted: Any) -> None:

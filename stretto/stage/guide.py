@@ -1,8 +1,10 @@
-"""Answers that follow a grammar: which tokens may come next, by `llguidance`. The scheduler runs a guided request one
-step at a time, since its next mask follows from its last token; the runner writes the mask to the request's device row.
+"""Answers that follow a grammar: which tokens may come next, by `llguidance`. The scheduler runs a
+guided request one step at a time, since its next mask follows from its last token; the runner
+writes the mask to the request's device row.
 
-Guides are used on the stage's loop thread. Grammars are compiled in a thread of their own (`preprocess/grammars.py`), with
-their first masks: most take a millisecond or two. A server lets none come here that takes more than its limits."""
+Guides are used on the stage's loop thread. Grammars are compiled in a thread of their own
+(`preprocess/grammars.py`), with their first masks: most take a millisecond or two. A server lets
+none come here that takes more than its limits."""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from stretto.preprocess.grammars import Bits, GrammarCompiler, GrammarGuide
 log = logging.getLogger(__name__)
 
 STACK = 64 << 20
-"""Bytes of the compiling thread: it recurses along references, of which the longest grammar has room for 5,000."""
+"""Bytes of the compiling thread: it recurses along references, of which the longest grammar has
+room for 5,000."""
 
 
 class Guide(Protocol):
@@ -43,14 +46,24 @@ class Guide(Protocol):
 
 
 class PenaltyGuide:
-    """Of a request with a frequency or presence penalty, and of one that has a grammar (`inner`) besides: tokens that
-    the answer already has become less likely. At most `most` tokens have a bias: the rarest lose theirs, of these
-    the latest."""
+    """Of a request with a frequency or presence penalty, and of one that has a grammar (`inner`)
+    besides: tokens that the answer already has become less likely. At most `most` tokens have a
+    bias: the rarest lose theirs, of these the latest."""
 
     def __init__(
-        self, frequency: float, presence: float, stated: Mapping[int, float], most: int, inner: Guide | None = None
+        self,
+        frequency: float,
+        presence: float,
+        stated: Mapping[int, float],
+        most: int,
+        inner: Guide | None = None,
     ) -> None:
-        self._frequency, self._presence, self._stated, self._most = frequency, presence, stated, most
+        self._frequency, self._presence, self._stated, self._most = (
+            frequency,
+            presence,
+            stated,
+            most,
+        )
         self._inner = inner
         self._counts: Counter[int] = Counter()
 
@@ -83,8 +96,8 @@ class _Compile:
 
 
 class Grammars:
-    """Makes guides, in a thread of its own: one after the other, senders taking turns. The compiler is opened there
-    too, while the weights load."""
+    """Makes guides, in a thread of its own: one after the other, senders taking turns. The compiler
+    is opened there too, while the weights load."""
 
     def __init__(self, compiler: Callable[[], GrammarCompiler]) -> None:
         self.compiler: Future[GrammarCompiler] = Future()
@@ -94,9 +107,12 @@ class Grammars:
         self._closed = False
         self._thread = _start(self._run)
 
-    def compile(self, grammar: str, then: Callable[[], None], sender: bytes = b"") -> Future[GrammarGuide]:
-        """A guide for a grammar in llguidance's form of Lark. `then` is called when it is there, has failed with
-        `Invalid` (both on the thread) or was cancelled. One that is cancelled before its turn is never compiled."""
+    def compile(
+        self, grammar: str, then: Callable[[], None], sender: bytes = b""
+    ) -> Future[GrammarGuide]:
+        """A guide for a grammar in llguidance's form of Lark. `then` is called when it is there,
+        has failed with `Invalid` (both on the thread) or was cancelled. One that is cancelled
+        before its turn is never compiled."""
         work = _Compile(grammar, Future())
         work.guide.add_done_callback(lambda _: then())
         with self._changed:
@@ -121,7 +137,9 @@ class Grammars:
                 work.guide.set_result(self.compiler.result().compile(work.grammar))
             except StrettoError as e:
                 work.guide.set_exception(e)
-            except BaseException as e:  # one request must not end the thread, and with it those of others
+            except (
+                BaseException
+            ) as e:  # one request must not end the thread, and with it those of others
                 log.error("a grammar cannot be compiled", exc_info=e)
                 work.guide.set_exception(Bug("the grammar cannot be compiled"))
 

@@ -1,11 +1,12 @@
-"""When a stage should launch its next step: late enough that a prompt can still get in front of it, early enough that
-the device never waits. One `LaunchTimer` per stage, told of every launch and retirement on the loop thread; pure but
-for its clock, and no torch.
+"""When a stage should launch its next step: late enough that a prompt can still get in front of it,
+early enough that the device never waits. One `LaunchTimer` per stage, told of every launch and
+retirement on the loop thread; pure but for its clock, and no torch.
 
-A second step in flight keeps the device busy while the host looks at the first one's tokens. Launched when the first
-has just begun, it lies in the queue for a whole step, and whatever arrives meanwhile has to wait behind it. So it is
-held back until shortly before the first is expected to end. Only steps of which that is known are waited for: those
-that decode and nothing else, at a batch size that was seen a few times. Everything else is launched at once.
+A second step in flight keeps the device busy while the host looks at the first one's tokens.
+Launched when the first has just begun, it lies in the queue for a whole step, and whatever arrives
+meanwhile has to wait behind it. So it is held back until shortly before the first is expected to
+end. Only steps of which that is known are waited for: those that decode and nothing else, at a
+batch size that was seen a few times. Everything else is launched at once.
 
             launch                    due ◀─ margin ─▶
     step 1    |██████████████████████████|███████████|
@@ -53,18 +54,26 @@ class Recent:
 
 class LaunchTimer:
     def __init__(
-        self, sizes: Sequence[int], lead_ns: int, on: bool = True, clock: Callable[[], int] = time.perf_counter_ns
+        self,
+        sizes: Sequence[int],
+        lead_ns: int,
+        on: bool = True,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`sizes` that decode steps are padded to; `lead_ns`: what may come between the due time and the launch, such
-        as launches of the other stages. When not `on`, every step is due at once."""
+        """`sizes` that decode steps are padded to; `lead_ns`: what may come between the due time
+        and the launch, such as launches of the other stages. When not `on`, every step is due at
+        once."""
         self.sizes, self.lead_ns, self.on, self.clock = sorted(sizes), lead_ns, on, clock
-        self._steps: dict[int, Recent] = {size: Recent() for size in self.sizes}  # short ones count: rather too early
+        self._steps: dict[int, Recent] = {
+            size: Recent() for size in self.sizes
+        }  # short ones count: rather too early
         self._launches = Recent()  # long ones count, for the same reason
         self._flights: deque[Flight] = deque()
         self._free_ns = 0  # the device had done everything that was retired
 
     def launched(self, rows: int | None, took_ns: int) -> Flight:
-        """A step was launched: one that only decodes, of `rows` rows, or another (None). `took_ns`: the host's time."""
+        """A step was launched: one that only decodes, of `rows` rows, or another (None). `took_ns`:
+        the host's time."""
         at = len(self.sizes) if rows is None else bisect_left(self.sizes, rows)
         size = self.sizes[at] if at < len(self.sizes) else None
         if size is not None:
@@ -74,11 +83,13 @@ class LaunchTimer:
         return flight
 
     def ended(self, flight: Flight) -> None:
-        """The device is done with it. Called by whoever learns of it first, also on another thread."""
+        """The device is done with it. Called by whoever learns of it first, also on another
+        thread."""
         flight.ended_ns = self.clock()
 
     def retired(self) -> tuple[int, int]:
-        """The oldest step was found to be done. When the device began with it, and when it was done."""
+        """The oldest step was found to be done. When the device began with it, and when it was
+        done."""
         flight = self._flights.popleft()
         # The loop may have been busy for a while before it looked; the waiter's thread was not.
         ended = self.clock() if flight.ended_ns is None else flight.ended_ns

@@ -1,5 +1,6 @@
-"""Accept-layer rows of a prompt's media: handed out beside a stage's tokens, and kept beside the prefix cache's blocks,
-so that a later prompt with the same beginning has them without computing them. On the loop thread."""
+"""Accept-layer rows of a prompt's media: handed out beside a stage's tokens, and kept beside the
+prefix cache's blocks, so that a later prompt with the same beginning has them without computing
+them. On the loop thread."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Join = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.cuda.Event |
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaOutput:
-    """Accept-layer rows of prompt positions, on the device; complete once `event` has fired (None: now)."""
+    """Accept-layer rows of prompt positions, on the device; complete once `event` has fired (None:
+    now)."""
 
     places: Sequence[int]
     rows: torch.Tensor
@@ -35,7 +37,8 @@ class CachedRows:
 
 
 class PayloadStore:
-    """Rows kept beside cached blocks, by handle. The scheduler says when a handle is no longer needed (`drop`)."""
+    """Rows kept beside cached blocks, by handle. The scheduler says when a handle is no longer
+    needed (`drop`)."""
 
     def __init__(self) -> None:
         self._kept: dict[PayloadHandle, CachedRows] = {}
@@ -54,7 +57,8 @@ class PayloadStore:
         join: Join,
         attach: Callable[[BlockId, bytes, PayloadHandle], bool],
     ) -> None:
-        """Blocks became findable: keep what was handed out of their rows, unless `attach` refuses it."""
+        """Blocks became findable: keep what was handed out of their rows, unless `attach` refuses
+        it."""
         for block in blocks:
             kept = _within(block, handed, join)
             if kept is not None:
@@ -65,9 +69,14 @@ class PayloadStore:
                     self.drop(handle)
 
     def found(self, joined: RowJoin, join: Join) -> MediaOutput | None:
-        """The rows of a request's beginning that was found in the cache; None: it has none that are needed."""
+        """The rows of a request's beginning that was found in the cache; None: it has none that are
+        needed."""
         kept = [self._kept[handle] for _, handle in joined.payloads]
-        return MediaOutput([p for k in kept for p in k.places], *join([k.rows for k in kept])) if kept else None
+        return (
+            MediaOutput([p for k in kept for p in k.places], *join([k.rows for k in kept]))
+            if kept
+            else None
+        )
 
 
 def _within(block: Published, handed: Sequence[MediaOutput], join: Join) -> CachedRows | None:

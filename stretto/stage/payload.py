@@ -1,8 +1,9 @@
 """What crosses a link, typed. One type per link, defined by the family whose stages it joins.
 
-A payload is a run of consecutive rows of one request, on the device or on the host. It can be cut by span, and turned
-into a chunk's named tensors and back. Reading checks what the wire format cannot know (names, dtypes, row counts), so a
-node only gets well-formed payloads. Pure; any thread."""
+A payload is a run of consecutive rows of one request, on the device or on the host. It can be cut
+by span, and turned into a chunk's named tensors and back. Reading checks what the wire format
+cannot know (names, dtypes, row counts), so a node only gets well-formed payloads. Pure; any
+thread."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ P = TypeVar("P", bound=Payload)
 
 
 def unpack(kind: type[P], chunk: Chunk) -> P | None:
-    """The payload of a taken chunk, as views; None for an empty span, which carries a mark and no tensors.
+    """The payload of a taken chunk, as views; None for an empty span, which carries a mark and no
+    tensors.
 
     `Corrupt` if the type refuses it."""
     span, request = chunk.header.span, chunk.header.request
@@ -61,7 +63,8 @@ def within(whole: Span, span: Span) -> tuple[int, int]:
 
 
 def named(tensors: Mapping[str, torch.Tensor], *names: str) -> list[torch.Tensor]:
-    """The tensors in the order of `names`; `ValueError` if there are others, or some are missing."""
+    """The tensors in the order of `names`; `ValueError` if there are others, or some are
+    missing."""
     if set(tensors) != set(names):
         raise ValueError(f"tensors {sorted(tensors)} where {sorted(names)} belong")
     return [tensors[name] for name in names]

@@ -1,6 +1,6 @@
-"""A request as one stage sees it: what was asked (`RequestSpec`), where it stands (`Cursor`), what it holds, and
-its state. The scheduler owns and moves these records; the runner and the nodes read them. All on the stage's loop
-thread. Imports no torch."""
+"""A request as one stage sees it: what was asked (`RequestSpec`), where it stands (`Cursor`), what
+it holds, and its state. The scheduler owns and moves these records; the runner and the nodes read
+them. All on the stage's loop thread. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from stretto.stage.guide import Guide
 
 RowId = NewType("RowId", int)
-"""A request's slot in the runner's device state, held from admission until it ends or is preempted."""
+"""A request's slot in the runner's device state, held from admission until it ends or is
+preempted."""
 BlockId = NewType("BlockId", int)
 """A page of KV: `block_size` consecutive rows of one sequence."""
 Confirmed = NewType("Confirmed", int)
-"""A row count made by `Cursor.confirm` alone. Nodes send only up to one of these, never up to a plain int."""
+"""A row count made by `Cursor.confirm` alone. Nodes send only up to one of these, never up to a
+plain int."""
 
 OPAQUE = -1
-"""The id of an input row that no token id describes. Such a row, and all after it, cannot be prefix-cached."""
+"""The id of an input row that no token id describes. Such a row, and all after it, cannot be
+prefix-cached."""
 
 
 class State(Enum):
@@ -52,20 +55,23 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True)
 class Cursor:
-    """The positions of a request, in rows from the start of its sequence. Every method checks, then moves all
-    positions in one assignment, so that no reader ever sees half of a move.
+    """The positions of a request, in rows from the start of its sequence. Every method checks, then
+    moves all positions in one assignment, so that no reader ever sees half of a move.
 
-    Row `r` takes token (or input row) `r` and gives an output: its payload and, from the last prompt row on, token
-    `r + 1`. So the watermarks `confirmed <= launched` speak of rows whose output is certain, or is at least on its way:
+    Row `r` takes token (or input row) `r` and gives an output: its payload and, from the last
+    prompt row on, token `r + 1`. So the watermarks `confirmed <= launched` speak of rows whose
+    output is certain, or is at least on its way:
 
         0 ....... confirmed ....... launched ....... known
            certain          in flight        input exists, not launched yet
 
-    `filled` (rows with KV, written or being written) follows `launched`, but falls back when KV is lost: the rows
-    in between are computed again, and their outputs are not published a second time."""
+    `filled` (rows with KV, written or being written) follows `launched`, but falls back when KV is
+    lost: the rows in between are computed again, and their outputs are not published a second
+    time."""
 
     prompt: int = 0  # rows of input
-    known: int = 0  # rows whose input exists: the prompt, then sampled tokens (on the host, or still on the device)
+    # rows whose input exists: the prompt, then sampled tokens (on the host, or still on the device)
+    known: int = 0
     filled: int = 0
     launched: int = 0
     confirmed: int = 0
@@ -77,7 +83,8 @@ class Cursor:
         self.prompt, self.known = self.prompt + rows, self.known + rows
 
     def launch(self, stop: int, samples: bool) -> None:
-        """A step computes rows [filled, stop). If it samples, token `stop` will exist on the device."""
+        """A step computes rows [filled, stop). If it samples, token `stop` will exist on the
+        device."""
         if not self.filled < stop <= self.known or (samples and stop != self.known):
             raise Bug(f"cannot launch up to {stop}, samples={samples}: {self}")
         launched = self.launched if self.launched > stop else stop
@@ -92,7 +99,8 @@ class Cursor:
         return Confirmed(self.confirmed)
 
     def reuse(self, rows: int) -> None:
-        """The KV of the first `rows` rows was found in the cache: what they give is certain without a launch."""
+        """The KV of the first `rows` rows was found in the cache: what they give is certain without
+        a launch."""
         if self.filled or rows >= self.known:
             raise Bug(f"cannot reuse {rows} rows: {self}")
         launched = self.launched if self.launched > rows else rows
@@ -100,18 +108,21 @@ class Cursor:
         self.filled, self.launched, self.confirmed = rows, launched, confirmed
 
     def disown(self, rows: int) -> None:
-        """Undo a `reuse` that was not reported to anyone: only `rows` rows were certain before it."""
+        """Undo a `reuse` that was not reported to anyone: only `rows` rows were certain before
+        it."""
         if self.filled or rows > self.confirmed or self.launched != self.confirmed:
             raise Bug(f"cannot go back to {rows} rows: {self}")
         self.launched, self.confirmed = rows, rows
 
     def vacate(self, rows: int = 0) -> None:
-        """KV from row `rows` on is gone and will be computed again. Nothing that was launched is taken back."""
+        """KV from row `rows` on is gone and will be computed again. Nothing that was launched is
+        taken back."""
         if rows < self.filled:
             self.filled = rows
 
     def recall(self) -> None:
-        """What is in flight does not count: rows whose output was never confirmed are to be launched again."""
+        """What is in flight does not count: rows whose output was never confirmed are to be
+        launched again."""
         self.filled, self.launched = min(self.filled, self.confirmed), self.confirmed
 
 
@@ -119,8 +130,9 @@ class Cursor:
 class Salt:
     """Rows whose content the token ids do not tell (media), and a digest of that content.
 
-    Where the stage encodes media itself, the digest is the media's. A stage that is given another one's rows uses that
-    stage's `prefix_keys` up to their end: the rows depend on text that it never sees."""
+    Where the stage encodes media itself, the digest is the media's. A stage that is given another
+    one's rows uses that stage's `prefix_keys` up to their end: the rows depend on text that it
+    never sees."""
 
     span: Span
     digest: bytes
@@ -135,17 +147,27 @@ class RequestSpec:
     stop_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # lower goes first
-    # Each decode step consumes one token of another stage's text: the j-th row after the prompt runs once text j is
-    # there, or once the text has ended.
+    # Each decode step consumes one token of another stage's text: the j-th row after the prompt
+    # runs once text j is there, or once the text has ended.
     paced: bool = False
-    # The prompt's last row can be made from the device row, like a generated one. It then runs as a decode of its own,
-    # in a captured step with others'.
+    # The prompt's last row can be made from the device row, like a generated one. It then runs as a
+    # decode of its own, in a captured step with others'.
     last_on_device: bool = False
-    needs_payload: bool = False  # media rows taken from the cache are useless without their kept payload
-    cache_output: bool = True  # generated rows are told by their token ids (not so where a row is a frame of codes)
-    guide: Guide | None = None  # picks what this allows; each step waits for the one before to be certain
-    logprobs: int | None = None  # its tokens come with how likely they were, and this many of the likeliest
-    cache_root: bytes = b""  # by owner, and by speaker: equal prefixes meet only under an equal root
+    needs_payload: bool = (
+        False  # media rows taken from the cache are useless without their kept payload
+    )
+    cache_output: bool = (
+        True  # generated rows are told by their token ids (not so where a row is a frame of codes)
+    )
+    guide: Guide | None = (
+        None  # picks what this allows; each step waits for the one before to be certain
+    )
+    logprobs: int | None = (
+        None  # its tokens come with how likely they were, and this many of the likeliest
+    )
+    cache_root: bytes = (
+        b""  # by owner, and by speaker: equal prefixes meet only under an equal root
+    )
 
     def __post_init__(self) -> None:
         if self.max_new < 1:
@@ -167,16 +189,23 @@ class StageRequest:
     cursor: Cursor = field(default_factory=Cursor)
 
     # Input
-    ids: list[int] = field(default_factory=list)  # all tokens known on the host: prompt rows, then confirmed tokens
-    missing: Sequence[Span] = ()  # prompt rows whose input is not here yet, in order; those in the cache need none
+    ids: list[int] = field(
+        default_factory=list
+    )  # all tokens known on the host: prompt rows, then confirmed tokens
+    missing: Sequence[
+        Span
+    ] = ()  # prompt rows whose input is not here yet, in order; those in the cache need none
     closed: bool = False  # the prompt is complete: its last row samples
     num_text: int = 0  # paced: text tokens that arrived
     text_ended: bool = False
     blocked_downstream: bool = False  # no credit to send
-    limit: int = 0  # rows from here on must not be launched: input is missing, or they would exceed `max_new`
+    # rows from here on must not be launched: input is missing, or they would exceed `max_new`
+    limit: int = 0
 
     # Order
-    deadline: float | None = None  # when the output sent so far runs out at the listener; None: nothing sent yet
+    deadline: float | None = (
+        None  # when the output sent so far runs out at the listener; None: nothing sent yet
+    )
     order: tuple[float, float, int] = (0.0, 0.0, 0)  # smaller goes first
     since: int = 0  # step at which it was last in a batch or last changed state: its age
     num_preemptions: int = 0
@@ -186,17 +215,21 @@ class StageRequest:
     blocks: list[BlockId] = field(default_factory=list)
     in_flight: int = 0  # steps launched and not retired
     last_step: int = -1  # the latest step it was in
-    device_at: int = -1  # index of the token that waits in the device row as the next input; -1: none
+    device_at: int = (
+        -1
+    )  # index of the token that waits in the device row as the next input; -1: none
     epoch: int = 0  # bumped when what is in flight becomes worthless
     was_admitted: bool = False
 
     # Prefix cache
     salts: list[Salt] = field(default_factory=list)
     keyable: int = 0  # rows below this are told by ids and salts
-    keys: list[tuple[bytes, bool]] = field(default_factory=list)  # of full blocks: (chained key, has media rows)
+    keys: list[tuple[bytes, bool]] = field(
+        default_factory=list
+    )  # of full blocks: (chained key, has media rows)
     published: int = 0  # leading blocks that may be shared: never written again
-    # It has picked a token, so all rows up to there are numbers. Before that nobody knows, and blocks that held bad
-    # ones would make every later request with this beginning fail.
+    # It has picked a token, so all rows up to there are numbers. Before that nobody knows, and
+    # blocks that held bad ones would make every later request with this beginning fail.
     proven: bool = False
 
     @property
@@ -217,7 +250,8 @@ class StageRequest:
             return False
         if not self.spec.paced or self.text_ended:
             return False
-        # `known == launched`: the prompt was closed after all its rows had run; the last one runs again to sample.
+        # `known == launched`: the prompt was closed after all its rows had run; the last one runs
+        # again to sample.
         dry = cursor.launched >= cursor.prompt + self.num_text and cursor.known > cursor.launched
         return dry and cursor.launched < cursor.prompt + self.spec.max_new - 1
 
@@ -228,8 +262,9 @@ class StageRequest:
         self.state, self.since = state, step
 
     def refresh_order(self, max_preemptions: int) -> None:
-        """Priority, then playback deadline (first packets before all others), then arrival. A request that was
-        preempted too often goes before everything, by arrival, so that it cannot be preempted for ever."""
+        """Priority, then playback deadline (first packets before all others), then arrival. A
+        request that was preempted too often goes before everything, by arrival, so that it cannot
+        be preempted for ever."""
         if self.num_preemptions > max_preemptions:
             self.order = (float("-inf"), 0.0, self.arrival)
         else:
@@ -238,7 +273,8 @@ class StageRequest:
 
     @property
     def gap(self) -> int:
-        """The first row that is to be computed and lacks its input, or where its piece of rows begins."""
+        """The first row that is to be computed and lacks its input, or where its piece of rows
+        begins."""
         filled = self.cursor.filled
         return next((span.start for span in self.missing if span.stop > filled), _UNLIMITED)
 
@@ -249,11 +285,14 @@ class StageRequest:
             self.limit = min(cursor.prompt, gap)
             return
         # The last token of the answer is sampled by row `prompt + max_new - 2` and never fed back.
-        supply = _UNLIMITED if self.text_ended or not self.spec.paced else cursor.prompt + self.num_text
+        supply = (
+            _UNLIMITED if self.text_ended or not self.spec.paced else cursor.prompt + self.num_text
+        )
         self.limit = min(supply, cursor.prompt + self.spec.max_new - 1, gap)
 
     def add_input(self, ids: Iterable[int], salts: Sequence[Salt]) -> int:
-        """Appends prompt rows (`OPAQUE` for rows without an id); the cursor is the caller's to move."""
+        """Appends prompt rows (`OPAQUE` for rows without an id); the cursor is the caller's to
+        move."""
         before = len(self.ids)
         self.ids.extend(ids)
         self.salts.extend(salts)

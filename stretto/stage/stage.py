@@ -1,8 +1,8 @@
 """What a host knows of a stage, and what a stage gives back to it. Families write stages.
 
-A stage does no I/O: what concerns it comes as method calls, and what it makes is returned by `poll`. The host moves
-outputs: payloads to the stage behind, here or in another process, and reports to the engine. Nothing in a stage waits.
-All on the loop thread."""
+A stage does no I/O: what concerns it comes as method calls, and what it makes is returned by
+`poll`. The host moves outputs: payloads to the stage behind, here or in another process, and
+reports to the engine. Nothing in a stage waits. All on the loop thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from stretto.types import Mark, RequestId
 
 @dataclass(slots=True, eq=False)
 class ToLink:
-    """The next rows of a request for the stage behind, complete once `event` has fired; None: only the mark."""
+    """The next rows of a request for the stage behind, complete once `event` has fired; None: only
+    the mark."""
 
     link: str
     request: RequestId
@@ -44,8 +45,8 @@ Output = ToLink | ToEngine
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """What the stage before sent of a request. The payload is the receiver's during the call of `accept` only; None:
-    nothing but the mark."""
+    """What the stage before sent of a request. The payload is the receiver's during the call of
+    `accept` only; None: nothing but the mark."""
 
     link: str
     request: RequestId
@@ -54,14 +55,15 @@ class Arrival:
     event: torch.cuda.Event | None = None  # after which device tensors are there
 
     def adopt(self) -> None:
-        """Make the current stream wait for the payload's device tensors, and keep their memory from being used again
-        under it."""
+        """Make the current stream wait for the payload's device tensors, and keep their memory from
+        being used again under it."""
         if self.event is not None and self.payload is not None:
             adopt(self.payload.tensors().values(), self.event)
 
 
 class Stage(Protocol):
-    """One stage of a host. A request uses a link of a stage if both of the link's stages are on the request's way."""
+    """One stage of a host. A request uses a link of a stage if both of the link's stages are on the
+    request's way."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +90,8 @@ class Stage(Protocol):
 
     @property
     def due_ns(self) -> int | None:
-        """When it must be polled again though nothing wakes the loop, by the loop's clock; at least a tick from now."""
+        """When it must be polled again though nothing wakes the loop, by the loop's clock; at least
+        a tick from now."""
         ...
 
     @property
@@ -101,7 +104,8 @@ class Stage(Protocol):
         ...
 
     def admit(self, a: Admit, params: Any, prompt: Prompt) -> None:
-        """A request is coming. `params` are of this stage's type. Keeps nothing of one that it refuses."""
+        """A request is coming. `params` are of this stage's type. Keeps nothing of one that it
+        refuses."""
         ...
 
     def accept(self, arrival: Arrival) -> None:
@@ -125,8 +129,8 @@ class Stage(Protocol):
         ...
 
     def launch(self) -> bool:
-        """Give the device more to do, if there is something. True: it was given, or `poll` has something to return. On
-        a CPU this does the work."""
+        """Give the device more to do, if there is something. True: it was given, or `poll` has
+        something to return. On a CPU this does the work."""
         ...
 
     def forget(self) -> None:

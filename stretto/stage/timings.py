@@ -1,4 +1,5 @@
-"""What a node tells the orchestrator about a request: how it failed, or when its outputs came and how it ended.
+"""What a node tells the orchestrator about a request: how it failed, or when its outputs came and
+how it ended.
 
 Used by nodes, and `failed` by their host; on the loop thread."""
 
@@ -38,12 +39,23 @@ class StageTimings:
             self.marks.append(now)
 
     def deadline(self, each_s: float) -> float | None:
-        """When a listener has played all outputs, who began with the first and plays each for `each_s`."""
+        """When a listener has played all outputs, who began with the first and plays each for
+        `each_s`."""
         return self.marks[0] + each_s * len(self.marks) if self.marks else None
 
     def ended(self, id: RequestId, stage: str, reason: Reason) -> Ended:
         marks, chunks = tuple(self.marks), tuple(self.chunks)
-        return Ended(id, stage, reason.value, self.begun, marks, self.cached, chunks, self.encoded, self.encoded_at)
+        return Ended(
+            id,
+            stage,
+            reason.value,
+            self.begun,
+            marks,
+            self.cached,
+            chunks,
+            self.encoded,
+            self.encoded_at,
+        )
 
 
 def failed(id: RequestId, stage: str, error: StrettoError) -> Failed:

@@ -1,10 +1,11 @@
-"""Warm-up requests: before a host says that it is ready, its stages serve a few of them, by the ordinary path and for
-nobody.
+"""Warm-up requests: before a host says that it is ready, its stages serve a few of them, by the
+ordinary path and for nobody.
 
-What is made on first use is made then: kernels that the device loads when they are first launched, library handles and
-pools that belong to a thread, pinned memory. That is why it happens on the loop thread. A family says what such
-requests are (`StageContext.warm_up`). Nothing of them is left: what the stages say of them is dropped, and what they
-learn, count and keep of them is forgotten. The KV pool and the device rows are written anew by whoever takes them."""
+What is made on first use is made then: kernels that the device loads when they are first launched,
+library handles and pools that belong to a thread, pinned memory. That is why it happens on the loop
+thread. A family says what such requests are (`StageContext.warm_up`). Nothing of them is left: what
+the stages say of them is dropped, and what they learn, count and keep of them is forgotten. The KV
+pool and the device rows are written anew by whoever takes them."""
 
 from __future__ import annotations
 
@@ -132,14 +133,18 @@ def _perform(
     while reports.failed is None and (told.keys() - reports.ended or host.num_requests()):
         if clock() > limit:
             log.warning(
-                "a warm-up request did not end in %.0f s: stages %s", LIMIT_S, sorted(told.keys() - reports.ended)
+                "a warm-up request did not end in %.0f s: stages %s",
+                LIMIT_S,
+                sorted(told.keys() - reports.ended),
             )
             break
         if not host.loop.round():
             host.bell.sleep(1)
     if reports.failed is not None:
         how = logging.INFO if reports.failed.kind in REFUSED else logging.WARNING
-        log.log(how, "a warm-up request failed: %s: %s", reports.failed.stage, reports.failed.message)
+        log.log(
+            how, "a warm-up request failed: %s: %s", reports.failed.stage, reports.failed.message
+        )
     host.handle(Cancel(id), b"")  # what is left, if it did not end
     return reports.failed is None and told.keys() == reports.ended
 

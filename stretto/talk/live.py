@@ -1,8 +1,9 @@
 """`stretto talk --live`: an open microphone in the terminal, over the server's realtime WebSocket.
 
-The server finds turns and is interrupted by speech; this sends what the microphone hears, plays what comes, and falls
-silent at once when it is spoken to. The device's thread fills a queue, a thread of ours sends it, the caller's thread
-reads. Socket, sound and output are given to it, so that a test can be a person."""
+The server finds turns and is interrupted by speech; this sends what the microphone hears, plays
+what comes, and falls silent at once when it is spoken to. The device's thread fills a queue, a
+thread of ours sends it, the caller's thread reads. Socket, sound and output are given to it, so
+that a test can be a person."""
 
 from __future__ import annotations
 
@@ -91,10 +92,16 @@ class LiveTalk:
         return 0
 
     def session(self) -> dict[str, Any]:
-        audio: dict[str, Any] = {"input": {"transcription": {}, "turn_detection": {"type": "server_vad"}}}
+        audio: dict[str, Any] = {
+            "input": {"transcription": {}, "turn_detection": {"type": "server_vad"}}
+        }
         if self.voice:
             audio["output"] = {"voice": self.voice}
-        session: dict[str, Any] = {"type": "realtime", "audio": audio, "instructions": self.system or ""}
+        session: dict[str, Any] = {
+            "type": "realtime",
+            "audio": audio,
+            "instructions": self.system or "",
+        }
         return session | ({"max_output_tokens": self.max_tokens} if self.max_tokens else {})
 
     def _speak(self) -> None:
@@ -117,7 +124,9 @@ class LiveTalk:
                 self.say(f"\nyou> {event['transcript'].strip()}")
             case "response.created":
                 self._answer = Answer(event["response"]["id"])
-            case "response.output_item.added" if answer is not None and ours and event["item"]["type"] == "message":
+            case "response.output_item.added" if (
+                answer is not None and ours and event["item"]["type"] == "message"
+            ):
                 answer.item = event["item"]["id"]
             case "response.output_audio_transcript.delta" if ours:
                 self.out.write(event["delta"])
@@ -146,7 +155,12 @@ class LiveTalk:
         answer.speaker = None
         if answer.item is not None:
             heard_ms = played * 1000 // (2 * MICROPHONE_RATE)
-            self._send("conversation.item.truncate", item_id=answer.item, content_index=0, audio_end_ms=heard_ms)
+            self._send(
+                "conversation.item.truncate",
+                item_id=answer.item,
+                content_index=0,
+                audio_end_ms=heard_ms,
+            )
 
     def finish(self, answer: Answer, response: dict[str, Any]) -> None:
         self.num_answers += 1
@@ -154,15 +168,21 @@ class LiveTalk:
         if response["status"] == "failed":
             self.say(f"! {response['status_details']['error']['message']}")
             return
-        words = {"cancelled": "interrupted", "incomplete": "cut at its limit"}.get(response["status"])
+        words = {"cancelled": "interrupted", "incomplete": "cut at its limit"}.get(
+            response["status"]
+        )
         first = told.get("speech_to_audio_s")
         notes = [
             words,
-            f"{first * 1000:.0f} ms from the end of speech to the first sound" if first is not None else None,
+            f"{first * 1000:.0f} ms from the end of speech to the first sound"
+            if first is not None
+            else None,
         ]
         self.say("".join(f" ({n})" for n in notes if n))
         if self.save is not None and answer.pcm:
-            self.num_saved, _ = save_answer(self.save, self.num_saved + 1, MICROPHONE_RATE, b"".join(answer.pcm))
+            self.num_saved, _ = save_answer(
+                self.save, self.num_saved + 1, MICROPHONE_RATE, b"".join(answer.pcm)
+            )
 
     def say(self, text: str) -> None:
         self.out.write(text + "\n")
@@ -198,7 +218,8 @@ class Recorded:
 
 
 def realtime_url(api_root: str) -> str:
-    """The WebSocket beside an API's other routes: `http://host/v1/` becomes `ws://host/v1/realtime`."""
+    """The WebSocket beside an API's other routes: `http://host/v1/` becomes
+    `ws://host/v1/realtime`."""
     parts = urlsplit(api_root)
     scheme = {"http": "ws", "https": "wss"}[parts.scheme]
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + "/realtime", "", ""))

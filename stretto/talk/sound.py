@@ -51,7 +51,8 @@ class SoundDevice(Protocol):
     def record(self, rate: int) -> Recording: ...
 
     def listen(self, rate: int, take: Callable[[bytes], None]) -> Listening:
-        """An open microphone; `take` gets 16-bit samples on the device's thread, and must not wait."""
+        """An open microphone; `take` gets 16-bit samples on the device's thread, and must not
+        wait."""
         ...
 
 
@@ -91,7 +92,9 @@ class PlayBuffer:
 class _Speaker:
     def __init__(self, module: Any, rate: int) -> None:
         self.buffer = PlayBuffer()
-        self.stream = module.RawOutputStream(samplerate=rate, channels=1, dtype="int16", callback=self._play)
+        self.stream = module.RawOutputStream(
+            samplerate=rate, channels=1, dtype="int16", callback=self._play
+        )
         self.stream.start()
 
     def _play(self, out: Any, frames: int, time: Any, status: Any) -> None:
@@ -118,7 +121,9 @@ class _Speaker:
 class _Listening:
     def __init__(self, module: Any, rate: int, take: Callable[[bytes], None]) -> None:
         self.take = take
-        self.stream = module.RawInputStream(samplerate=rate, channels=1, dtype="int16", callback=self._hear)
+        self.stream = module.RawInputStream(
+            samplerate=rate, channels=1, dtype="int16", callback=self._hear
+        )
         self.stream.start()
 
     def _hear(self, data: Any, frames: int, time: Any, status: Any) -> None:
@@ -132,7 +137,9 @@ class _Listening:
 class _Recording:
     def __init__(self, module: Any, rate: int) -> None:
         self.pieces: list[bytes] = []
-        self.stream = module.RawInputStream(samplerate=rate, channels=1, dtype="int16", callback=self._take)
+        self.stream = module.RawInputStream(
+            samplerate=rate, channels=1, dtype="int16", callback=self._take
+        )
         self.stream.start()
 
     def _take(self, data: Any, frames: int, time: Any, status: Any) -> None:
@@ -159,7 +166,8 @@ class _Device:
 
 
 def find_sound() -> SoundDevice | NoSound:
-    """The machine's sound, or why there is none. Importing the package is what can fail, so it happens here."""
+    """The machine's sound, or why there is none. Importing the package is what can fail, so it
+    happens here."""
     try:
         module = import_module("sounddevice")
     except ImportError:

@@ -1,4 +1,5 @@
-"""A conversation in the terminal: reads lines, asks, shows the words as they come, plays or saves the speech.
+"""A conversation in the terminal: reads lines, asks, shows the words as they come, plays or saves
+the speech.
 
 What it reads from, writes to and asks is given to it, so that a test can be a person."""
 
@@ -130,7 +131,8 @@ class Talk:
     # --- an answer
 
     def answer(self, parts: list[dict[str, Any]]) -> None:
-        """Ask, and show and play what comes. The conversation grows only by questions that were answered."""
+        """Ask, and show and play what comes. The conversation grows only by questions that were
+        answered."""
         question = {"role": "user", "content": [*self.images, *parts]}
         aloud = self.speak and not (isinstance(self.sound, NoSound) and self.save is None)
         speaker: Speaker | None = None

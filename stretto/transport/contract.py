@@ -1,48 +1,56 @@
 """The connector contract: what the two ends of a link promise, whichever transport is below.
 
-A link is one way and joins two processes. The receiving side *listens* and gets a `Receiver`, whose `endpoint` travels
-over the control plane to the sending side, which *connects* and gets a `Sender`. One receiver serves one sender for one
-generation; after a death or a close, both sides start again with a new `listen` and a higher generation.
-One contract suite (`tests/contract/`) runs the rules below against every connector.
+A link is one way and joins two processes. The receiving side *listens* and gets a `Receiver`, whose
+`endpoint` travels over the control plane to the sending side, which *connects* and gets a `Sender`.
+One receiver serves one sender for one generation; after a death or a close, both sides start again
+with a new `listen` and a higher generation. One contract suite (`tests/contract/`) runs the rules
+below against every connector.
 
-**Threads.** `put`, `progress` and `take` may wait, so only the link's courier threads call them, one thread per end.
-All other methods never block and may be called from any thread.
+**Threads.** `put`, `progress` and `take` may wait, so only the link's courier threads call them,
+one thread per end. All other methods never block and may be called from any thread.
 
 **Order.** `take` yields the chunks in the order of `put`, each exactly once, whole.
 
-**Ownership.** A `put` that returns True has taken over the chunk: the connector calls `chunk.release()` as soon as it
-no longer reads the tensors. A `put` that returns False or raises leaves the chunk with the caller. Device tensors are
-copied to the host asynchronously, at most `options.copies` chunks at a time. Their chunks are sent in order as the
-copies finish, by `progress`, which the thread that puts calls until it returns 0. Memory that such a copy reads or
-writes is freed only when the copy is done, however the link ends. A taken chunk's tensors are views of the connector's
-memory and stay valid until its `release()`, also after `close()`. Releasing twice is allowed and does nothing.
+**Ownership.** A `put` that returns True has taken over the chunk: the connector calls
+`chunk.release()` as soon as it no longer reads the tensors. A `put` that returns False or raises
+leaves the chunk with the caller. Device tensors are copied to the host asynchronously, at most
+`options.copies` chunks at a time. Their chunks are sent in order as the copies finish, by
+`progress`, which the thread that puts calls until it returns 0. Memory that such a copy reads or
+writes is freed only when the copy is done, however the link ends. A taken chunk's tensors are views
+of the connector's memory and stay valid until its `release()`, also after `close()`. Releasing
+twice is allowed and does nothing.
 
-**Credits.** At most `options.slots` chunks are between `put` and `release`. Without a credit `put` waits, and returns
-False when the timeout passes: that is backpressure, not a fault, and nothing was sent. Chunks are never dropped and
-never buffered beyond the credits. Only the receiver's `release` (or a refusal, or a purge) returns one.
+**Credits.** At most `options.slots` chunks are between `put` and `release`. Without a credit `put`
+waits, and returns False when the timeout passes: that is backpressure, not a fault, and nothing was
+sent. Chunks are never dropped and never buffered beyond the credits. Only the receiver's `release`
+(or a refusal, or a purge) returns one.
 
-**Purge.** `purge(request)` drops the chunks of `request`, those not yet taken and those still to come. The receiver
-skips them inside `take` and returns their credits; the sender's `put` discards them (releases the chunk, returns
-True). The inbox ignores those already taken. Each end is told by its own control message, so a purge never waits
-behind data. See `Fences`.
+**Purge.** `purge(request)` drops the chunks of `request`, those not yet taken and those still to
+come. The receiver skips them inside `take` and returns their credits; the sender's `put` discards
+them (releases the chunk, returns True). The inbox ignores those already taken. Each end is told by
+its own control message, so a purge never waits behind data. See `Fences`.
 
-**Closing.** After the sender's `close`, the receiver takes what was put and then gets `LinkClosed` from every call.
-After the receiver's `close`, the sender gets `LinkClosed` at once. A blocked `put` or `take` returns with `LinkClosed`
-when its own end is closed by another thread. `close` is idempotent, joins the threads that the end started, and frees
-descriptors and memory (memory under a lease is freed by the last `release`).
+**Closing.** After the sender's `close`, the receiver takes what was put and then gets `LinkClosed`
+from every call. After the receiver's `close`, the sender gets `LinkClosed` at once. A blocked `put`
+or `take` returns with `LinkClosed` when its own end is closed by another thread. `close` is
+idempotent, joins the threads that the end started, and frees descriptors and memory (memory under a
+lease is freed by the last `release`).
 
-**Death** of the peer is reported differently: `PeerDead`, at both ends, within `DEATH_S`, from `put`, `take` and
-`check` alike, also on an idle link, and from then on always. A receiver may first return chunks that had arrived
-whole, never a partial one. Nothing stays behind: no segment, file, descriptor or thread.
+**Death** of the peer is reported differently: `PeerDead`, at both ends, within `DEATH_S`, from
+`put`, `take` and `check` alike, also on an idle link, and from then on always. A receiver may first
+return chunks that had arrived whole, never a partial one. Nothing stays behind: no segment, file,
+descriptor or thread.
 
-**Refusal.** A chunk that arrives corrupted or in another version is dropped by `take`, which returns its credit and
-raises `Corrupt` or `VersionMismatch` (with the request, if the header could be read). The sender is told. It knows the
-request of each chunk in flight, and `refusals()` returns a `ChunkRefused` that names it. The link goes on. A chunk that
-can never be sent (larger than a slot) is a `PutFailed`, at once.
+**Refusal.** A chunk that arrives corrupted or in another version is dropped by `take`, which
+returns its credit and raises `Corrupt` or `VersionMismatch` (with the request, if the header could
+be read). The sender is told. It knows the request of each chunk in flight, and `refusals()` returns
+a `ChunkRefused` that names it. The link goes on. A chunk that can never be sent (larger than a
+slot) is a `PutFailed`, at once.
 
-**Authentication.** A link has a secret (`options.secret`), fresh for every generation, without which neither end opens
-(`Invalid`). A peer that does not prove that it holds the secret gets no further: nothing that it sends is kept, its
-connection is closed, and it does not keep the invited sender out.
+**Authentication.** A link has a secret (`options.secret`), fresh for every generation, without
+which neither end opens (`Invalid`). A peer that does not prove that it holds the secret gets no
+further: nothing that it sends is kept, its connection is closed, and it does not keep the invited
+sender out.
 
 **Names.** No text from a client appears in an address, a file name or a segment name.
 """
@@ -75,7 +83,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Z
 class Dtype(StrEnum):
     """Element types that may cross a link; the value is torch's own name."""
 
-    __hash__ = str.__hash__  # an enum's own is Python code, and these are looked up with every chunk
+    __hash__ = (
+        str.__hash__
+    )  # an enum's own is Python code, and these are looked up with every chunk
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -99,10 +109,13 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a chunk is, apart from its bytes. Build one with `wire.chunk`, which lays out the tensor table."""
+    """What a chunk is, apart from its bytes. Build one with `wire.chunk`, which lays out the tensor
+    table."""
 
     version: Count
-    request: Annotated[RequestId, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9_.:-]+\Z")]
+    request: Annotated[
+        RequestId, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9_.:-]+\Z")
+    ]
     seq: Count
     start: Count
     stop: Count
@@ -132,8 +145,8 @@ class CopyEvent(Protocol):
 class Chunk:
     """A header with its tensors, and the lease that keeps them valid.
 
-    Host tensors need no event. Device tensors come with the event that was recorded after their last write: a reader
-    makes its stream wait for it."""
+    Host tensors need no event. Device tensors come with the event that was recorded after their
+    last write: a reader makes its stream wait for it."""
 
     header: ChunkHeader
     tensors: Mapping[str, torch.Tensor]
@@ -141,7 +154,8 @@ class Chunk:
     event: torch.cuda.Event | None = None
 
     def release(self) -> None:
-        """Give the memory back. The tensors must not be used afterwards, so the chunk drops them."""
+        """Give the memory back. The tensors must not be used afterwards, so the chunk drops
+        them."""
         lease, self.lease = self.lease, None
         self.tensors = _RELEASED
         if lease is not None:
@@ -154,8 +168,8 @@ _RELEASED: Mapping[str, torch.Tensor] = MappingProxyType({})
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a receiver listens. Travels over the control plane; holds no secret and no client text.
 
-    `generation` tells a restarted listener from its predecessor. `nonce` (random, hex) makes every endpoint different.
-    `details` belongs to the connector (a session name, a seal)."""
+    `generation` tells a restarted listener from its predecessor. `nonce` (random, hex) makes every
+    endpoint different. `details` belongs to the connector (a session name, a seal)."""
 
     connector: Name
     link: Name
@@ -169,22 +183,30 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """How a link is set up. Both ends get the same, but for `slots` and `slot_bytes`, which the listener decides
-    and the endpoint carries."""
+    """How a link is set up. Both ends get the same, but for `slots` and `slot_bytes`, which the
+    listener decides and the endpoint carries."""
 
     slots: int = 32
     slot_bytes: int = 1 << 20  # of an encoded chunk, prefix and header included
     generation: int = 0
-    checksum: bool | None = None  # of blobs; None: the connector's default (on for networks, off in memory)
+    checksum: bool | None = (
+        None  # of blobs; None: the connector's default (on for networks, off in memory)
+    )
     copies: int = 4  # chunks whose tensors may be in copy from the device at a time
-    zero_copy: bool = True  # off: encode into a bytes object first, then copy it (an oracle; same bytes)
+    zero_copy: bool = (
+        True  # off: encode into a bytes object first, then copy it (an oracle; same bytes)
+    )
     connect_timeout_s: float = 5.0
     host: str = "127.0.0.1"  # interface that a network connector binds
     secret: bytes | None = field(default=None, repr=False)  # known to the two ends only
     details: Mapping[str, str] = field(default_factory=dict)  # settings of one connector
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.slot_bytes, self.copies) < 1 or self.generation < 0 or self.connect_timeout_s <= 0:
+        if (
+            min(self.slots, self.slot_bytes, self.copies) < 1
+            or self.generation < 0
+            or self.connect_timeout_s <= 0
+        ):
             raise ValueError(f"not link options: {self}")
 
 
@@ -196,7 +218,9 @@ class OnLink(StrettoError):
     request: RequestId | None
 
     def __init__(self, message: str, *, link: str = "", request: RequestId | None = None) -> None:
-        where = ", ".join(part for part in (link and f"link {link}", request and f"request {request}") if part)
+        where = ", ".join(
+            part for part in (link and f"link {link}", request and f"request {request}") if part
+        )
         super().__init__(f"{message} ({where})" if where else message)
         self.message = message
         self.link = link
@@ -240,9 +264,10 @@ class Sender(Protocol):
         ...
 
     def progress(self, *, wait: bool) -> int:
-        """Send the chunks whose copies from the device have finished; with `wait`, wait for the first copy that has
-        not. Returns how many are still to be sent. Raises `PeerDead` or `LinkClosed` as `put` does; a chunk that could
-        not be sent after its copy is in `refusals()`. For the thread that puts."""
+        """Send the chunks whose copies from the device have finished; with `wait`, wait for the
+        first copy that has not. Returns how many are still to be sent. Raises `PeerDead` or
+        `LinkClosed` as `put` does; a chunk that could not be sent after its copy is in
+        `refusals()`. For the thread that puts."""
         ...
 
     def credits(self) -> int:
@@ -269,7 +294,8 @@ class Receiver(Protocol):
     def endpoint(self) -> Endpoint: ...
 
     def take(self, timeout: float) -> Chunk | None:
-        """The next chunk, or None when none came within `timeout` seconds (also while no sender has connected)."""
+        """The next chunk, or None when none came within `timeout` seconds (also while no sender has
+        connected)."""
         ...
 
     def credits(self) -> int:
@@ -279,14 +305,16 @@ class Receiver(Protocol):
     def purge(self, request: RequestId) -> None: ...
 
     def check(self) -> None:
-        """Raise what a `take` would raise after the last chunk (`PeerDead`, `LinkClosed`), if anything."""
+        """Raise what a `take` would raise after the last chunk (`PeerDead`, `LinkClosed`), if
+        anything."""
         ...
 
     def close(self) -> None: ...
 
 
 class Connector(Protocol):
-    """Makes ends. Stateless as far as callers see; a connector class is registered under its `name`."""
+    """Makes ends. Stateless as far as callers see; a connector class is registered under its
+    `name`."""
 
     name: ClassVar[str]
 
@@ -295,8 +323,9 @@ class Connector(Protocol):
         ...
 
     def connect(self, endpoint: Endpoint, options: LinkOptions) -> Sender:
-        """Connect to the receiver at `endpoint`. `PeerDead` if nobody answers in `options.connect_timeout_s`,
-        `WireError` if the endpoint was changed or the listener is another (generation, nonce, secret)."""
+        """Connect to the receiver at `endpoint`. `PeerDead` if nobody answers in
+        `options.connect_timeout_s`, `WireError` if the endpoint was changed or the listener is
+        another (generation, nonce, secret)."""
         ...
 
 
@@ -304,8 +333,9 @@ class Connector(Protocol):
 class Fences:
     """Which requests are no longer wanted: the memory of `purge`, for all connectors.
 
-    Bounded; the oldest entry is removed first. A removed entry costs only a late chunk, which the inbox ignores.
-    `stale` is one dict lookup, so a courier may call it while another thread purges."""
+    Bounded; the oldest entry is removed first. A removed entry costs only a late chunk, which the
+    inbox ignores. `stale` is one dict lookup, so a courier may call it while another thread
+    purges."""
 
     limit: int = 4096
     over: OrderedDict[RequestId, None] = field(default_factory=OrderedDict)

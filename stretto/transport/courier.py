@@ -1,11 +1,12 @@
 """The couriers: the only threads that wait for a link, so that a stage loop never does.
 
-    loop --offer--> [queue] --Outgoing: put--> connector --Incoming: take, upload--> [queue] --poll--> loop
+    loop --offer--> [queue] --Outgoing: put--> connector --Incoming: take, upload--> [queue]
+    --poll--> loop
 
-Each end of a link has one courier with one thread. The methods that the stage loop calls (`offer`, `poll`, `faults`,
-`purge`) never block. Every failure is a typed error in `faults()`: counted, with the request named where it is known,
-and the loop is woken. A failed put or a refused chunk fails its request, and the link goes on. A dead or closed peer
-ends the link."""
+Each end of a link has one courier with one thread. The methods that the stage loop calls (`offer`,
+`poll`, `faults`, `purge`) never block. Every failure is a typed error in `faults()`: counted, with
+the request named where it is known, and the loop is woken. A failed put or a refused chunk fails
+its request, and the link goes on. A dead or closed peer ends the link."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ from stretto.types import RequestId
 GRACE_S = 0.002
 """How long the receiving courier waits for the next chunk while uploads hold a few slots."""
 HEARTBEAT_S = 0.1
-"""How long a courier waits before it checks whether its peer is alive. Data does not wait for it."""
+"""How long a courier waits before it checks whether its peer is alive. Data does not wait for
+it."""
 
 
 class CourierBug(OnLink, Bug):
@@ -67,8 +69,9 @@ class Uploader(Protocol):
 class Outgoing:
     """The sending end's courier. All public methods are for the stage loop's thread.
 
-    `stream` is where it copies device rows to the link's slots. It starts the copies of several chunks before it waits
-    for the first. With `async_d2h` off, `offer` itself copies the rows to the host and waits for them."""
+    `stream` is where it copies device rows to the link's slots. It starts the copies of several
+    chunks before it waits for the first. With `async_d2h` off, `offer` itself copies the rows to
+    the host and waits for them."""
 
     def __init__(
         self,
@@ -88,7 +91,9 @@ class Outgoing:
         self._sender = sender
         self._stream = stream
         self._async_d2h = async_d2h
-        self._pending: deque[tuple[float, int, RequestId, bool]] = deque()  # put, but not sent: since when, bytes, ...
+        self._pending: deque[tuple[float, int, RequestId, bool]] = (
+            deque()
+        )  # put, but not sent: since when, bytes, ...
         self._wake = wake
         self._clock = clock
         self._queue: Handoff[tuple[float, Chunk]] = Handoff(capacity)
@@ -97,7 +102,8 @@ class Outgoing:
         self._polled = clock()
         self._wake_wanted = False  # the loop waits for room
         self._abandon = False  # closing, and the rest is not to be sent
-        # A daemon, so that a host whose loop died exits and is restarted; in good order `close` joins it.
+        # A daemon, so that a host whose loop died exits and is restarted; in good order `close`
+        # joins it.
         self._thread = threading.Thread(target=self._run, name=f"stretto-out-{link}", daemon=True)
 
     def start(self) -> None:
@@ -109,14 +115,17 @@ class Outgoing:
         return self._queue.closed
 
     def offer(self, chunk: Chunk) -> bool:
-        """Take over a chunk. False: no room (the loop is woken when there is), or the link has ended."""
-        if not self._async_d2h and not self._queue.full:  # only the loop fills the queue, so the room stays
+        """Take over a chunk. False: no room (the loop is woken when there is), or the link has
+        ended."""
+        if (
+            not self._async_d2h and not self._queue.full
+        ):  # only the loop fills the queue, so the room stays
             _move_to_host(chunk)
         item = (self._clock(), chunk)
         accepted = self._queue.offer(item)
         if not accepted:
-            # Ask for a wake-up first and then try again: the courier may have emptied the queue in between, and would
-            # then have nothing left to wake the loop for.
+            # Ask for a wake-up first and then try again: the courier may have emptied the queue in
+            # between, and would then have nothing left to wake the loop for.
             self._wake_wanted = True
             accepted = self._queue.offer(item)
         self.metrics.queued = len(self._queue)
@@ -135,7 +144,8 @@ class Outgoing:
         return self._faults.take()
 
     def close(self, *, drain: bool = True, timeout: float = 5.0) -> None:
-        """Send what is queued (or drop it), close the sender, join the thread. Waits; for the end of a host."""
+        """Send what is queued (or drop it), close the sender, join the thread. Waits; for the end
+        of a host."""
         self._abandon = self._abandon or not drain
         self._queue.close()
         if self._thread.is_alive() and drain:
@@ -162,7 +172,8 @@ class Outgoing:
         self._wake()
 
     def _step(self) -> bool:
-        # While copies run, do not wait for the queue: with nothing more to start, wait for the copies.
+        # While copies run, do not wait for the queue: with nothing more to start, wait for the
+        # copies.
         item = self._queue.poll() if self._pending else self._queue.wait_item(HEARTBEAT_S)
         if item is None and self._pending:
             self._progress(wait=True)
@@ -174,7 +185,9 @@ class Outgoing:
         if item is None:
             if not self._queue.closed:
                 self._sender.check()
-            return not self._queue.closed or len(self._queue) > 0  # asked second: what came before the end is sent
+            return (
+                not self._queue.closed or len(self._queue) > 0
+            )  # asked second: what came before the end is sent
         since, chunk = item
         self.metrics.queued = len(self._queue)
         self.metrics.queue.observe(now - since)
@@ -199,7 +212,9 @@ class Outgoing:
         except (PeerDead, LinkClosed) as error:
             chunk.release()
             raise type(error)(error.message, link=self.metrics.link, request=request) from error
-        self._progress(wait=False)  # outside: an error here may be about another chunk, and this one is the sender's
+        self._progress(
+            wait=False
+        )  # outside: an error here may be about another chunk, and this one is the sender's
 
     def _put(self, chunk: Chunk) -> None:
         metrics = self.metrics
@@ -232,11 +247,13 @@ class Outgoing:
         """Read credits and refusals. Not with every chunk: each of these may be a system call."""
         self.metrics.credits = self._sender.credits()
         for refused in self._sender.refusals():
-            self._faults.add(ChunkRefused(refused.message, link=self.metrics.link, request=refused.request))
+            self._faults.add(
+                ChunkRefused(refused.message, link=self.metrics.link, request=refused.request)
+            )
 
     def _end(self, error: OnLink) -> None:
-        """The link is over: report a fault for each request that had a chunk in flight (or one fault without a
-        request, if none had)."""
+        """The link is over: report a fault for each request that had a chunk in flight (or one
+        fault without a request, if none had)."""
         self._queue.close()
         requests = {request for _start, _size, request, _on_device in self._pending}
         if error.request is not None:
@@ -282,7 +299,9 @@ class Incoming:
         self._fences = Fences()
         self._closing = False
         self._polled = clock()
-        self._thread = threading.Thread(target=self._run, name=f"stretto-in-{link}", daemon=True)  # as in Outgoing
+        self._thread = threading.Thread(
+            target=self._run, name=f"stretto-in-{link}", daemon=True
+        )  # as in Outgoing
 
     def start(self) -> None:
         self._thread.start()
@@ -313,7 +332,8 @@ class Incoming:
         return self._faults.take()
 
     def close(self, *, timeout: float = 5.0) -> None:
-        """Close the receiver, join the thread, release what was not polled. Waits; for the end of a host."""
+        """Close the receiver, join the thread, release what was not polled. Waits; for the end of a
+        host."""
         self._closing = True
         self._queue.close()
         self._receiver.close()
@@ -353,8 +373,9 @@ class Incoming:
         return not self._closing
 
     def _timeout(self, uploading: int) -> float:
-        """How long to wait for the next chunk. Uploads hold slots. While they hold few, waiting lets the next upload
-        queue behind theirs; when they hold more than half of the slots, finish them first: the sender needs slots."""
+        """How long to wait for the next chunk. Uploads hold slots. While they hold few, waiting
+        lets the next upload queue behind theirs; when they hold more than half of the slots, finish
+        them first: the sender needs slots."""
         if not uploading:
             return HEARTBEAT_S
         return GRACE_S if 2 * uploading <= self._receiver.endpoint.slots else 0.0

@@ -1,4 +1,5 @@
-"""What passes between a stage loop and a courier: a bounded queue of chunks, and a queue of errors."""
+"""What passes between a stage loop and a courier: a bounded queue of chunks, and a queue of
+errors."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ T = TypeVar("T")
 
 
 class AutoResetEvent:
-    """An event for one waiting thread that a successful `wait` clears. Setting it twice wakes the thread once.
+    """An event for one waiting thread that a successful `wait` clears. Setting it twice wakes the
+    thread once.
 
-    A bare lock that is held while the event is clear: several times faster than a condition variable, which is Python
-    code over two locks. No wake-up is lost, because the event stays set until a wait: check the state, then wait, then
-    check again."""
+    A bare lock that is held while the event is clear: several times faster than a condition
+    variable, which is Python code over two locks. No wake-up is lost, because the event stays set
+    until a wait: check the state, then wait, then check again."""
 
     __slots__ = ("_clear",)
 
@@ -42,7 +44,8 @@ class AutoResetEvent:
 
 
 class Handoff(Generic[T]):
-    """A bounded queue between one producer and one consumer thread. Only methods with `wait` in the name wait.
+    """A bounded queue between one producer and one consumer thread. Only methods with `wait` in the
+    name wait.
 
     It needs no lock: a deque's append and pop are atomic, and each side does only one of them."""
 
@@ -62,7 +65,8 @@ class Handoff(Generic[T]):
 
     @property
     def full(self) -> bool:
-        """An offer would be refused now. For the producer, for whom False stays False until its next offer."""
+        """An offer would be refused now. For the producer, for whom False stays False until its
+        next offer."""
         return self._closed or len(self._items) >= self._capacity
 
     def offer(self, item: T) -> bool:
@@ -111,7 +115,8 @@ class Faults:
     _queue: deque[StrettoError] = field(default_factory=deque)
 
     def add(self, error: StrettoError) -> None:
-        # A close in good order is reported too, since requests may depend on the link, but it is not worth a warning.
+        # A close in good order is reported too, since requests may depend on the link, but it is
+        # not worth a warning.
         level = logging.INFO if isinstance(error, Gone) else logging.WARNING
         log.log(level, "link %s: %s: %s", self.metrics.link, type(error).__name__, error)
         self.metrics.error(error)

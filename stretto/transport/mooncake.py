@@ -1,15 +1,18 @@
-"""The connector between machines with RDMA: Mooncake's Transfer Engine writes chunks into the receiver's memory.
+"""The connector between machines with RDMA: Mooncake's Transfer Engine writes chunks into the
+receiver's memory.
 
-Called by the two courier threads of a link; the engine's own threads (one engine per process, for all links) move the
-bytes. The receiver registers memory for its slots and puts the address into its endpoint. The sender encodes into a
-slot of its own, registered too, writes it into the same slot of the receiver, and announces it on the link's ZeroMQ
-connection (`zmqsocket`), which also returns the credits, reports a death and authenticates the peer. The engine's own
-notifications are polled and cost about a millisecond; a note wakes the receiver at once.
+Called by the two courier threads of a link; the engine's own threads (one engine per process, for
+all links) move the bytes. The receiver registers memory for its slots and puts the address into its
+endpoint. The sender encodes into a slot of its own, registered too, writes it into the same slot of
+the receiver, and announces it on the link's ZeroMQ connection (`zmqsocket`), which also returns the
+credits, reports a death and authenticates the peer. The engine's own notifications are polled and
+cost about a millisecond; a note wakes the receiver at once.
 
-`details`: `protocol` (`tcp`, the default, or `rdma`) and `device` (names of RDMA devices, empty for all).
-The engine itself has no authentication: whoever reaches its port can write to registered memory. Blob checksums are on,
-and the wire format refuses damaged chunks, but use it on trusted networks only. Needs the optional extra
-`stretto[mooncake]` and, from the distribution, libibverbs1 and libnuma1."""
+`details`: `protocol` (`tcp`, the default, or `rdma`) and `device` (names of RDMA devices, empty for
+all). The engine itself has no authentication: whoever reaches its port can write to registered
+memory. Blob checksums are on, and the wire format refuses damaged chunks, but use it on trusted
+networks only. Needs the optional extra `stretto[mooncake]` and, from the distribution, libibverbs1
+and libnuma1."""
 
 from __future__ import annotations
 
@@ -34,14 +37,17 @@ if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
 DEVICES = Path("/sys/class/infiniband")
-_HANDSHAKE = "P2PHANDSHAKE"  # the engine's name for: no metadata server, peers exchange metadata directly
+_HANDSHAKE = (
+    "P2PHANDSHAKE"  # the engine's name for: no metadata server, peers exchange metadata directly
+)
 
 
 class MooncakeConnector:
     name: ClassVar[str] = "mooncake"
 
     def __init__(self) -> None:
-        _import_engine()  # now, so that a missing package is an error of the configuration, not of the first link
+        # now, so that a missing package is an error of the configuration, not of the first link
+        _import_engine()
 
     def listen(self, link: str, options: LinkOptions) -> SlotReceiver:
         check_options(link, options)
@@ -53,7 +59,10 @@ class MooncakeConnector:
         except Invalid:
             listener.close()
             raise
-        details = {"session": f"{address.rpartition(':')[0]}:{memory.port}", "base": str(memory.base)}
+        details = {
+            "session": f"{address.rpartition(':')[0]}:{memory.port}",
+            "base": str(memory.base),
+        }
         endpoint = make_endpoint(self.name, link, options, address, nonce, details)
         listener.expect(endpoint)
         return SlotReceiver(endpoint, _MooncakeReceiveTransport(listener, memory))
@@ -66,7 +75,9 @@ class MooncakeConnector:
         except Invalid:
             dialer.close()
             raise
-        return SlotSender(endpoint, options, _MooncakeSendTransport(endpoint, dialer, memory), checksum=True)
+        return SlotSender(
+            endpoint, options, _MooncakeSendTransport(endpoint, dialer, memory), checksum=True
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,8 @@ def _import_engine() -> Callable[[], TransferEngine]:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise Invalid(
-            f"connector 'mooncake' needs the extra stretto[mooncake], and libibverbs1 and libnuma1: {error}",
+            f"connector 'mooncake' needs the extra stretto[mooncake], and libibverbs1 and "
+            f"libnuma1: {error}",
             param="connector",
         ) from error
     return cast(Callable[[], TransferEngine], TransferEngine)
@@ -100,14 +112,16 @@ def _check_devices(wanted: _Wanted) -> None:
     if wanted.protocol == "rdma" and (not there or wanted.device not in ("", *there)):
         what = f"no RDMA device {wanted.device!r}" if there and wanted.device else "no RDMA device"
         raise Invalid(
-            f"connector 'mooncake' with protocol=rdma: this machine has {what} (found: {', '.join(there) or 'none'})",
+            f"connector 'mooncake' with protocol=rdma: this machine has {what} (found: "
+            f"{', '.join(there) or 'none'})",
             param="link_details",
         )
 
 
 @dataclass(slots=True)
 class _Engines:
-    """The process's engines, each kept as long as a link uses it. An engine owns threads and a port."""
+    """The process's engines, each kept as long as a link uses it. An engine owns threads and a
+    port."""
 
     _engines: dict[_Wanted, tuple[TransferEngine, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -116,12 +130,15 @@ class _Engines:
         with self._lock:
             engine, users = self._engines.get(wanted, (None, 0))
             if engine is None:
-                # Read by the engine when it starts. Its own default lets a write to a frozen peer wait for 30 s.
+                # Read by the engine when it starts. Its own default lets a write to a frozen peer
+                # wait for 30 s.
                 os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
                 _check_devices(wanted)
                 engine = _import_engine()()
                 if engine.initialize(wanted.host, _HANDSHAKE, wanted.protocol, wanted.device) != 0:
-                    raise Invalid(f"Mooncake's transfer engine does not start: {wanted}", param="connector")
+                    raise Invalid(
+                        f"Mooncake's transfer engine does not start: {wanted}", param="connector"
+                    )
             self._engines[wanted] = (engine, users + 1)
             return engine
 
@@ -147,14 +164,17 @@ class _SlotMemory:
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if self.engine.register_memory(self.base, slots * self.stride) != 0:
             _engines.release(wanted)
-            raise Invalid(f"Mooncake cannot register {slots * self.stride} bytes", param="slot_bytes")
+            raise Invalid(
+                f"Mooncake cannot register {slots * self.stride} bytes", param="slot_bytes"
+            )
 
     @property
     def port(self) -> int:
         return int(self.engine.get_rpc_port())
 
     def close(self) -> None:
-        """The engine may not write here from now on; taken chunks keep their memory until they are released."""
+        """The engine may not write here from now on; taken chunks keep their memory until they are
+        released."""
         self.engine.unregister_memory(self.base)
         del self.engine
         self.slots = []
@@ -178,7 +198,12 @@ class _MooncakeSendTransport:
     def send_chunk(self, slot: int, seq: int, size: int) -> None:
         memory = self._memory
         at = slot * memory.stride
-        if memory.engine.transfer_sync_write(self._session, memory.base + at, self._remote + at, size) != 0:
+        if (
+            memory.engine.transfer_sync_write(
+                self._session, memory.base + at, self._remote + at, size
+            )
+            != 0
+        ):
             raise PutFailed("Mooncake could not write the chunk")
         self._dialer.send_note(Kind.CHUNK, slot, seq, size)
 

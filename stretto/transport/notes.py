@@ -1,7 +1,9 @@
-"""Notes and transports: what `slots` needs from shm, tcp and mooncake, and how slots are laid out in memory.
+"""Notes and transports: what `slots` needs from shm, tcp and mooncake, and how slots are laid out
+in memory.
 
-A note is a small control message beside the data: a chunk lies in this slot, this slot is free again, closing. Called
-by the ends of a link, on their courier's thread unless a method says otherwise."""
+A note is a small control message beside the data: a chunk lies in this slot, this slot is free
+again, closing. Called by the ends of a link, on their courier's thread unless a method says
+otherwise."""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ class Kind(IntEnum):
 
 
 Note = tuple[int, int, int, int, int]
-"""Kind, slot, seq, size, generation: 32 bytes. A bare tuple, since one is made and read for every chunk. Its transport
-(a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at all; the chunk's checksum is in its
-prefix."""
+"""Kind, slot, seq, size, generation: 32 bytes. A bare tuple, since one is made and read for every
+chunk. Its transport (a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at all;
+the chunk's checksum is in its prefix."""
 
 _NOTE = struct.Struct("<IIQQQ")
 NOTE_BYTES = _NOTE.size
@@ -36,11 +38,13 @@ unpack_notes = _NOTE.iter_unpack
 
 
 class Hangup(Exception):
-    """The transport has lost its peer. Internal: the ends turn it into `PeerDead` or `LinkClosed`."""
+    """The transport has lost its peer. Internal: the ends turn it into `PeerDead` or
+    `LinkClosed`."""
 
 
 def stride_of(slot_bytes: int) -> int:
-    """Slots start on pages, so that a view of one is aligned for any element, and for registration."""
+    """Slots start on pages, so that a view of one is aligned for any element, and for
+    registration."""
     return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -55,7 +59,8 @@ class SendTransport(Protocol):
     """What a `SlotSender` sends with."""
 
     detects_hangup: bool
-    """Whether `send_chunk` itself fails when the peer has left; if not, notes are read before each."""
+    """Whether `send_chunk` itself fails when the peer has left; if not, notes are read before
+    each."""
 
     @property
     def pages(self) -> Sequence[wire.Page]:
@@ -63,15 +68,18 @@ class SendTransport(Protocol):
         ...
 
     def send_chunk(self, slot: int, seq: int, size: int) -> None:
-        """Send the chunk that lies in the slot. `Hangup` if the peer is known to be gone, or `PutFailed`."""
+        """Send the chunk that lies in the slot. `Hangup` if the peer is known to be gone, or
+        `PutFailed`."""
         ...
 
     def notes(self, timeout: float) -> list[Note]:
-        """Notes from the receiver; waits for the first at most `timeout`. `Hangup` after the last."""
+        """Notes from the receiver; waits for the first at most `timeout`. `Hangup` after the
+        last."""
         ...
 
     def wake(self) -> None:
-        """Send CLOSE to the peer and make a waiting `notes` return. Any thread; only before `close`."""
+        """Send CLOSE to the peer and make a waiting `notes` return. Any thread; only before
+        `close`."""
         ...
 
     def close(self) -> None: ...
@@ -82,8 +90,8 @@ class ReceiveTransport(Protocol):
 
     @property
     def arrivals(self) -> Callable[[float], Sequence[tuple[Note, wire.Page]]]:
-        """Called with a timeout: notes, each with the memory of its chunk; waits for the first at most that long.
-        `Hangup` after the last."""
+        """Called with a timeout: notes, each with the memory of its chunk; waits for the first at
+        most that long. `Hangup` after the last."""
         ...
 
     def reply(self, kind: int, slot: int, seq: int) -> None:

@@ -1,6 +1,8 @@
-"""The shm connector's notes: a connected unix socket that carries them both ways, and how a receiver waits for them.
+"""The shm connector's notes: a connected unix socket that carries them both ways, and how a
+receiver waits for them.
 
-One system call per note and side. Called by the courier's thread, except `NoteSocket.reply`, `wake` and `close`."""
+One system call per note and side. Called by the courier's thread, except `NoteSocket.reply`, `wake`
+and `close`."""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from stretto.transport.spinwait import SpinWait
 
 _TIMEVAL = struct.Struct("@ll")
 _CHUNK = int(Kind.CHUNK)
-SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # plain integers: an enum's `|` costs a microsecond
+SEND_FLAGS = int(
+    socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+)  # plain integers: an enum's `|` costs a microsecond
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 _BATCH = 64  # notes read by one system call
 
@@ -27,21 +31,27 @@ class NoteSocket:
 
     def __init__(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.setblocking(True)
-        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow, and some wake notes.
+        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow,
+        # and some wake notes.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 16384)
         self._sock = sock
         self.send = sock.send
         self._receive = sock.recv_into
-        self.wait: Callable[[memoryview], int] = self._receive  # for as long as the socket's own timeout
+        self.wait: Callable[[memoryview], int] = (
+            self._receive
+        )  # for as long as the socket's own timeout
         self._generation = endpoint.generation
         self._buffer = bytearray(_BATCH * NOTE_BYTES)
         self._view = memoryview(self._buffer)
         self._rest = 0  # bytes of an incomplete note at the start of the buffer
         self._timeout = -1.0  # the socket's own
-        self._sending = threading.Lock()  # keeps the descriptor from being closed, and reused, during a send
+        self._sending = (
+            threading.Lock()
+        )  # keeps the descriptor from being closed, and reused, during a send
 
     def send_chunk(self, slot: int, seq: int, size: int) -> None:
-        """For the courier only, which holds the end's mutex: nobody closes the descriptor meanwhile."""
+        """For the courier only, which holds the end's mutex: nobody closes the descriptor
+        meanwhile."""
         try:
             self.send(pack_note(_CHUNK, slot, seq, size, self._generation), SEND_FLAGS)
         except OSError as error:
@@ -104,7 +114,9 @@ class NoteSocket:
 class ReceiverSocket(NoteSocket):
     """The receiver's: finds the slot that a note names, and may spin before it sleeps."""
 
-    def __init__(self, sock: socket.socket, endpoint: Endpoint, spin_s: float, pages: list[wire.Page]) -> None:
+    def __init__(
+        self, sock: socket.socket, endpoint: Endpoint, spin_s: float, pages: list[wire.Page]
+    ) -> None:
         super().__init__(sock, endpoint)
         self.view = self._view
         self.pages = pages
@@ -112,7 +124,8 @@ class ReceiverSocket(NoteSocket):
         if spin_s:
             self.wait = self._spin_and_wait
         self.ready_timeout = -1.0
-        """The timeout for which `wait` can be called directly, with nothing to do before it; -1: none."""
+        """The timeout for which `wait` can be called directly, with nothing to do before it; -1:
+        none."""
 
     def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
         """`notes.ReceiveTransport.arrivals`."""
@@ -143,8 +156,8 @@ class ReceiverSocket(NoteSocket):
         return got
 
     def _spin(self, room: memoryview) -> int:
-        """0: nothing came, or the peer has left, which the blocking read reports again. Each try is a system call,
-        which releases the interpreter's lock for threads that wait for it."""
+        """0: nothing came, or the peer has left, which the blocking read reports again. Each try is
+        a system call, which releases the interpreter's lock for threads that wait for it."""
         over = self._spin_wait.over
         while not over():
             try:
@@ -155,16 +168,16 @@ class ReceiverSocket(NoteSocket):
 
 
 def set_timeout(sock: socket.socket, timeout: float) -> None:
-    """Let `recv` and `accept` wait for `timeout`, then raise BlockingIOError. Python's own timeout would take a second
-    system call each time, and does not notice that a listener was shut down."""
+    """Let `recv` and `accept` wait for `timeout`, then raise BlockingIOError. Python's own timeout
+    would take a second system call each time, and does not notice that a listener was shut down."""
     sock.setblocking(timeout > 0)
     if timeout > 0:  # 0 in the option would mean for ever
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
 
 
 def set_connect_timeout(sock: socket.socket, timeout: float) -> None:
-    """Let `connect` wait for `timeout`. With Python's own timeout a socket does not wait for a place in a full backlog:
-    it gives up at once, and strangers could keep the backlog full."""
+    """Let `connect` wait for `timeout`. With Python's own timeout a socket does not wait for a
+    place in a full backlog: it gives up at once, and strangers could keep the backlog full."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
 
 
@@ -177,7 +190,9 @@ def gone(error: OSError) -> Hangup:
 
 
 def broken(error: OSError) -> Hangup:
-    return Hangup(f"the connection broke: {error.strerror}")  # ECONNRESET: it ended with our notes unread
+    return Hangup(
+        f"the connection broke: {error.strerror}"
+    )  # ECONNRESET: it ended with our notes unread
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -1,8 +1,10 @@
-"""Connections to a network listener that have not sent their hello: few, for a short time, and then shut down.
+"""Connections to a network listener that have not sent their hello: few, for a short time, and then
+shut down.
 
-ZeroMQ accepts every connection and has no call that closes one of many. But it reports the descriptor of each, and
-closes a connection that was shut down underneath. A descriptor may be closed and reused for another connection at any
-moment, so it is shut down only if its peer's address is still the one that connected.
+ZeroMQ accepts every connection and has no call that closes one of many. But it reports the
+descriptor of each, and closes a connection that was shut down underneath. A descriptor may be
+closed and reused for another connection at any moment, so it is shut down only if its peer's
+address is still the one that connected.
 
 Used by `zmqsocket.ZmqListener`, on its courier's thread."""
 
@@ -15,15 +17,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 MAX_PENDING = 16
-"""At a time. The oldest is shut down for the next, so that many silent ones do not keep the invited sender out."""
+"""At a time. The oldest is shut down for the next, so that many silent ones do not keep the invited
+sender out."""
 HELLO_S = 5.0
-"""For a connection to send its hello. The sender does so right after the handshake, but a busy machine may pause it."""
+"""For a connection to send its hello. The sender does so right after the handshake, but a busy
+machine may pause it."""
 
 
 @dataclass(slots=True)
 class PendingConnections:
     clock: Callable[[], float] = time.monotonic
-    _since: dict[int, tuple[float, object]] = field(default_factory=dict)  # by descriptor: when and from which address
+    _since: dict[int, tuple[float, object]] = field(
+        default_factory=dict
+    )  # by descriptor: when and from which address
     _refused: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
@@ -31,7 +37,10 @@ class PendingConnections:
 
     def add(self, fd: int) -> None:
         self._since.pop(fd, None)  # so that the newest is the last
-        with suppress(OSError), _borrowed(fd) as connection:  # if it is closed already, its end is reported next
+        with (
+            suppress(OSError),
+            _borrowed(fd) as connection,
+        ):  # if it is closed already, its end is reported next
             self._since[fd] = (self.clock(), connection.getpeername())
 
     def remove(self, fd: int) -> None:
@@ -40,7 +49,8 @@ class PendingConnections:
         self._refused.discard(fd)
 
     def refuse(self, fd: int) -> None:
-        """It sent something other than its hello. Shut down by the next `shut_down` after it was added."""
+        """It sent something other than its hello. Shut down by the next `shut_down` after it was
+        added."""
         self._refused.add(fd)
 
     def time_left(self) -> float:
@@ -49,7 +59,8 @@ class PendingConnections:
         return float("inf") if since is None else max(since + HELLO_S - self.clock(), 0.0)
 
     def shut_down(self, everyone: bool = False) -> None:
-        """Shut down those that were refused, that have been silent for too long, and the oldest of too many."""
+        """Shut down those that were refused, that have been silent for too long, and the oldest of
+        too many."""
         for fd, (since, address) in list(self._since.items()):
             late = self.clock() - since >= HELLO_S
             if everyone or late or len(self._since) > MAX_PENDING or fd in self._refused:

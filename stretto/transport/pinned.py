@@ -1,8 +1,9 @@
-"""Page-locked shared mappings, which a GPU copies to and from at full speed. Used by the shm connector for its slots.
+"""Page-locked shared mappings, which a GPU copies to and from at full speed. Used by the shm
+connector for its slots.
 
-In a process that uses CUDA the pages are locked and registered for as long as the mapping lives; elsewhere this is a
-plain `mmap`. Without it a device copy goes through the driver's staging buffer, at a fraction of the speed, and blocks
-the calling thread."""
+In a process that uses CUDA the pages are locked and registered for as long as the mapping lives;
+elsewhere this is a plain `mmap`. Without it a device copy goes through the driver's staging buffer,
+at a fraction of the speed, and blocks the calling thread."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class SharedMap(mmap.mmap):
-    """A shared mapping of a file. Views of it (a slot, a taken chunk's tensors) keep it, and its registration."""
+    """A shared mapping of a file. Views of it (a slot, a taken chunk's tensors) keep it, and its
+    registration."""
 
     _address: int | None = None  # where it is registered, if it is
 
     def register(self) -> bool:
-        """Lock and register the pages if this process uses CUDA. False: it does not, or the driver refused."""
+        """Lock and register the pages if this process uses CUDA. False: it does not, or the driver
+        refused."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return False
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()

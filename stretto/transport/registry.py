@@ -1,8 +1,10 @@
-"""The connectors by name. Used by the ends of links in a host (`stage.ends`), whose configuration names one.
+"""The connectors by name. Used by the ends of links in a host (`stage.ends`), whose configuration
+names one.
 
-Links inside a host need none. A package adds a connector by an entry point in the group `stretto.connectors`, whose
-object makes it; a family that runs in the host process may call `register` instead, where the engine is started from
-Python (`stretto serve` takes names that it can check before it starts anything)."""
+Links inside a host need none. A package adds a connector by an entry point in the group
+`stretto.connectors`, whose object makes it; a family that runs in the host process may call
+`register` instead, where the engine is started from Python (`stretto serve` takes names that it can
+check before it starts anything)."""
 
 from __future__ import annotations
 
@@ -11,21 +13,24 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
+from stretto.config.connectors import ENTRY_POINTS, OURS, names, unknown
 from stretto.errors import Invalid
 from stretto.transport.contract import Connector
-from stretto.transport.known import ENTRY_POINTS, OURS, names, unknown
 
 Factory = Callable[[], Connector]
 
 
 def _lazily(module: str, attribute: str) -> Factory:
-    """A factory that imports on first use: tcp needs zmq and mooncake an optional wheel, shm neither."""
+    """A factory that imports on first use: tcp needs zmq and mooncake an optional wheel, shm
+    neither."""
 
     def make() -> Connector:
         try:
             found = vars(import_module(module))[attribute]
         except ImportError as error:
-            raise Invalid(f"connector {module.rpartition('.')[2]!r} is not installed: {error}") from error
+            raise Invalid(
+                f"connector {module.rpartition('.')[2]!r} is not installed: {error}"
+            ) from error
         return cast(Factory, found)()
 
     return make
@@ -35,7 +40,9 @@ class Registry:
     """Names to connectors; each is made once, on first use."""
 
     def __init__(self) -> None:
-        self._factories: dict[str, Factory] = {name: _lazily(*where) for name, where in OURS.items()}
+        self._factories: dict[str, Factory] = {
+            name: _lazily(*where) for name, where in OURS.items()
+        }
         self._made: dict[str, Connector] = {}
 
     def register(self, name: str, factory: Factory) -> None:

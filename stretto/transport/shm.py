@@ -1,27 +1,30 @@
 """The connector between processes of one machine: slots in shared memory, notes on a unix socket.
 
-Called by the two courier threads of a link; starts no thread. One memory file and one connection per link:
+Called by the two courier threads of a link; starts no thread. One memory file and one connection
+per link:
 
     sender                       memfd, slots x slot_bytes                      receiver
       encode chunk ───────────▶ [ slot 0 | slot 1 | ... ] ◀─────────── tensors are views
       CHUNK slot seq size ──────▶ unix stream socket ──▶ recv: note, or end of file
       slot is free again ◀──────── its word, in memory ◀───────────── chunk.release()
 
-**No leftovers.** The memory is a `memfd` and the listening socket has an abstract address: neither has a name in a file
-system, so there is nothing to unlink. The memory file is passed as a descriptor on the connection (SCM_RIGHTS); in
-transit the kernel owns it and frees it with the socket. When both processes are gone, so is everything.
+**No leftovers.** The memory is a `memfd` and the listening socket has an abstract address: neither
+has a name in a file system, so there is nothing to unlink. The memory file is passed as a
+descriptor on the connection (SCM_RIGHTS); in transit the kernel owns it and frees it with the
+socket. When both processes are gone, so is everything.
 
-**Wake-up.** A note is 32 bytes on the socket, and the other side waits in `recv`: one system call per side and chunk,
-no polling, no CPU time when idle. The death of the peer is the end of file of the same `recv`. In measurements the
-socket woke a process faster than an event fd (which also needs a poll to see a death) and than a futex. A receiver may
-spin before it sleeps (`spinwait`). The kernel's queue lock orders the slot's bytes before the note on any processor,
-and a note is whole or absent, even if its writer is killed. Returning a slot takes neither a wake-up nor a system call
+**Wake-up.** A note is 32 bytes on the socket, and the other side waits in `recv`: one system call
+per side and chunk, no polling, no CPU time when idle. The death of the peer is the end of file of
+the same `recv`. In measurements the socket woke a process faster than an event fd (which also needs
+a poll to see a death) and than a futex. A receiver may spin before it sleeps (`spinwait`). The
+kernel's queue lock orders the slot's bytes before the note on any processor, and a note is whole or
+absent, even if its writer is killed. Returning a slot takes neither a wake-up nor a system call
 while the sender has free slots (`returns`).
 
-**Trust.** Both sides accept only a process of the same user (SO_PEERCRED, checked before anything is sent), and the
-receiver only a sender with the endpoint's hello. A connection of another user is closed at once, one of the same user
-after `_HELLO_S` without a hello; nothing is mapped for either. The memory file's size is sealed, so that a peer cannot
-shrink it (which would be a SIGBUS here)."""
+**Trust.** Both sides accept only a process of the same user (SO_PEERCRED, checked before anything
+is sent), and the receiver only a sender with the endpoint's hello. A connection of another user is
+closed at once, one of the same user after `_HELLO_S` without a hello; nothing is mapped for either.
+The memory file's size is sealed, so that a peer cannot shrink it (which would be a SIGBUS here)."""
 
 from __future__ import annotations
 
@@ -37,7 +40,15 @@ import time
 from typing import ClassVar
 
 from stretto.transport import wire
-from stretto.transport.contract import Chunk, Corrupt, Endpoint, LinkOptions, PeerDead, PutFailed, VersionMismatch
+from stretto.transport.contract import (
+    Chunk,
+    Corrupt,
+    Endpoint,
+    LinkOptions,
+    PeerDead,
+    PutFailed,
+    VersionMismatch,
+)
 from stretto.transport.endpoint import (
     MAX_SLOTS,
     check_endpoint,
@@ -47,7 +58,16 @@ from stretto.transport.endpoint import (
     new_nonce,
     secret_of,
 )
-from stretto.transport.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, split_slots, stride_of, unpack_note
+from stretto.transport.notes import (
+    NOTE_BYTES,
+    Hangup,
+    Kind,
+    Note,
+    pack_note,
+    split_slots,
+    stride_of,
+    unpack_note,
+)
 from stretto.transport.notesocket import (
     SEND_FLAGS,
     NoteSocket,
@@ -68,7 +88,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 _CHUNK, _WAKE = int(Kind.CHUNK), int(Kind.WAKE)
 _OPEN = EndState.OPEN
-_HELLO_S = 5.0  # for a connection to send its hello. It does so right after connecting, but a busy machine may pause it
+# for a connection to send its hello. It does so right after connecting, but a busy machine may
+# pause it
+_HELLO_S = 5.0
 _MAX_UNREAD = 8  # wake flags after which the socket is read, well before their notes fill it
 _WORDS_BYTES = stride_of(8 * (MAX_SLOTS + 1))  # of `Returns`
 
@@ -80,7 +102,9 @@ class ShmConnector:
         check_options(link, options)
         spin_s = read_spin_s(link, options.details, os.environ)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        endpoint = make_endpoint(self.name, link, options, f"stretto-{secrets.token_hex(16)}", new_nonce())
+        endpoint = make_endpoint(
+            self.name, link, options, f"stretto-{secrets.token_hex(16)}", new_nonce()
+        )
         try:
             listener.bind("\0" + endpoint.address)
             listener.listen(4)
@@ -108,17 +132,22 @@ class ShmConnector:
 class ShmSender(SlotSender):
     """With a fast path for most chunks: host rows, no copies pending, a free slot.
 
-    `put` is one flat function, since in a process that has just woken up Python runs several times slower, and every
-    call and every temporary object counts. It finds out by one read of its word whether the slot that was sent last is
-    back. So a link with one chunk in flight at a time uses one slot, which stays in the caches, and reads no notes."""
+    `put` is one flat function, since in a process that has just woken up Python runs several times
+    slower, and every call and every temporary object counts. It finds out by one read of its word
+    whether the slot that was sent last is back. So a link with one chunk in flight at a time uses
+    one slot, which stays in the caches, and reads no notes."""
 
-    def __init__(self, endpoint: Endpoint, options: LinkOptions, transport: ShmSendTransport) -> None:
+    def __init__(
+        self, endpoint: Endpoint, options: LinkOptions, transport: ShmSendTransport
+    ) -> None:
         super().__init__(endpoint, options, transport, checksum=False)
         self._returns = transport.returns
         self._returns.flight = self._flight
         self._send = transport.send
         self._last = 0  # the slot that was sent last,
-        self._awaited = -1  # and its word when it is back; -1: slots were taken or returned by another path since
+        self._awaited = (
+            -1
+        )  # and its word when it is back; -1: slots were taken or returned by another path since
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
         header = chunk.header
@@ -201,7 +230,12 @@ class ShmReceiver(SlotReceiver):
         seq = -1
         try:
             sock = self._shm.socket
-            if sock is None or timeout != sock.ready_timeout or self._arrived or self._state is not _OPEN:
+            if (
+                sock is None
+                or timeout != sock.ready_timeout
+                or self._arrived
+                or self._state is not _OPEN
+            ):
                 return self._take(timeout)
             got = sock.wait(sock.view)
             if got == NOTE_BYTES:
@@ -256,7 +290,9 @@ class ShmSendTransport:
         finally:
             os.close(memory)
         self._socket = NoteSocket(sock, endpoint)
-        self._unread = 0  # wake flags set since the socket was read: each may have left a note there
+        self._unread = (
+            0  # wake flags set since the socket was read: each may have left a note there
+        )
         self.pages = self._slots
         self.send = self._socket.send
         self.send_chunk = self._socket.send_chunk
@@ -299,11 +335,15 @@ class ShmSendTransport:
 
 
 class ShmReceiveTransport:
-    """`notes.ReceiveTransport`: accepts connections until the invited sender is there, then reads its notes.
+    """`notes.ReceiveTransport`: accepts connections until the invited sender is there, then reads
+    its notes.
 
-    Three states: listening; a pending connection that has not sent its hello; open (`socket` is set)."""
+    Three states: listening; a pending connection that has not sent its hello; open (`socket` is
+    set)."""
 
-    def __init__(self, endpoint: Endpoint, hello: bytes, listener: socket.socket, spin_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, hello: bytes, listener: socket.socket, spin_s: float
+    ) -> None:
         self._endpoint = endpoint
         self._hello = hello
         self._spin_s = spin_s
@@ -329,7 +369,9 @@ class ShmReceiveTransport:
         except BlockingIOError:
             if time.monotonic() >= self._pending_until:
                 self._drop_pending()
-        except OSError:  # it was refused, or left before its hello, or `wake` shut down the listener
+        except (
+            OSError
+        ):  # it was refused, or left before its hello, or `wake` shut down the listener
             self._drop_pending()
         return []
 
@@ -342,7 +384,10 @@ class ShmReceiveTransport:
         finally:
             for fd in fds:
                 os.close(fd)
-        self.socket, self._pending = ReceiverSocket(sock, self._endpoint, self._spin_s, self._slots), None
+        self.socket, self._pending = (
+            ReceiverSocket(sock, self._endpoint, self._spin_s, self._slots),
+            None,
+        )
         self.arrivals = self.socket.arrivals
         self._listener.close()
 
@@ -379,7 +424,8 @@ class ShmReceiveTransport:
         self._returns = None
 
     def _close_waiting(self) -> None:
-        """Send CLOSE also to a sender that has connected and was not accepted yet: it must not see a death."""
+        """Send CLOSE also to a sender that has connected and was not accepted yet: it must not see
+        a death."""
         try:
             self._listener.setblocking(False)
             sock = self._pending or self._listener.accept()[0]
@@ -407,7 +453,9 @@ def _is_ours(sock: socket.socket) -> bool:
 
 
 def _peer_uid(sock: socket.socket) -> int:
-    _pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    _pid, uid, _gid = _UCRED.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    )
     return int(uid)
 
 
@@ -416,11 +464,16 @@ def _memory_bytes(endpoint: Endpoint) -> int:
 
 
 def _map_memory(memory: int, endpoint: Endpoint) -> tuple[list[wire.Page], Returns]:
-    """The slots, and behind them a page of words. The page has a mapping of its own, so that it does not keep the slots
-    (and their page locks) alive."""
+    """The slots, and behind them a page of words. The page has a mapping of its own, so that it
+    does not keep the slots (and their page locks) alive."""
     size = _memory_bytes(endpoint)
-    if os.fstat(memory).st_size != size or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+    if (
+        os.fstat(memory).st_size != size
+        or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS
+    ):
         raise ConnectionRefusedError("memory of another size, or unsealed")
-    slots = split_slots(map_shared(memory, size - _WORDS_BYTES), endpoint.slots, endpoint.slot_bytes)
+    slots = split_slots(
+        map_shared(memory, size - _WORDS_BYTES), endpoint.slots, endpoint.slot_bytes
+    )
     words = mmap.mmap(memory, _WORDS_BYTES, offset=size - _WORDS_BYTES)
     return slots, Returns(words, endpoint.slots, endpoint.generation)

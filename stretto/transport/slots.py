@@ -1,13 +1,15 @@
 """Slots, credits and notes: the half of the contract that shm, tcp and mooncake have in common.
 
-An end of a link is one `SlotSender` or `SlotReceiver` over a *transport*, which moves the bytes and the notes. The
-sender owns the free slots: a credit is a free slot. A chunk is encoded into one and announced by a CHUNK note. RELEASE
-(or REFUSE) comes back when the receiver is done with it, and only then is the slot used again. So a slot in flight is
-never overwritten, and at most slots + 1 notes are queued in one direction. The slot that was freed last is used first:
-it is warm in the cache, and slots beyond the peak traffic are never touched.
+An end of a link is one `SlotSender` or `SlotReceiver` over a *transport*, which moves the bytes and
+the notes. The sender owns the free slots: a credit is a free slot. A chunk is encoded into one and
+announced by a CHUNK note. RELEASE (or REFUSE) comes back when the receiver is done with it, and
+only then is the slot used again. So a slot in flight is never overwritten, and at most slots + 1
+notes are queued in one direction. The slot that was freed last is used first: it is warm in the
+cache, and slots beyond the peak traffic are never touched.
 
-Threads: `put` and `take` hold `_mutex` for as long as they run or wait. Every other method that reads from the
-transport only tries to acquire it: if another thread holds it, that thread reads the notes itself."""
+Threads: `put` and `take` hold `_mutex` for as long as they run or wait. Every other method that
+reads from the transport only tries to acquire it: if another thread holds it, that thread reads the
+notes itself."""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ LARGE = 64 << 10
 _CAUSE_S = 0.2  # how long a failed transfer waits for a note that explains it
 
 # Plain integers: an enum's comparison is a call, and each chunk makes several.
-_CHUNK, _RELEASE, _REFUSE, _CLOSE = int(Kind.CHUNK), int(Kind.RELEASE), int(Kind.REFUSE), int(Kind.CLOSE)
+_CHUNK, _RELEASE, _REFUSE, _CLOSE = (
+    int(Kind.CHUNK),
+    int(Kind.RELEASE),
+    int(Kind.REFUSE),
+    int(Kind.CLOSE),
+)
 _NOTHING_SENT = (-1, RequestId(""))
 _device_copies = wire.DeviceCopies()
 
@@ -84,7 +91,8 @@ class _End:
 
 @dataclass(slots=True)
 class Pending:
-    """A chunk in its slot that has not been sent: its copy from the device is running, or that of one before it."""
+    """A chunk in its slot that has not been sent: its copy from the device is running, or that of
+    one before it."""
 
     slot: int
     page: wire.Page
@@ -139,7 +147,11 @@ class SlotSender(_End):
             try:
                 if self._zero_copy:
                     copied = wire.write_blobs(page, chunk, self._copies)
-                    size = 0 if copied is not None else wire.write_head(page, header, checksum=self._checksum)
+                    size = (
+                        0
+                        if copied is not None
+                        else wire.write_head(page, header, checksum=self._checksum)
+                    )
                 else:
                     size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
             except PutFailed as failed:
@@ -210,13 +222,15 @@ class SlotSender(_End):
                     self._announce(first.slot, size, header.request)
             except PutFailed as failed:
                 # Its put has returned, and another's may be running: report it like a refusal.
-                self._refused.append(ChunkRefused(failed.message, link=self.link, request=header.request))
+                self._refused.append(
+                    ChunkRefused(failed.message, link=self.link, request=header.request)
+                )
             finally:
                 first.chunk.release()
 
     def _announce(self, slot: int, size: int, request: RequestId) -> None:
-        """Announce the chunk in the slot, which is free again if that fails. All bookkeeping comes before the send:
-        where both processes share a core, the receiver runs right after it."""
+        """Announce the chunk in the slot, which is free again if that fails. All bookkeeping comes
+        before the send: where both processes share a core, the receiver runs right after it."""
         seq = self._seq
         self._flight[slot] = (seq, request)
         self._seq = seq + 1
@@ -224,7 +238,8 @@ class SlotSender(_End):
             self._send_chunk(slot, seq, size)
         except (Hangup, PutFailed) as failed:
             self._not_sent(slot, failed)
-        # Read returned slots when none is left, many by one call; with large chunks at once, while they are cached.
+        # Read returned slots when none is left, many by one call; with large chunks at once, while
+        # they are cached.
         if size > LARGE or not self._free:
             self._pump(0.0)
 
@@ -235,7 +250,8 @@ class SlotSender(_End):
             self._hung_up(failed)
             self._raise_if_ended(request)
             raise Bug(f"link {self.link}: hung up and yet open") from failed
-        # To the transport, a peer that left looks like a failed transfer. A note that tells them apart comes soon.
+        # To the transport, a peer that left looks like a failed transfer. A note that tells them
+        # apart comes soon.
         self._await_end(_CAUSE_S)
         self._raise_if_ended(request)
         failed.link, failed.request = self.link, request
@@ -266,22 +282,28 @@ class SlotSender(_End):
             self._pump(left)
 
     def _hung_up(self, hangup: Hangup) -> None:
-        # A CLOSE note may still be unread before the hang-up: read it, or a close would look like a death.
+        # A CLOSE note may still be unread before the hang-up: read it, or a close would look like a
+        # death.
         self._pump_all()
         self._finish(EndState.DEAD, str(hangup))
 
     def _handle_other(self, note: Note, sent: int, request: RequestId) -> None:
-        """Any note but the release of the chunk in its slot, whose sequence number and request are given."""
+        """Any note but the release of the chunk in its slot, whose sequence number and request are
+        given."""
         kind, slot, seq, _size, generation = note
         if generation != self._generation:
-            raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
+            raise Hangup(
+                f"the peer speaks as generation {generation}, this link is {self._generation}"
+            )
         if kind == _CLOSE:
             self._finish(EndState.CLOSED_THERE)
             return
         if kind != _REFUSE or sent != seq:
             raise Hangup(f"the peer gave back slot {slot} seq {seq}, which it does not have")
         self._free.append(slot)
-        self._refused.append(ChunkRefused("the receiver refused a chunk", link=self.link, request=request))
+        self._refused.append(
+            ChunkRefused("the receiver refused a chunk", link=self.link, request=request)
+        )
 
     def _pump_all(self) -> None:
         while self._state is _OPEN and self._pump(0.0):
@@ -310,7 +332,9 @@ class SlotSender(_End):
         self._raise_if_ended()
 
     def close(self) -> None:
-        if self._pending and self._mutex.acquire(blocking=False):  # else the courier is sending them
+        if self._pending and self._mutex.acquire(
+            blocking=False
+        ):  # else the courier is sending them
             try:
                 with suppress(PeerDead, LinkClosed):
                     while self._pending:
@@ -320,7 +344,8 @@ class SlotSender(_End):
         _close(self, self._transport, self._abandon)
 
     def _abandon(self) -> None:
-        """Release the chunks that will not be sent, after their copies: those write to memory that is freed next."""
+        """Release the chunks that will not be sent, after their copies: those write to memory that
+        is freed next."""
         while self._pending:
             first = self._pending.popleft()
             if first.copied is not None:
@@ -348,7 +373,9 @@ class SlotReceiver(_End):
         self._slots = endpoint.slots
         self._transport = transport
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
-        self._held: dict[int, int] = {}  # seq -> slot, from arrival to release; popping makes a second release harmless
+        self._held: dict[
+            int, int
+        ] = {}  # seq -> slot, from arrival to release; popping makes a second release harmless
         self._fences = Fences()
         self._over = self._fences.over
         self._next = 0
@@ -396,7 +423,12 @@ class SlotReceiver(_End):
         held = self._held
         for note, page in arrivals:
             kind, slot, seq, size, generation = note
-            if seq == self._next and kind == _CHUNK and generation == self._generation and len(held) < self._slots:
+            if (
+                seq == self._next
+                and kind == _CHUNK
+                and generation == self._generation
+                and len(held) < self._slots
+            ):
                 self._next = seq + 1
                 held[seq] = slot
                 self._arrived.append((seq, page, size))
@@ -407,7 +439,9 @@ class SlotReceiver(_End):
         """Any note but that of the next chunk."""
         kind, _slot, seq, _size, generation = note
         if generation != self._generation:
-            raise Hangup(f"the peer speaks as generation {generation}, this link is {self._generation}")
+            raise Hangup(
+                f"the peer speaks as generation {generation}, this link is {self._generation}"
+            )
         if kind == _CLOSE:
             self._finish(EndState.CLOSED_THERE)
         elif kind == _CHUNK and len(self._held) >= self._slots:
@@ -447,7 +481,9 @@ class SlotReceiver(_End):
 
 
 def _close(
-    end: SlotSender | SlotReceiver, transport: SendTransport | ReceiveTransport, release: Callable[[], None]
+    end: SlotSender | SlotReceiver,
+    transport: SendTransport | ReceiveTransport,
+    release: Callable[[], None],
 ) -> None:
     """Wake the courier, wait until it has left, then free the memory. Once."""
     with _closing:

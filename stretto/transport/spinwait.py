@@ -1,14 +1,16 @@
 """Whether a receiver spins for a moment before it sleeps. Used by the shm connector's `notesocket`.
 
-Spinning saves the wake-up if the next chunk is almost there and a core is free. Otherwise it takes the core away from
-the sender, or the interpreter's lock from the stage loop. So a link spins only while measurements say that it pays:
+Spinning saves the wake-up if the next chunk is almost there and a core is free. Otherwise it takes
+the core away from the sender, or the interpreter's lock from the stage loop. So a link spins only
+while measurements say that it pays:
 
-    asleep --enough short waits in a row, and the process may use a second core--> on trial
-    on trial --its waits are shorter than the sleeping ones were--> spinning
-    on trial --they are not, or one takes longer than the window--> asleep; the next trial needs twice as many waits
-    spinning --one wait takes longer than the window--> asleep
+    asleep --enough short waits in a row, and the process may use a second core--> on trial on trial
+    --its waits are shorter than the sleeping ones were--> spinning on trial --they are not, or one
+    takes longer than the window--> asleep; the next trial needs twice as many waits spinning --one
+    wait takes longer than the window--> asleep
 
-A stage that gets a chunk every few milliseconds, or a few at a time, never spins. Called by the courier's thread."""
+A stage that gets a chunk every few milliseconds, or a few at a time, never spins. Called by the
+courier's thread."""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ SETTING, VARIABLE = "look_us", "STRETTO_LOOK_US"
 
 
 def read_spin_s(link: str, details: Mapping[str, str], environ: Mapping[str, str]) -> float:
-    """The window in seconds, from the link's details or, with precedence, the environment; 0: never spin."""
+    """The window in seconds, from the link's details or, with precedence, the environment; 0: never
+    spin."""
     text = environ.get(VARIABLE, details.get(SETTING, "0"))
     if not text.isdecimal() or int(text) > MAX_US:
-        raise ValueError(f"link {link}: {SETTING} is a number of microseconds up to {MAX_US}, not {text!r}")
+        raise ValueError(
+            f"link {link}: {SETTING} is a number of microseconds up to {MAX_US}, not {text!r}"
+        )
     return int(text) / 1e6
 
 

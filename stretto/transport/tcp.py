@@ -1,9 +1,11 @@
-"""The connector between machines on a plain network: chunks as ZeroMQ messages on one connection per link.
+"""The connector between machines on a plain network: chunks as ZeroMQ messages on one connection
+per link.
 
-Called by the two courier threads of a link; ZeroMQ's I/O thread sends and receives. A chunk is encoded into one of the
-sender's slots and sent from there without another copy. The slot is used again only when the receiver has released the
-chunk, which it cannot do before it has all bytes, so no slot is overwritten while it is sent. The receiver's tensors
-are views of the received message. Blob checksums are on. See `zmqsocket` for death and authentication."""
+Called by the two courier threads of a link; ZeroMQ's I/O thread sends and receives. A chunk is
+encoded into one of the sender's slots and sent from there without another copy. The slot is used
+again only when the receiver has released the chunk, which it cannot do before it has all bytes, so
+no slot is overwritten while it is sent. The receiver's tensors are views of the received message.
+Blob checksums are on. See `zmqsocket` for death and authentication."""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ class TcpConnector:
 
     def connect(self, endpoint: Endpoint, options: LinkOptions) -> SlotSender:
         check_endpoint(self.name, endpoint, options)
-        return SlotSender(endpoint, options, _TcpSendTransport(endpoint, ZmqDialer(endpoint, options)), checksum=True)
+        return SlotSender(
+            endpoint,
+            options,
+            _TcpSendTransport(endpoint, ZmqDialer(endpoint, options)),
+            checksum=True,
+        )
 
 
 class _TcpSendTransport:
@@ -81,8 +88,8 @@ def _page_of(note: Note, frame: zmq.Frame | None) -> wire.Page:
 
 
 def _bytes_of(frame: zmq.Frame | None) -> memoryview:
-    """The frame's own memory. ZeroMQ packs small messages next to each other, so an unaligned one is copied; large ones
-    have memory of their own, which is aligned."""
+    """The frame's own memory. ZeroMQ packs small messages next to each other, so an unaligned one
+    is copied; large ones have memory of their own, which is aligned."""
     if frame is None:
         return _NOTHING
     view = memoryview(frame.buffer)

@@ -1,13 +1,15 @@
-"""The wire format: a fixed prefix, a typed header, raw aligned blobs. `docs/wire.md` is its description.
+"""The wire format: a fixed prefix, a typed header, raw aligned blobs. `docs/wire.md` is its
+description.
 
-Encodes a chunk directly into a given buffer (a link's slot) and decodes one as views of it, without an intermediate
-bytes object. A chunk has exactly one encoding. The decoder refuses every other (a table with another layout,
-non-minimal integers, padding that is not zero), so what it accepts encodes to the same bytes again. Nothing in a chunk
-is executed.
+Encodes a chunk directly into a given buffer (a link's slot) and decodes one as views of it, without
+an intermediate bytes object. A chunk has exactly one encoding. The decoder refuses every other (a
+table with another layout, non-minimal integers, padding that is not zero), so what it accepts
+encodes to the same bytes again. Nothing in a chunk is executed.
 
-The prefix holds what changes from chunk to chunk; the header (request and tensor table) is the same for many. So a
-header is encoded once and checked once, and then kept as a `_Form`, which is found by its bytes (decoding) or by its
-content (encoding). Any thread; the caches of forms are bounded, and what they lose is made again."""
+The prefix holds what changes from chunk to chunk; the header (request and tensor table) is the same
+for many. So a header is encoded once and checked once, and then kept as a `_Form`, which is found
+by its bytes (decoding) or by its content (encoding). Any thread; the caches of forms are bounded,
+and what they lose is made again."""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ MAX_TENSORS = 16
 MAX_DIMS = 8
 MAX_BYTES = 1 << 30
 
-_START = struct.Struct("<4sHHI")  # magic, version, zero, checksum of what follows up to the first blob
-_REST = struct.Struct("<HHIIQQQQ")  # flags, mark, header bytes, blob crc32, blob bytes, seq, start, stop
+_START = struct.Struct(
+    "<4sHHI"
+)  # magic, version, zero, checksum of what follows up to the first blob
+_REST = struct.Struct(
+    "<HHIIQQQQ"
+)  # flags, mark, header bytes, blob crc32, blob bytes, seq, start, stop
 _PREFIX = struct.Struct(_START.format + _REST.format[1:])
 PREFIX_BYTES = _PREFIX.size
 _REST_AT = _START.size
@@ -83,15 +89,16 @@ _unpack_prefix = _PREFIX.unpack_from
 _pack_start = _START.pack
 _pack_rest = _REST.pack
 _crc32 = zlib.crc32
-# Two ways to copy: the first releases the interpreter's lock, which pays for large blobs. After a small one the thread
-# would wait for the lock behind a busy stage loop, for milliseconds.
+# Two ways to copy: the first releases the interpreter's lock, which pays for large blobs. After a
+# small one the thread would wait for the lock behind a busy stage loop, for milliseconds.
 _memmove = ctypes.memmove
 _memmove_small = ctypes.PyDLL(None).memmove
 _memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_small.restype = None
 _SMALL = 64 << 10
 
-# A received frame may be read-only memory. Nobody writes to a taken chunk, so torch's warning does not apply.
+# A received frame may be read-only memory. Nobody writes to a taken chunk, so torch's warning does
+# not apply.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 
@@ -120,7 +127,8 @@ class _Blob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """Where a table's blobs lie in a chunk whose first blob begins at `at`. Compared by identity: each is made once."""
+    """Where a table's blobs lie in a chunk whose first blob begins at `at`. Compared by identity:
+    each is made once."""
 
     at: int
     blobs: tuple[_Blob, ...]
@@ -132,7 +140,8 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """A header that was checked: its content, its encoding, and the layout that follows from them."""
+    """A header that was checked: its content, its encoding, and the layout that follows from
+    them."""
 
     request: RequestId
     version: int
@@ -144,11 +153,11 @@ class _Form:
 
 
 class Page:
-    """Memory that holds one chunk at a time: a slot. Keeps its address, the views made of it, and the form of the chunk
-    that is being written to it.
+    """Memory that holds one chunk at a time: a slot. Keeps its address, the views made of it, and
+    the form of the chunk that is being written to it.
 
-    Every chunk of the same layout gets the same views. That is safe for the reason that the memory can be reused:
-    nobody uses a chunk's tensors after its release."""
+    Every chunk of the same layout gets the same views. That is safe for the reason that the memory
+    can be reused: nobody uses a chunk's tensors after its release."""
 
     __slots__ = ("address", "form", "memory", "size", "views")
 
@@ -173,7 +182,8 @@ def _nbytes(meta: TensorMeta) -> int:
 
 
 def _reasonable(shape: tuple[int, ...]) -> bool:
-    # Counting a 0 as a 1 keeps strides in range too: (0, huge, huge) has no bytes but would overflow them.
+    # Counting a 0 as a 1 keeps strides in range too: (0, huge, huge) has no bytes but would
+    # overflow them.
     return len(shape) <= MAX_DIMS and prod(max(dim, 1) for dim in shape) <= MAX_BYTES
 
 
@@ -231,7 +241,8 @@ def blob_bytes(header: ChunkHeader) -> int:
 
 @dataclass(slots=True)
 class _Known:
-    """Forms by their bytes (decoding), and by their content (encoding: request, and the table's identity)."""
+    """Forms by their bytes (decoding), and by their content (encoding: request, and the table's
+    identity)."""
 
     by_bytes: dict[bytes, _Form] = field(default_factory=dict)
     by_meaning: dict[tuple[str, int, int], _Form] = field(default_factory=dict)
@@ -263,9 +274,11 @@ class _Known:
         at = _aligned(end) if blob_bytes(header) else end
         plan = _laid_out(table, at)
         allowed = plan.size <= MAX_BYTES and len(raw) <= MAX_HEADER and len(table) <= MAX_TENSORS
-        form = _Form(header.request, header.version, table, raw + bytes(at - end), len(raw), plan, allowed)
-        # By identity, since comparing tables costs as much as encoding them. The form keeps the table alive, so its id
-        # is not reused.
+        form = _Form(
+            header.request, header.version, table, raw + bytes(at - end), len(raw), plan, allowed
+        )
+        # By identity, since comparing tables costs as much as encoding them. The form keeps the
+        # table alive, so its id is not reused.
         _remember(self.by_meaning, (header.request, id(table), header.version), form)
         return form
 
@@ -288,7 +301,9 @@ def encoded_size(chunk: Chunk) -> int:
 
 
 def _form_of(header: ChunkHeader) -> _Form:
-    return _by_meaning.get((header.request, id(header.tensors), header.version)) or _known.write(header)
+    return _by_meaning.get((header.request, id(header.tensors), header.version)) or _known.write(
+        header
+    )
 
 
 def encode(chunk: Chunk, *, checksum: bool = False) -> bytearray:
@@ -299,9 +314,14 @@ def encode(chunk: Chunk, *, checksum: bool = False) -> bytearray:
 
 
 def encode_into(
-    buffer: bytearray | memoryview | Page, chunk: Chunk, *, checksum: bool = False, zero_copy: bool = True
+    buffer: bytearray | memoryview | Page,
+    chunk: Chunk,
+    *,
+    checksum: bool = False,
+    zero_copy: bool = True,
 ) -> int:
-    """Write the chunk at the start of `buffer`; returns the number of bytes. Waits for copies from a device.
+    """Write the chunk at the start of `buffer`; returns the number of bytes. Waits for copies from
+    a device.
 
     `zero_copy=False` goes through a bytes object of its own: the same bytes, kept as an oracle."""
     page = buffer if isinstance(buffer, Page) else Page(buffer)
@@ -320,15 +340,20 @@ def encode_into(
 class Copies(Protocol):
     """Starts copies from a device to a slot. Tests without a device replace `DeviceCopies`."""
 
-    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> CopyEvent:
-        """Begin to copy each second tensor to the first, behind `after`. The event fires when all are there."""
+    def start(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None
+    ) -> CopyEvent:
+        """Begin to copy each second tensor to the first, behind `after`. The event fires when all
+        are there."""
         ...
 
 
 class DeviceCopies:
     """Copies on the caller's current stream, at full speed if the slot is page-locked."""
 
-    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> CopyEvent:
+    def start(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None
+    ) -> CopyEvent:
         stream = torch.cuda.current_stream(pairs[0][1].device)
         if after is not None:
             stream.wait_event(after)
@@ -339,7 +364,8 @@ class DeviceCopies:
                 place.copy_(tensor, non_blocking=True)
             copied.record(stream)
         except RuntimeError:
-            stream.synchronize()  # copies that were started must not write to a slot that is used for another chunk
+            # copies that were started must not write to a slot that is used for another chunk
+            stream.synchronize()
             raise
         return copied
 
@@ -348,10 +374,12 @@ _device_copies = DeviceCopies()
 
 
 def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> CopyEvent | None:
-    """The first half of encoding: all but prefix and header. Device tensors are still being copied when this returns an
-    event: neither the page nor the chunk may change until it has fired."""
+    """The first half of encoding: all but prefix and header. Device tensors are still being copied
+    when this returns an event: neither the page nor the chunk may change until it has fired."""
     header = chunk.header
-    page.form = form = _by_meaning.get((header.request, id(header.tensors), header.version)) or _known.write(header)
+    page.form = form = _by_meaning.get(
+        (header.request, id(header.tensors), header.version)
+    ) or _known.write(header)
     plan = form.layout
     if plan.size > page.size or not form.allowed:
         raise _does_not_fit(chunk, plan.size, page.size)
@@ -364,7 +392,9 @@ def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Co
     for name, dtype, shape, start, nbytes in plan.blobs:
         tensor = tensors[name]
         if tensor.dtype is not dtype or tensor.shape != shape:
-            raise ValueError(f"tensor {name!r} is not the one in the header")  # copy_ would convert or broadcast
+            raise ValueError(
+                f"tensor {name!r} is not the one in the header"
+            )  # copy_ would convert or broadcast
         if not nbytes:
             continue
         if not tensor.is_cpu:
@@ -372,7 +402,9 @@ def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Co
             far.append((_views(page, plan)[name], tensor))
         elif tensor.is_contiguous():
             copy = _memmove_small if nbytes <= _SMALL else _memmove
-            copy(page.address + start, tensor.data_ptr(), nbytes)  # most rows: one plain copy, no views
+            copy(
+                page.address + start, tensor.data_ptr(), nbytes
+            )  # most rows: one plain copy, no views
         else:
             _views(page, plan)[name].copy_(tensor)
     return None if far is None else copies.start(far, chunk.event)
@@ -403,18 +435,22 @@ def write_head(page: Page, header: ChunkHeader, *, checksum: bool = False) -> in
 
 
 def _does_not_fit(chunk: Chunk, size: int, room: int) -> PutFailed:
-    return PutFailed(f"a chunk of {size} bytes does not fit: {room} bytes of room", request=chunk.header.request)
+    return PutFailed(
+        f"a chunk of {size} bytes does not fit: {room} bytes of room", request=chunk.header.request
+    )
 
 
 def decode(buffer: bytes | bytearray | memoryview, lease: Lease | None = None) -> Chunk:
-    """The chunk that fills `buffer` exactly, as views of it. Raises `Corrupt` or `VersionMismatch`."""
+    """The chunk that fills `buffer` exactly, as views of it. Raises `Corrupt` or
+    `VersionMismatch`."""
     view = memoryview(buffer)
     return read(Page(view), len(view), lease)
 
 
 def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
-    """The chunk that fills the first `size` bytes of `page` exactly, as views of it, or `Corrupt` or
-    `VersionMismatch`. No allocation depends on a number in the page before that was checked against `size`."""
+    """The chunk that fills the first `size` bytes of `page` exactly, as views of it, or `Corrupt`
+    or `VersionMismatch`. No allocation depends on a number in the page before that was checked
+    against `size`."""
     memory = page.memory
     if size < PREFIX_BYTES or size > page.size:
         raise Corrupt(f"{size} bytes are less than a prefix, or more than there are")
@@ -488,4 +524,6 @@ def _view(memory: memoryview, blob: _Blob) -> torch.Tensor:
     if not blob.nbytes:
         return torch.empty(blob.shape, dtype=blob.dtype)
     count = blob.nbytes // blob.dtype.itemsize
-    return torch.frombuffer(memory, dtype=blob.dtype, count=count, offset=blob.start).view(blob.shape)
+    return torch.frombuffer(memory, dtype=blob.dtype, count=count, offset=blob.start).view(
+        blob.shape
+    )

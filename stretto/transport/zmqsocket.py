@@ -1,24 +1,26 @@
-"""The connection of a link between machines: one ZeroMQ socket per end. `mooncake` sends its notes on it, `tcp` its
-chunks too.
+"""The connection of a link between machines: one ZeroMQ socket per end. `mooncake` sends its notes
+on it, `tcp` its chunks too.
 
-The receiver binds a ROUTER, the sender connects a DEALER, once. There is no reconnection: a link that broke starts
-again with a new generation. ZeroMQ's own I/O thread does the handshake, the heartbeats and the reading, so a busy
-interpreter on one side does not look like a death to the other.
+The receiver binds a ROUTER, the sender connects a DEALER, once. There is no reconnection: a link
+that broke starts again with a new generation. ZeroMQ's own I/O thread does the handshake, the
+heartbeats and the reading, so a busy interpreter on one side does not look like a death to the
+other.
 
-**Death.** The end of a connection is an event of the socket's monitor: immediate when the peer's kernel closes it (the
-process died), after `heartbeat_s` without an answer when the machine or the network is gone. A CLOSE note precedes the
-end of a connection that is closed in good order.
+**Death.** The end of a connection is an event of the socket's monitor: immediate when the peer's
+kernel closes it (the process died), after `heartbeat_s` without an answer when the machine or the
+network is gone. A CLOSE note precedes the end of a connection that is closed in good order.
 
-**Authentication.** The connection is CURVE: encrypted and authenticated. The receiver's key pair is derived from the
-link's secret and the endpoint's nonce, so only the invited listener can answer, and a peer without the secret does not
-complete the handshake, during which at most one message of it is held. The sender's first note then carries the
-endpoint's hello. Until then a connection is pending (`pending`): few at a time, shut down when it sends anything else
-or nothing for too long, or when the sender is connected.
+**Authentication.** The connection is CURVE: encrypted and authenticated. The receiver's key pair is
+derived from the link's secret and the endpoint's nonce, so only the invited listener can answer,
+and a peer without the secret does not complete the handshake, during which at most one message of
+it is held. The sender's first note then carries the endpoint's hello. Until then a connection is
+pending (`pending`): few at a time, shut down when it sends anything else or nothing for too long,
+or when the sender is connected.
 
-**Threads.** A ZeroMQ socket must not be used by two threads at once, but `release` may come from any thread while the
-courier waits. So every call on the socket is short and under a lock, and the courier waits outside the lock, on file
-descriptors. Those are edge-triggered: another thread that uses the socket may consume the edge, and then wakes the
-courier."""
+**Threads.** A ZeroMQ socket must not be used by two threads at once, but `release` may come from
+any thread while the courier waits. So every call on the socket is short and under a lock, and the
+courier waits outside the lock, on file descriptors. Those are edge-triggered: another thread that
+uses the socket may consume the edge, and then wakes the courier."""
 
 from __future__ import annotations
 
@@ -45,14 +47,21 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 _LINGER_MS = 2000  # for the last chunks of a closed sender to be delivered
-_NEVER_MS = 24 * 3600 * 1000  # until a reconnection. -1 would mean never, but drops what the first connection received
+_NEVER_MS = (
+    24 * 3600 * 1000
+)  # until a reconnection. -1 would mean never, but drops what the first connection received
 _TERM_S = _LINGER_MS / 1000 + 1.0
 _UNBIND_S = 0.5
 _LAST_HELLO_S = 0.1  # for a hello in transit when its listener closes
 _SLACK_BYTES = 4096  # for a note and a hello beside a chunk, in the bound on a message's size
 _EVENT = struct.Struct("<HI")
 # Plain integers: operations on ZeroMQ's enums cost a microsecond each.
-_EVENTS, _POLLIN, _NOBLOCK, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS, _POLLIN, _NOBLOCK, _MORE = (
+    int(zmq.EVENTS),
+    int(zmq.POLLIN),
+    int(zmq.NOBLOCK),
+    int(zmq.NOBLOCK | zmq.SNDMORE),
+)
 _ZERO_COPY = 64 << 10  # bytes from which sending without a copy is cheaper
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -60,7 +69,8 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 @dataclass(slots=True)
 class _Contexts:
-    """The process's ZeroMQ context, which exists as long as any link does. Its two threads serve all links."""
+    """The process's ZeroMQ context, which exists as long as any link does. Its two threads serve
+    all links."""
 
     _context: zmq.Context[zmq.Socket[bytes]] | None = None
     _users: int = 0
@@ -80,8 +90,8 @@ class _Contexts:
             if self._users or self._context is None:
                 return
             context, self._context = self._context, None
-        # Waits for lingering messages, so that the last chunks of a process that ends now are not lost. In a thread,
-        # since ZeroMQ's wait has no timeout.
+        # Waits for lingering messages, so that the last chunks of a process that ends now are not
+        # lost. In a thread, since ZeroMQ's wait has no timeout.
         closer = threading.Thread(target=context.term, daemon=True, name="stretto-zmq-term")
         closer.start()
         closer.join(_TERM_S)
@@ -135,7 +145,8 @@ class _ZmqSocket:
     def _receive(self, timeout: float) -> tuple[list[list[zmq.Frame]], list[tuple[int, int]]]:
         """Messages, as frames, and events of connections with their descriptors.
 
-        Events are only read when no message is left, so the end of a connection is seen after its last message."""
+        Events are only read when no message is left, so the end of a connection is seen after its
+        last message."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -198,7 +209,8 @@ class _ZmqSocket:
 
 
 class ZmqDialer(_ZmqSocket):
-    """The sender's side: connects, sends the hello, then sends notes and reads those that come back."""
+    """The sender's side: connects, sends the hello, then sends notes and reads those that come
+    back."""
 
     def __init__(self, endpoint: Endpoint, options: LinkOptions) -> None:
         secret = secret_of(endpoint.link, options)
@@ -208,7 +220,9 @@ class ZmqDialer(_ZmqSocket):
             encrypt(self._socket, key_of(secret, f"receiver {endpoint.nonce}"))
             self._socket.connect(f"tcp://{endpoint.address}")
             self._await_handshake(endpoint, options.connect_timeout_s)
-            self._send([pack_note(Kind.HELLO, 0, 0, 0, self._generation), hello_of(endpoint, secret)])
+            self._send(
+                [pack_note(Kind.HELLO, 0, 0, 0, self._generation), hello_of(endpoint, secret)]
+            )
         except (zmq.ZMQError, Hangup) as error:
             self._lost = str(error)
             self.close()
@@ -229,7 +243,9 @@ class ZmqDialer(_ZmqSocket):
                 raise PeerDead("nobody listens", link=endpoint.link)
         raise PeerDead(f"no answer within {timeout} s", link=endpoint.link)
 
-    def send_note(self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None) -> None:
+    def send_note(
+        self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None
+    ) -> None:
         note = pack_note(kind, slot, seq, size, self._generation)
         self._send([note] if blob is None else [note, blob])
 
@@ -263,7 +279,8 @@ class ZmqDialer(_ZmqSocket):
 
 
 class ZmqListener(_ZmqSocket):
-    """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and chunks."""
+    """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and
+    chunks."""
 
     def __init__(self, link: str, options: LinkOptions, most_bytes: int) -> None:
         self._secret = secret_of(link, options)
@@ -276,10 +293,13 @@ class ZmqListener(_ZmqSocket):
         self._peer_fd = -1
 
     def bind(self, nonce: str) -> str:
-        """The address that senders use. `advertise` names this machine where the bound host does not."""
+        """The address that senders use. `advertise` names this machine where the bound host does
+        not."""
         host = self._options.host
         try:
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that left is an error, not a loss
+            self._socket.setsockopt(
+                zmq.ROUTER_MANDATORY, 1
+            )  # a send to a peer that left is an error, not a loss
             encrypt(self._socket, key_of(self._secret, f"receiver {nonce}"), listens=True)
             self._socket.ipv6 = ":" in host
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
@@ -294,7 +314,10 @@ class ZmqListener(_ZmqSocket):
     def expect(self, endpoint: Endpoint) -> None:
         """Sets the hello to wait for. Called once, before anything is received."""
         self._generation = endpoint.generation
-        self._hello = [pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation), hello_of(endpoint, self._secret)]
+        self._hello = [
+            pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation),
+            hello_of(endpoint, self._secret),
+        ]
 
     def arrivals(self, timeout: float) -> list[tuple[Note, zmq.Frame | None]]:
         self._raise_if_lost()
@@ -317,7 +340,9 @@ class ZmqListener(_ZmqSocket):
         for event, fd in events:
             if event == zmq.EVENT_ACCEPTED:
                 if fd == self._peer_fd:
-                    left = False  # the one that left was pending, and the peer has its descriptor now
+                    left = (
+                        False  # the one that left was pending, and the peer has its descriptor now
+                    )
                 else:
                     self._pending.add(fd)
             elif event & (_GONE | _REFUSED):
@@ -332,7 +357,11 @@ class ZmqListener(_ZmqSocket):
             return who == self._peer
         fd = frames[-1].get(zmq.SRCFD)
         said = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
-        if len(frames) == 3 and len(said) == 2 and hmac.compare_digest(b"".join(said), b"".join(self._hello)):
+        if (
+            len(frames) == 3
+            and len(said) == 2
+            and hmac.compare_digest(b"".join(said), b"".join(self._hello))
+        ):
             self._peer, self._peer_fd = who, fd
             self._pending.remove(fd)
         else:
@@ -366,7 +395,8 @@ class ZmqListener(_ZmqSocket):
         return bool(self._peer) and not self._lost
 
     def _stop_listening(self) -> None:
-        """Until the port is closed. ZeroMQ does it asynchronously, and meanwhile would accept connections."""
+        """Until the port is closed. ZeroMQ does it asynchronously, and meanwhile would accept
+        connections."""
         if not self._bound:
             return
         self._socket.unbind(self._bound)
@@ -381,7 +411,8 @@ class ZmqListener(_ZmqSocket):
                 self.reply(Kind.CLOSE)
 
     def _await_hello(self) -> None:
-        """Send CLOSE also to a sender that has connected and was not accepted yet: it must not see a death."""
+        """Send CLOSE also to a sender that has connected and was not accepted yet: it must not see
+        a death."""
         deadline = time.monotonic() + _LAST_HELLO_S
         self._poll_peer(0.0)
         while not self._peer and self._pending and (left := deadline - time.monotonic()) > 0:

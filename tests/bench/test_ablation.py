@@ -1,4 +1,5 @@
-"""The ablation on one loaded host: each row does what it says, gives the same answer and leaves nothing behind."""
+"""The ablation on one loaded host: each row does what it says, gives the same answer and leaves
+nothing behind."""
 
 import itertools
 from collections.abc import Iterator
@@ -61,9 +62,13 @@ def state(host: OneHost) -> list[object]:
 
 
 def heard(host: Listening, questions: list[Question]) -> list[np.ndarray]:
-    """The sound of each answer. No id is ever used twice, so the same questions go by other names."""
+    """The sound of each answer. No id is ever used twice, so the same questions go by other
+    names."""
     host.sound.clear()
-    named = [(msgspec.structs.replace(a, request=RequestId(f"n{next(NUMBERS)}")), blob) for a, blob in questions]
+    named = [
+        (msgspec.structs.replace(a, request=RequestId(f"n{next(NUMBERS)}")), blob)
+        for a, blob in questions
+    ]
     host.ask(named)
     return [np.frombuffer(b"".join(host.sound[a.request]), np.float32) for a, _ in named]
 
@@ -107,7 +112,9 @@ def test_what_was_held_back_is_told_and_on_a_cpu_it_is_nothing(host: Listening) 
     assert not [n for n in told if "_held_" in n or "_late_" in n]
 
 
-def test_requests_that_come_one_by_one_are_timed_from_when_they_came(host: Listening, asker: Asker) -> None:
+def test_requests_that_come_one_by_one_are_timed_from_when_they_came(
+    host: Listening, asker: Asker
+) -> None:
     """Each finds others at work, none is admitted much before its time, and all are answered."""
     samples = host.ask(asker.round(SHORT, 4), apart_s=0.01)
     for i, s in enumerate(samples):

@@ -19,8 +19,8 @@ DEFAULT = {"BN": 16, "warps": 4}
 
 
 class MadeUp:
-    """A step of a few kernels whose costs are known: "two" is best with tiles as wide as those of "one", and "last" is
-    asked for only while "cut" has no splits."""
+    """A step of a few kernels whose costs are known: "two" is best with tiles as wide as those of
+    "one", and "last" is asked for only while "cut" has no splits."""
 
     def __init__(self, noise: Sequence[float] = (0.0,)) -> None:
         self.noise = itertools.cycle(noise)
@@ -46,7 +46,11 @@ class MadeUp:
         asked = {name: a.found for name, a in self.asked(changes).items()}
         one, two = asked["one/1"]["BN"], asked["two/1"]["BN"]
         total = 100.0 + 4 * abs(math.log2(one / 64)) + abs(math.log2(two / one))
-        return total + (2.0 + abs(asked["last/1"]["warps"] - 8) if "last/1" in asked else asked["cut/1"]["SPLITS"])
+        return total + (
+            2.0 + abs(asked["last/1"]["warps"] - 8)
+            if "last/1" in asked
+            else asked["cut/1"]["SPLITS"]
+        )
 
     def pair(self, base: Table, changes: Table) -> Pair:
         if changes.get("one/1", DEFAULT)["BN"] == 2:
@@ -144,12 +148,16 @@ def test_nothing_is_tried_beside_a_step_that_is_wrong_itself() -> None:
     d.round(ignore)
     assert d.changes == {}
     assert step.pairs == []
-    assert {r["name"]: r["refused"] for r in d.rows} == dict.fromkeys(("one/1", "two/1", "cut/1", "last/1"), 0.5)
+    assert {r["name"]: r["refused"] for r in d.rows} == dict.fromkeys(
+        ("one/1", "two/1", "cut/1", "last/1"), 0.5
+    )
 
 
 def test_out_of_time_keeps_what_there_is() -> None:
     step = MadeUp()
-    d = descent(step, late=lambda: len(step.pairs) >= 4)  # the current one, 32 and 64 (2 cannot), 128: all of "one"
+    d = descent(
+        step, late=lambda: len(step.pairs) >= 4
+    )  # the current one, 32 and 64 (2 cannot), 128: all of "one"
     d.round(ignore)
     assert d.changes == {"one/1": {"BN": 64, "warps": 4}}
     assert {r["name"] for r in d.rows} == {"one/1"}
@@ -157,7 +165,8 @@ def test_out_of_time_keeps_what_there_is() -> None:
 
 def test_choice_is_spread_over_every_parameter_and_has_the_nearest() -> None:
     product = [
-        {"a": a, "b": b, "c": c} for a, b, c in itertools.product((1, 2, 4, 8), (1, 2, 4), (2, 4, 8))
+        {"a": a, "b": b, "c": c}
+        for a, b, c in itertools.product((1, 2, 4, 8), (1, 2, 4), (2, 4, 8))
     ]  # 36: a third of it must not be all of one c
     some = spread(product, 12)
     assert len({tuple(c.items()) for c in some}) == 12
@@ -173,7 +182,9 @@ def test_choice_is_spread_over_every_parameter_and_has_the_nearest() -> None:
     assert current | {"a": 8} in few
 
 
-def test_changes_stand_as_if_they_had_been_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_stand_as_if_they_had_been_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tmp_path / "own.json"
     monkeypatch.setenv("STRETTO_TUNING", str(own))
     tuning.save(own, {"one/1": {"BN": 8, "apart": 1}})
@@ -183,7 +194,9 @@ def test_changes_stand_as_if_they_had_been_saved(tmp_path: Path, monkeypatch: py
         with tuning.instead({"one/1": {"BN": 32}}) as asked:
             changed = tuning.config("one", (1,), default)
             tuning.config("two", [2, 3], {"BN": 1})
-        assert changed == {"BN": 32, "apart": 0}, "in the place of what the file has, not on top of it"
+        assert changed == {"BN": 32, "apart": 0}, (
+            "in the place of what the file has, not on top of it"
+        )
         assert asked == {
             "one/1": TuningQuestion("one", (1,), default, changed),
             "two/2x3": TuningQuestion("two", (2, 3), {"BN": 1}, {"BN": 1}),

@@ -1,4 +1,5 @@
-"""What the pipeline's benchmarks share: checkpoints, events as measurements, variants, and the baseline."""
+"""What the pipeline's benchmarks share: checkpoints, events as measurements, variants, and the
+baseline."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,10 +20,10 @@ from stretto.errors import Busy, Invalid
 from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Sample, SystemClock
 from stretto.loadtest.sse import Piece, RequestFailed, Sound, Used, Words
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import released_config
+from stretto.params import Params
 from tests.engine.common import CHATS, run
 from tests.solo import Audio, Frame, TextToken
 
@@ -85,8 +86,14 @@ def test_each_variant_changes_one_thing_and_every_switch_has_one() -> None:
     switched = set()
     for v in variants(config, 125):
         base = bare[v.base]
-        changed = [f.name for f in fields(HostSettings) if getattr(v.config.host, f.name) != getattr(base.host, f.name)]
-        changed += [n for n in ("placement", "connector") if getattr(v.config, n) != getattr(base, n)]
+        changed = [
+            f.name
+            for f in fields(HostSettings)
+            if getattr(v.config.host, f.name) != getattr(base.host, f.name)
+        ]
+        changed += [
+            n for n in ("placement", "connector") if getattr(v.config, n) != getattr(base, n)
+        ]
         changed += ["packets"] if v.packets is not None else []
         assert len(changed) == (0 if v.control else 1), v.name
         off = [name for name, on in v.config.host.switches.items() if not on]
@@ -135,7 +142,9 @@ def test_first_times_are_of_the_first_of_each_kind() -> None:
             return 10.0
 
     async def told() -> AsyncIterator[tuple[float, Piece]]:
-        for at, piece in enumerate([Words("a"), Sound(""), Words("b"), Sound(""), Used({})], start=11):
+        for at, piece in enumerate(
+            [Words("a"), Sound(""), Words("b"), Sound(""), Used({})], start=11
+        ):
             yield at, piece
 
     assert asyncio.run(first_times(told(), Clock())) == {"text": 1.0, "audio": 2.0, "end": 5.0}

@@ -1,4 +1,5 @@
-"""The one entry: the list without torch, help for each program, and what the harness makes of rounds and results."""
+"""The one entry: the list without torch, help for each program, and what the harness makes of
+rounds and results."""
 
 import json
 import re
@@ -18,7 +19,9 @@ COMMAND = re.compile(r"(?:python -m bench|`bench)\s+([a-z_]+)(?:\s+--parts\s+([\
 
 def test_the_list_names_all_programs_and_needs_no_torch() -> None:
     code = "import sys; from bench.__main__ import main; main([]); sys.exit('torch' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert shown == listing() + "\n"
     for name in PROGRAMS:
         (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
@@ -34,7 +37,10 @@ def test_every_program_is_listed() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*([name] for name in PROGRAMS), *([name, "--parts", part] for name, parts in PROGRAMS.items() for part in parts)],
+    [
+        *([name] for name in PROGRAMS),
+        *([name, "--parts", part] for name, parts in PROGRAMS.items() for part in parts),
+    ],
     ids=" ".join,
 )
 def test_help(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +51,9 @@ def test_help(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "python -m bench" in shown.partition("\n")[2]
 
 
-def test_parts_run_in_turn_and_have_a_result_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_parts_run_in_turn_and_have_a_result_each(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["kernels", "--parts", "rounding,rounding"]) == 0
     once, twice = capsys.readouterr().out.splitlines(), main(["kernels", "--parts", "rounding"])
     assert twice == 0
@@ -68,7 +76,9 @@ def test_documents_name_programs_and_parts_that_there_are() -> None:
         *(ROOT / "bench").rglob("*.md"),
     ]
     pages += [*(ROOT / "bench").rglob("*.py"), *(ROOT / "stretto").rglob("*.py")]
-    found = [command for page in pages for command in COMMAND.findall(page.read_text(encoding="utf-8"))]
+    found = [
+        command for page in pages for command in COMMAND.findall(page.read_text(encoding="utf-8"))
+    ]
     assert len(found) > 50
     for name, parts in found:
         assert name in PROGRAMS, name

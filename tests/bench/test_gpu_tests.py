@@ -1,4 +1,5 @@
-"""The record of the GPU tests: counts, failures, what is known of a run that was cut; and which commit it was."""
+"""The record of the GPU tests: counts, failures, what is known of a run that was cut; and which
+commit it was."""
 
 import json
 import sys
@@ -35,11 +36,18 @@ def pytest_of(folder: Path, tests: str, until: float, workers: int = 1) -> Ran:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_part_is_counted_test_by_test(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_counted_test_by_test(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = pytest_of(tmp_path, TESTS, time.monotonic() + 600, workers)
     monkeypatch.setattr(gpu_tests, "PARTS", (ran.part,))
     ends = {name.split("::")[1]: t["end"] for name, t in ran.tests().items()}
-    assert ends == {"test_fine": "passed", "test_wrong": "failed", "test_setup": "error", "test_left_out": "skipped"}
+    assert ends == {
+        "test_fine": "passed",
+        "test_wrong": "failed",
+        "test_setup": "error",
+        "test_left_out": "skipped",
+    }
     assert ran.state == "complete"
     assert failed([ran])
     text = record({"commit": "abc", "clean": True}, [ran], 1.0)
@@ -51,12 +59,19 @@ def test_a_part_is_counted_test_by_test(workers: int, tmp_path: Path, monkeypatc
     assert line.split()[1:5] == ["1", "1", "1", "1"]
 
 
-def test_a_part_that_is_cut_names_what_was_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_cut_names_what_was_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_tests, "WRITE_EVERY", 0.0)
     (tmp_path / "test_some.py").write_text(
-        "import threading\ndef test_fine(): pass\ndef test_long(): threading.Event().wait()\n", encoding="utf-8"
+        "import threading\ndef test_fine(): pass\ndef test_long(): threading.Event().wait()\n",
+        encoding="utf-8",
     )
-    ran = Ran(Part("some", (str(tmp_path / "test_some.py"),), "not alone", 0), tmp_path / "notes", workers=1)
+    ran = Ran(
+        Part("some", (str(tmp_path / "test_some.py"),), "not alone", 0),
+        tmp_path / "notes",
+        workers=1,
+    )
 
     def write() -> None:
         """Called in turns; at the last test it is time to stop, as a signal would."""
@@ -79,12 +94,18 @@ def test_a_part_is_cut_at_its_limit(tmp_path: Path) -> None:
 
 
 def notes(path: Path, *lines: dict[str, object]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"test": "half a li', encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"test": "half a li', encoding="utf-8"
+    )
     return path
 
 
 def test_all_parts_must_have_ended_well(tmp_path: Path) -> None:
-    passed = notes(tmp_path / "notes", {"test": "a", "what": "began"}, {"test": "a", "what": "passed", "seconds": 1.0})
+    passed = notes(
+        tmp_path / "notes",
+        {"test": "a", "what": "began"},
+        {"test": "a", "what": "passed", "seconds": 1.0},
+    )
     ran = [Ran(part, passed, 1, state="complete") for part in gpu_tests.PARTS]
     assert not failed(ran)
     assert failed(ran[:2])
@@ -115,5 +136,15 @@ def test_the_commit_comes_from_a_file_where_there_is_no_repository(tmp_path: Pat
 
 def test_the_machine_and_the_versions_are_named() -> None:
     found = env.describe()
-    assert {"commit", "clean", "python", "torch", "triton", "transformers", "gpu", "cpu", "cores"} <= found.keys()
+    assert {
+        "commit",
+        "clean",
+        "python",
+        "torch",
+        "triton",
+        "transformers",
+        "gpu",
+        "cpu",
+        "cores",
+    } <= found.keys()
     assert found["python"] == sys.version.split()[0]

@@ -24,7 +24,13 @@ def test_phases_add_up_to_the_time_that_the_loop_is_busy(tiny_dir: Path) -> None
     assert found["device"] == {}
     own = sum(phase["ms"] for phase in found["phases"].values())
     assert 0 < own <= found["window_ms"]
-    for name in ("thinker: schedule", "talker: accept", "talker: poll", "code2wav: accept", "report"):
+    for name in (
+        "thinker: schedule",
+        "talker: accept",
+        "talker: poll",
+        "code2wav: accept",
+        "report",
+    ):
         assert found["phases"][name]["calls"], name
 
 
@@ -46,7 +52,9 @@ def test_the_table_of_two_checkouts_has_ratios_of_the_same_rounds() -> None:
 
     before, after = samples(100.0, 400.0, 100.0), samples(50.0, 200.0, 60.0)
     shown = table({"samples": {"before": {"8": before}, "after": {"8": after}}})
-    assert shown.splitlines()[-1] == "| 8 | 100 µs | 60 µs | 12.5 µs | 7.5 µs | 0.50 (0.50 to 0.60) |"
+    assert (
+        shown.splitlines()[-1] == "| 8 | 100 µs | 60 µs | 12.5 µs | 7.5 µs | 0.50 (0.50 to 0.60) |"
+    )
 
 
 def test_the_scheduler_alone(tmp_path: Path, monkeypatch) -> None:

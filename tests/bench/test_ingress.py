@@ -10,7 +10,10 @@ from bench.cluster.ingress import INGRESS, PLAIN, Heard, compare
 def test_what_is_added_is_told_per_round() -> None:
     """The machine is slower in each round: all samples together would hide what a round shows."""
     rounds = [
-        {PLAIN: Heard([s, s + 1, s + 9], [s]), INGRESS: Heard([s + 0.2, s + 1 + more, s + 2.5], [s - 0.1])}
+        {
+            PLAIN: Heard([s, s + 1, s + 9], [s]),
+            INGRESS: Heard([s + 0.2, s + 1 + more, s + 2.5], [s - 0.1]),
+        }
         for s, more in ((1.0, 0.5), (10.0, 0.3), (20.0, 0.9))
     ]
     found = compare(rounds)

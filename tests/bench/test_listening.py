@@ -14,7 +14,8 @@ from tests.loadtest.test_bench import FakeServer
 
 
 def listen(load: Closed, limits: Targets) -> tuple[FakeServer, Level]:
-    """Answers are made in 2 s; they sound 2 s from 0.25 s on, with a wait of 0.25 s in their middle."""
+    """Answers are made in 2 s; they sound 2 s from 0.25 s on, with a wait of 0.25 s in their
+    middle."""
     clock = FakeClock()
     fake = FakeServer(clock)
 
@@ -79,10 +80,17 @@ def test_reading_aloud_has_levels_of_its_own() -> None:
     args = Given()
     settle(args)  # type: ignore[arg-type]
     rest = levels(args)  # type: ignore[arg-type]
-    assert [load for load, _ in rest] == [*map(Closed, (1, 8, 32, 128)), *map(Open, (1.0, 10.0, 20.0))]
+    assert [load for load, _ in rest] == [
+        *map(Closed, (1, 8, 32, 128)),
+        *map(Open, (1.0, 10.0, 20.0)),
+    ]
     assert all(limits.seconds is not None for load, limits in rest if isinstance(load, Closed))
     assert [limits.requests for load, limits in rest if isinstance(load, Open)] == [16, 40, 80]
-    assert (args.search, args.workload, args.host) == (True, ["read"], ["max_rows=128", "max_waiting=1024"])
+    assert (args.search, args.workload, args.host) == (
+        True,
+        ["read"],
+        ["max_rows=128", "max_waiting=1024"],
+    )
     args = Given()
     args.read = False
     settle(args)  # type: ignore[arg-type]

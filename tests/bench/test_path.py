@@ -1,4 +1,5 @@
-"""What a recorder sees of a program: lines of functions, while it is on, in all threads and processes."""
+"""What a recorder sees of a program: lines of functions, while it is on, in all threads and
+processes."""
 
 import os
 import shutil
@@ -68,12 +69,20 @@ def test_lines_that_run_while_it_is_on(tmp_path: Path, forced: bool) -> None:
     package.mkdir()
     shutil.copy(recorder.__file__, site / "sitecustomize.py")
     if forced:
-        text = (site / "sitecustomize.py").read_text().replace('getattr(sys, "monitoring", None)', "None")
+        text = (
+            (site / "sitecustomize.py")
+            .read_text()
+            .replace('getattr(sys, "monitoring", None)', "None")
+        )
         (site / "sitecustomize.py").write_text(text)
     (tmp_path / recorder.ON).write_bytes(b"\0")
     program = package / "stretto.preprocess.pool.worker.py"  # by its command line, a worker
     program.write_text(PROGRAM)
-    names = {recorder.FOLDER: str(tmp_path), recorder.SOURCES: str(package), "PYTHONPATH": str(site)}
+    names = {
+        recorder.FOLDER: str(tmp_path),
+        recorder.SOURCES: str(package),
+        "PYTHONPATH": str(site),
+    }
     command = [sys.executable, str(program), str(tmp_path / recorder.ON)]
     subprocess.run(command, env={**os.environ, **names}, check=True)
 
@@ -94,7 +103,11 @@ def test_lines_that_run_while_it_is_on(tmp_path: Path, forced: bool) -> None:
     file = of_file(program, lines, threads[name])
     assert file["functions"] == ["Thing.method", "child", "waiting"]
     assert file["classes"] == ["Thing"]
-    assert (file["ran"], file["to_read"], file["lines"]) == (6, 4 + 3 + 4, len(PROGRAM.splitlines()))
+    assert (file["ran"], file["to_read"], file["lines"]) == (
+        6,
+        4 + 3 + 4,
+        len(PROGRAM.splitlines()),
+    )
     assert totals({"a/x.py": file, "b/y.py": file}) == {
         "files": 2, "packages": 2, "functions": 6, "classes": 2, "ran": 12, "to_read": 22,
         "lines": 2 * file["lines"],
@@ -103,7 +116,8 @@ def test_lines_that_run_while_it_is_on(tmp_path: Path, forced: bool) -> None:
 
 def test_layers_and_kernels_are_left_out_of_one_total() -> None:
     assert [
-        arithmetic(name) for name in ("layers/mlp.py", "kernels/triton/compile_ahead.py", "stage/host/host.py")
+        arithmetic(name)
+        for name in ("layers/mlp.py", "kernels/triton/compile_ahead.py", "stage/host/host.py")
     ] == [
         True,
         True,

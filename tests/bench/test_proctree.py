@@ -1,4 +1,5 @@
-"""What a process tree holds is seen from outside: descriptors, memory files, segments, processes; and what stays."""
+"""What a process tree holds is seen from outside: descriptors, memory files, segments, processes;
+and what stays."""
 
 import subprocess
 import sys
@@ -26,7 +27,7 @@ for line in sys.stdin:
             children[-1].stdin.close()
             children.pop().wait()
     print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 class Child:
@@ -46,7 +47,9 @@ class Child:
 @pytest.fixture
 def child() -> Iterator[Child]:
     command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Child(process)
         process.kill()
 

@@ -17,8 +17,10 @@ from stretto.loadtest.player import Packet
 
 def test_the_parts_of_a_latency_add_up() -> None:
     spans = (
-        TimelineSpan("thinker", "prompt", 0.002, 0.006), TimelineSpan("thinker", "prompt", 0.006, 0.010),
-        TimelineSpan("talker", "prompt", 0.004, 0.017), TimelineSpan("code2wav", "first frame", 0.017, 0.020),
+        TimelineSpan("thinker", "prompt", 0.002, 0.006), TimelineSpan("thinker", "prompt", 0.006,
+        0.010),
+        TimelineSpan("talker", "prompt", 0.004, 0.017), TimelineSpan("code2wav", "first frame",
+        0.017, 0.020),
     )  # fmt: skip
     end = Finished("stop", "stop", Usage(9, 2, 1, 1365), 0, spans)
     split = phases(end, 0.003, [Packet(0.025, 0.08)])
@@ -33,7 +35,13 @@ def test_samples_by_length() -> None:
     samples = [{"seconds": 5.0, "first_audio": at / 1000, **good} for at in (30, 10, 20)]
     samples += [{"seconds": 200.0, "error": "Busy: full"}]
     found = by_length(samples)
-    assert found["5"]["first_audio_s"] == {"count": 3, "p50": 0.02, "p90": 0.03, "p99": 0.03, "max": 0.03}
+    assert found["5"]["first_audio_s"] == {
+        "count": 3,
+        "p50": 0.02,
+        "p90": 0.03,
+        "p99": 0.03,
+        "max": 0.03,
+    }
     assert found["5"]["phases_s"] == dict.fromkeys(PHASES, 0.001)
     assert found["200"] == {"errors": ["Busy: full"]}
 
@@ -42,7 +50,9 @@ def test_a_listener_who_had_to_wait() -> None:
     found = {"error": None, "packets": [[0.1, 0.08], [0.3, 0.08]]}
     heard = played(found)
     assert heard is not None
-    told = listened([{**found, "underruns": heard.underruns, "wait": heard.wait}, {"error": "no audio"}])
+    told = listened(
+        [{**found, "underruns": heard.underruns, "wait": heard.wait}, {"error": "no audio"}]
+    )
     assert (told["answers"], told["failed"], told["stuttered"], told["underruns"]) == (2, 1, 1, 1)
     assert told["waited_s"] == pytest.approx(0.12)
 

@@ -1,4 +1,5 @@
-"""The benchmark of a server: what is asked, what a listener notes, and how a first packet's time is split."""
+"""The benchmark of a server: what is asked, what a listener notes, and how a first packet's time is
+split."""
 
 import argparse
 import asyncio
@@ -55,9 +56,11 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull")
     else:
         sound = base64.b64encode(bytes(3840)).decode()
-        report = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"stretto":{"seed":7}}\n\ndata: [DONE]\n\n'
+        report = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"stretto":{"seed":7}}\n\ndata: [DONE]\n\n'  # noqa: E501
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        writer.write(event(audio={"transcript": "so"}) + event(audio={"data": sound}) * body["packets"])
+        writer.write(
+            event(audio={"transcript": "so"}) + event(audio={"data": sound}) * body["packets"]
+        )
         writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(report), report))
     await writer.drain()
     writer.close()
@@ -111,7 +114,8 @@ def test_requests_are_sent_at_their_own_times_whatever_becomes_of_the_others() -
 
 def test_what_is_told_of_arrivals() -> None:
     samples = [
-        Sample(i, sent, end=end) for i, (sent, end) in enumerate([(0.1, 5.0), (1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
+        Sample(i, sent, end=end)
+        for i, (sent, end) in enumerate([(0.1, 5.0), (1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
     ]
     told = came([0.0, 1.0, 2.0, 8.5], Level(Open(1.0), samples))
     assert told["sent_late_s"] == pytest.approx(0.5)
@@ -119,11 +123,16 @@ def test_what_is_told_of_arrivals() -> None:
     assert told["arrivals"] == [0.0, 1.0, 2.0, 8.5]
 
 
-def test_parts_of_a_file_are_measured_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --add, what is there stays with the commit that it was measured at; without it, nothing stays."""
+def test_parts_of_a_file_are_measured_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --add, what is there stays with the commit that it was measured at; without it, nothing
+    stays."""
     monkeypatch.setattr(serve, "described", lambda: {"commit": "new", "clean": True})
     out = tmp_path / "h200.json"
-    out.write_text(json.dumps({"parts": {"host": {"env": {"commit": "old"}}}, "start": {"ready_s": 47.0}}))
+    out.write_text(
+        json.dumps({"parts": {"host": {"env": {"commit": "old"}}}, "start": {"ready_s": 47.0}})
+    )
     args = argparse.Namespace(add=True, out=out)
     result = begin(args)
     run_part("latency", lambda: iter([{"one": 1}]), result, out)
@@ -137,12 +146,16 @@ def test_parts_of_a_file_are_measured_one_by_one(tmp_path: Path, monkeypatch: py
 
 def test_the_time_to_the_first_packet_is_split_without_a_rest() -> None:
     spans = [
-        ("thinker", "prompt", 0.002, 0.012), ("thinker", "prompt", 0.012, 0.020), ("thinker", "token", 0.020, 0.022),
-        ("talker", "prompt", 0.002, 0.009), ("talker", "prompt", 0.009, 0.025), ("talker", "frame", 0.025, 0.028),
+        ("thinker", "prompt", 0.002, 0.012), ("thinker", "prompt", 0.012, 0.020), ("thinker",
+        "token", 0.020, 0.022),
+        ("talker", "prompt", 0.002, 0.009), ("talker", "prompt", 0.009, 0.025), ("talker", "frame",
+        0.025, 0.028),
         ("code2wav", "first frame", 0.002, 0.027), ("packets", "packet", 0.0275, 0.0275),
         ("packets", "packet", 0.09, 0.09),
     ]  # fmt: skip
-    report = {"timeline": [dict(zip(("lane", "name", "start", "stop"), s, strict=True)) for s in spans]}
+    report = {
+        "timeline": [dict(zip(("lane", "name", "start", "stop"), s, strict=True)) for s in spans]
+    }
     heard = Heard(Sample(0, 0.0, packets=[Packet(0.030, 0.05)]), True, report)
     split = phases(heard)
     assert split is not None
@@ -166,7 +179,10 @@ def test_a_part_that_fails_keeps_what_it_found() -> None:
 
 def test_counters_are_told_as_what_they_grew_by() -> None:
     name = 'stretto_stage_steps_total{stage="talker"}'
-    told = {"stretto_host_idle_seconds_total": 2.0, 'stretto_stage_device_seconds_sum{stage="talker"}': 4.0}
+    told = {
+        "stretto_host_idle_seconds_total": 2.0,
+        'stretto_stage_device_seconds_sum{stage="talker"}': 4.0,
+    }
     before, after = {name: 3.0}, {name: 10.0, **told, "stretto_stage_waiting": 5.0}
     assert delta(before, after) == {name: 7.0, **told}
 

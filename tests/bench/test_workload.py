@@ -24,7 +24,9 @@ def test_prompts_differ_and_lengths_are_fixed(workload: Workload, tiny_dir: Path
     assert text[0].split()[0] != text[1].split()[0]
     for words in text:
         assert tokens(builder, words) == workload.prompt.text_tokens
-    shared = next(i for i, (a, b) in enumerate(zip(prompts[0].ids, prompts[1].ids, strict=False)) if a != b)
+    shared = next(
+        i for i, (a, b) in enumerate(zip(prompts[0].ids, prompts[1].ids, strict=False)) if a != b
+    )
     pads = 0 if not prompts[0].audios and not prompts[0].images else len(prompts[0].ids)
     assert workload.prompt.system_tokens <= shared <= workload.prompt.system_tokens + 16 + pads
     assert len(prompts[0].audios) == bool(workload.prompt.audio_s)

@@ -1,6 +1,7 @@
 """One seeded murder of a link's process, at a random point, and what the survivor must see.
 
-`scenario` raises AssertionError where the contract is broken, and tells how long the death took to be noticed."""
+`scenario` raises AssertionError where the contract is broken, and tells how long the death took to
+be noticed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Outcome:
     seed: int
     victim: str
     moment: str
-    noticed_ms: float | None  # from the kill to PeerDead; None when both were killed, or before they had met
+    noticed_ms: (
+        float | None
+    )  # from the kill to PeerDead; None when both were killed, or before they had met
     chunks: int  # that crossed the link
 
 
@@ -45,7 +48,8 @@ def scenario(kit: Kit, nursery: Nursery, seed: int) -> Outcome:
 
 
 def _spin(chance: random.Random, most: float) -> None:
-    """Let up to `most` seconds pass without giving the processor away: a kill then lands between any two steps."""
+    """Let up to `most` seconds pass without giving the processor away: a kill then lands between
+    any two steps."""
     until = time.perf_counter() + chance.random() * most
     while time.perf_counter() < until:
         pass
@@ -56,7 +60,9 @@ def listen(kit: Kit, generation: int = 0) -> tuple[Receiver, str]:
     return receiver, msgspec.json.encode(receiver.endpoint).decode()
 
 
-def _kill_sender(kit: Kit, nursery: Nursery, chance: random.Random, moment: str, size: int) -> tuple[float | None, int]:
+def _kill_sender(
+    kit: Kit, nursery: Nursery, chance: random.Random, moment: str, size: int
+) -> tuple[float | None, int]:
     receiver, endpoint = listen(kit)
     count = {"count": chance.randrange(4)} if moment == "idle" else {}
     peer = nursery.peer(kit.label, "send", endpoint=endpoint, size=size, **count)
@@ -89,7 +95,9 @@ def _kill_sender(kit: Kit, nursery: Nursery, chance: random.Random, moment: str,
         assert peer.lines.hear() == {"done": True}
     peer.kill()
     killed = time.perf_counter()
-    noticed = _death_of(lambda: take_one(0.05 if moment == "setup" else LONG_S), killed, moment == "setup")
+    noticed = _death_of(
+        lambda: take_one(0.05 if moment == "setup" else LONG_S), killed, moment == "setup"
+    )
     peer.wait_gone()
     if noticed is not None:
         assert _death_of(receiver.check, killed, False) is not None, "death is for ever"
@@ -102,7 +110,9 @@ def _kill_sender(kit: Kit, nursery: Nursery, chance: random.Random, moment: str,
 def _kill_receiver(
     kit: Kit, nursery: Nursery, chance: random.Random, moment: str, size: int
 ) -> tuple[float | None, int]:
-    peer = nursery.peer(kit.label, "receive", size=size, hold=9 if moment == "blocked" else chance.randrange(4))
+    peer = nursery.peer(
+        kit.label, "receive", size=size, hold=9 if moment == "blocked" else chance.randrange(4)
+    )
     endpoint = msgspec.json.decode(peer.lines.hear()["endpoint"], type=Endpoint)
     if moment == "setup":
         _spin(chance, 0.002)
@@ -156,7 +166,8 @@ def _put_until_dead(
 
 
 def _death_of(call: Callable[[], object], killed: float, may_live: bool) -> float | None:
-    """Seconds from the kill to `PeerDead`; calls again while the call goes well, unless it may live."""
+    """Seconds from the kill to `PeerDead`; calls again while the call goes well, unless it may
+    live."""
     deadline = time.perf_counter() + LONG_S
     while time.perf_counter() < deadline:
         try:

@@ -1,4 +1,5 @@
-"""What the contract suite is run against: the connectors, and chunks whose bytes follow from their number."""
+"""What the contract suite is run against: the connectors, and chunks whose bytes follow from their
+number."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from stretto.transport.contract import Chunk, Connector, LinkOptions, Receiver, 
 from stretto.transport.registry import connectors
 from stretto.types import Mark, RequestId, Span
 
-LONG_S = 60.0  # for what must happen: generous, since machines are busy, and never reached when all is well
+# for what must happen: generous, since machines are busy, and never reached when all is well
+LONG_S = 60.0
 SECRET = b"a secret that the tests share..."
 
 
 def _options(**details: str) -> LinkOptions:
-    return LinkOptions(slots=4, slot_bytes=1 << 16, secret=SECRET, connect_timeout_s=LONG_S, details=details)
+    return LinkOptions(
+        slots=4, slot_bytes=1 << 16, secret=SECRET, connect_timeout_s=LONG_S, details=details
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ class Footprint:
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments)
 
     def beyond(self, before: Footprint, spare: int = 0) -> str:
-        """What there is now that was not there before, in words. `spare` descriptors more are no matter."""
+        """What there is now that was not there before, in words. `spare` descriptors more are no
+        matter."""
         found = []
         if self.descriptors > before.descriptors + spare:
             found.append(f"{self.descriptors - before.descriptors} descriptors")
@@ -129,7 +134,9 @@ class Footprint:
 
 def check_invited(kit: Kit, receiver: Receiver) -> None:
     """The sender for which `receiver` listens gets in, and all is well."""
-    with ThreadPoolExecutor(1) as pool:  # beside the receiver, which may first have to get rid of others
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # beside the receiver, which may first have to get rid of others
         connecting = pool.submit(kit.connector.connect, receiver.endpoint, kit.options)
         eventually(lambda: receiver.take(0.0) is None and connecting.done())
         sender = connecting.result()

@@ -1,8 +1,9 @@
 """Other processes for the contract suite, to be killed.
 
-Importing torch takes seconds, so a *nursery* process is started once, imports it, and forks a peer for each request
-(it has a single thread, and says so, hence a fork is safe). A request is a JSON line with a socket attached; the
-peer then speaks JSON lines on that socket. Run as a script it is the nursery; imported, it is the way to ask it."""
+Importing torch takes seconds, so a *nursery* process is started once, imports it, and forks a peer
+for each request (it has a single thread, and says so, hence a fork is safe). A request is a JSON
+line with a socket attached; the peer then speaks JSON lines on that socket. Run as a script it is
+the nursery; imported, it is the way to ask it."""
 
 from __future__ import annotations
 
@@ -71,9 +72,16 @@ class Peer:
 class Nursery:
     def __enter__(self) -> Self:
         self._sock, theirs = socket.socketpair()
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT, env=env
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            env=env,
         )
         theirs.close()
         return self
@@ -86,7 +94,9 @@ class Nursery:
         """Roles: `send`, `receive` and `audit` (see the functions of these names)."""
         ours, theirs = socket.socketpair()
         request = json.dumps({"kit": kit, "role": role, **fields}).encode()
-        socket.send_fds(self._sock, [len(request).to_bytes(4, "little") + request], [theirs.fileno()])
+        socket.send_fds(
+            self._sock, [len(request).to_bytes(4, "little") + request], [theirs.fileno()]
+        )
         theirs.close()
         pid = int.from_bytes(self._sock.recv(4), "little")
         return Peer(pid, Lines(ours))
@@ -131,7 +141,8 @@ def _play(request: dict[str, Any], lines: Lines) -> None:
 
 
 def _audit(kit: Kit, lines: Lines) -> None:
-    """Use a link and close it, three times over; tell what is there after the last that was not after the first."""
+    """Use a link and close it, three times over; tell what is there after the last that was not
+    after the first."""
     first: Footprint | None = None
     left, pause = "", threading.Event()
     for _ in range(3):
@@ -142,7 +153,8 @@ def _audit(kit: Kit, lines: Lines) -> None:
         sender.close()
         receiver.close()
         del sender, receiver
-        # A thread that has ended is still listed for a moment: the first time too, or it would hide one that stays.
+        # A thread that has ended is still listed for a moment: the first time too, or it would hide
+        # one that stays.
         pause.wait(0.05)
         first = first or Footprint.now()
         deadline = time.monotonic() + LONG_S

@@ -1,4 +1,5 @@
-"""The connector contract, against every connector. What a rule says is in `stretto/transport/contract.py`."""
+"""The connector contract, against every connector. What a rule says is in
+`stretto/transport/contract.py`."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class Counted:
         self.count += 1
 
 
-# --- order and content -------------------------------------------------------------------------------------------
+# --- order and content
+# -------------------------------------------------------------------------------------------
 
 
 def test_chunks_arrive_in_order_once_and_whole(ends: tuple[Sender, Receiver]) -> None:
@@ -107,13 +109,17 @@ def test_chunks_that_are_held_do_not_disturb_later_ones(ends: tuple[Sender, Rece
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 0, 5), (2, 3, 5)], ids=str)
-def test_every_dtype_and_shape_keeps_its_bits(ends: tuple[Sender, Receiver], shape: tuple[int, ...]) -> None:
+def test_every_dtype_and_shape_keeps_its_bits(
+    ends: tuple[Sender, Receiver], shape: tuple[int, ...]
+) -> None:
     sender, receiver = ends
     generator = torch.Generator().manual_seed(7)
     sent = {}
     for dtype in wire.DTYPES.values():
         if dtype is torch.bool:
-            sent["bool"] = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).to(torch.bool)
+            sent["bool"] = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).to(
+                torch.bool
+            )
             continue
         # Random bits, so that NaNs of all kinds and negative zeros are among them.
         size = torch.empty(shape, dtype=dtype).numel() * dtype.itemsize
@@ -127,7 +133,10 @@ def test_every_dtype_and_shape_keeps_its_bits(ends: tuple[Sender, Receiver], sha
     for name, tensor in sent.items():
         got = chunk.tensors[name]
         assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
-        assert got.contiguous().view(-1).view(torch.uint8).tolist() == tensor.view(-1).view(torch.uint8).tolist()
+        assert (
+            got.contiguous().view(-1).view(torch.uint8).tolist()
+            == tensor.view(-1).view(torch.uint8).tolist()
+        )
     chunk.release()
 
 
@@ -152,12 +161,15 @@ def test_an_empty_chunk_carries_its_mark(ends: tuple[Sender, Receiver]) -> None:
 
 def test_64_mebibytes_pass_through_two_slots(kit: Kit) -> None:
     size = 64 << 20
-    # A network's thread beats no heart while it encrypts a message, and this one is 64 times as large as they are.
+    # A network's thread beats no heart while it encrypts a message, and this one is 64 times as
+    # large as they are.
     details = {**kit.options.details, "heartbeat_s": "20"}
     with link(kit, slots=2, slot_bytes=size + (1 << 16), details=details) as (sender, receiver):
         sent = torch.arange(size // 8, dtype=torch.int64)
         for i in range(3):
-            assert sender.put(wire.chunk(RequestId("r"), Span(i, i + 1), Mark.MORE, {"x": sent}, seq=i), LONG_S)
+            assert sender.put(
+                wire.chunk(RequestId("r"), Span(i, i + 1), Mark.MORE, {"x": sent}, seq=i), LONG_S
+            )
             chunk = take(receiver)
             assert chunk.header.seq == i
             assert torch.equal(chunk.tensors["x"], sent)
@@ -197,7 +209,8 @@ def test_64_links_at_once(kit: Kit) -> None:
         receiver.close()
 
 
-# --- ownership and credits ---------------------------------------------------------------------------------------
+# --- ownership and credits
+# ---------------------------------------------------------------------------------------
 
 
 def test_put_takes_over_the_chunk_and_releases_it_once(ends: tuple[Sender, Receiver]) -> None:
@@ -267,7 +280,8 @@ def test_every_slot_comes_back_after_much_traffic(ends: tuple[Sender, Receiver])
 
 
 def test_releases_from_other_threads_reach_a_waiting_put(ends: tuple[Sender, Receiver]) -> None:
-    """The courier waits in `take` while another thread releases: neither may swallow the other's news."""
+    """The courier waits in `take` while another thread releases: neither may swallow the other's
+    news."""
     sender, receiver = ends
     count = 500
 
@@ -324,7 +338,8 @@ def test_a_chunk_that_fills_its_slot_exactly_passes(kit: Kit) -> None:
         sender.put(numbered(3, 20_000), LONG_S)
 
 
-# --- purge -------------------------------------------------------------------------------------------------------
+# --- purge
+# -------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def test_purge_at_the_receiver_drops_what_is_on_its_way(ends: tuple[Sender, Receiver]) -> None:
@@ -338,7 +353,9 @@ def test_purge_at_the_receiver_drops_what_is_on_its_way(ends: tuple[Sender, Rece
         chunk = take(receiver)
         check_numbered(chunk, number)
         chunk.release()
-    eventually(lambda: receiver.take(0.0) is None and sender.credits() == 4)  # the last may still be on its way
+    eventually(
+        lambda: receiver.take(0.0) is None and sender.credits() == 4
+    )  # the last may still be on its way
 
 
 def test_purge_at_the_sender_swallows_even_without_credit(ends: tuple[Sender, Receiver]) -> None:
@@ -356,7 +373,8 @@ def test_purge_at_the_sender_swallows_even_without_credit(ends: tuple[Sender, Re
     assert receiver.take(0.0) is None
 
 
-# --- closing -----------------------------------------------------------------------------------------------------
+# --- closing
+# -----------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def test_what_was_put_before_close_is_still_taken(ends: tuple[Sender, Receiver]) -> None:
@@ -456,10 +474,13 @@ def test_nobody_there_is_a_dead_peer(kit: Kit) -> None:
         kit.connector.connect(receiver.endpoint, kit.options)
 
 
-# --- who may join ------------------------------------------------------------------------------------------------
+# --- who may join
+# ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changed", [{"generation": 8}, {"nonce": "0" * 32}], ids=["generation", "nonce"])
+@pytest.mark.parametrize(
+    "changed", [{"generation": 8}, {"nonce": "0" * 32}], ids=["generation", "nonce"]
+)
 def test_an_endpoint_that_was_changed_is_refused(kit: Kit, changed: dict[str, Any]) -> None:
     receiver = kit.connector.listen("test-link.0", kit.options)
     forged = msgspec.structs.replace(receiver.endpoint, **changed)
@@ -483,11 +504,14 @@ def test_endpoints_travel_as_text_and_carry_no_secret(kit: Kit) -> None:
     receiver.close()
 
 
-# --- bytes that cannot be trusted --------------------------------------------------------------------------------
+# --- bytes that cannot be trusted
+# --------------------------------------------------------------------------------
 
 
 @contextmanager
-def damaged(monkeypatch: pytest.MonkeyPatch, damage: Callable[[memoryview, int], None]) -> Iterator[None]:
+def damaged(
+    monkeypatch: pytest.MonkeyPatch, damage: Callable[[memoryview, int], None]
+) -> Iterator[None]:
     """Whatever is encoded meanwhile leaves the sender with `damage` done to it."""
     write_head = wire.write_head
 
@@ -508,8 +532,12 @@ def flip(position: int) -> Callable[[memoryview, int], None]:
     return damage
 
 
-@pytest.mark.parametrize("position", [0, 17, 50, 90, -1], ids=["magic", "length", "counter", "header", "blob"])
-def test_damaged_bytes_are_refused_on_both_sides(kit: Kit, monkeypatch: pytest.MonkeyPatch, position: int) -> None:
+@pytest.mark.parametrize(
+    "position", [0, 17, 50, 90, -1], ids=["magic", "length", "counter", "header", "blob"]
+)
+def test_damaged_bytes_are_refused_on_both_sides(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, position: int
+) -> None:
     with link(kit, checksum=True) as (sender, receiver):
         with damaged(monkeypatch, flip(position)):
             assert sender.put(numbered(0, request="hurt"), LONG_S)
@@ -525,7 +553,9 @@ def test_damaged_bytes_are_refused_on_both_sides(kit: Kit, monkeypatch: pytest.M
         assert sender.credits() == 3
 
 
-def test_another_version_in_the_header_is_refused_on_both_sides(ends: tuple[Sender, Receiver]) -> None:
+def test_another_version_in_the_header_is_refused_on_both_sides(
+    ends: tuple[Sender, Receiver],
+) -> None:
     sender, receiver = ends
     newer = numbered(0, request="newer")
     newer.header = msgspec.structs.replace(newer.header, version=WIRE_VERSION + 1)
@@ -538,7 +568,9 @@ def test_another_version_in_the_header_is_refused_on_both_sides(ends: tuple[Send
     eventually(lambda: sender.credits() == 4)
 
 
-def test_another_version_in_the_prefix_is_refused(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_in_the_prefix_is_refused(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def newer(buffer: memoryview, _size: int) -> None:
         buffer[4] += 1
 
@@ -579,7 +611,9 @@ def test_put_copies_the_rows(ends: tuple[Sender, Receiver]) -> None:
     """After `put` the caller may write to its memory again."""
     sender, receiver = ends
     mine = pattern(1, 60_000).clone()
-    assert sender.put(wire.chunk(RequestId("r"), Span(1, 2), Mark.MORE, {"rows": mine}, seq=1), LONG_S)
+    assert sender.put(
+        wire.chunk(RequestId("r"), Span(1, 2), Mark.MORE, {"rows": mine}, seq=1), LONG_S
+    )
     mine.zero_()
     check_numbered(take(receiver), 1, 60_000)
 

@@ -1,6 +1,8 @@
-"""Other processes: what the survivor of a kill sees, what stays behind (nothing), that the link comes back.
+"""Other processes: what the survivor of a kill sees, what stays behind (nothing), that the link
+comes back.
 
-`STRETTO_KILL_SEEDS` sets the number of seeds for shm. `STRETTO_KILL_RESULTS` names a file for what was seen."""
+`STRETTO_KILL_SEEDS` sets the number of seeds for shm. `STRETTO_KILL_RESULTS` names a file for what
+was seen."""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ def test_killed_over_a_network(nursery: Nursery, label: str, seed: int) -> None:
 
 
 def test_a_frozen_peer_is_a_dead_one_on_a_network(nursery: Nursery) -> None:
-    """No end of a connection tells of it, only the missing heartbeat. (In one machine nothing can freeze a process
-    but its owner, who may thaw it; a stall of the stage is the supervisor's to see.)"""
+    """No end of a connection tells of it, only the missing heartbeat. (In one machine nothing can
+    freeze a process but its owner, who may thaw it; a stall of the stage is the supervisor's to
+    see.)"""
     receiver, endpoint = listen(KITS["tcp"])
     peer = nursery.peer("tcp", "send", endpoint=endpoint, size=100, count=1)
     take(receiver).release()
@@ -63,13 +66,16 @@ def test_a_frozen_peer_is_a_dead_one_on_a_network(nursery: Nursery) -> None:
 
 
 def test_an_old_generation_does_not_disturb_the_new_one(kit: Kit, nursery: Nursery) -> None:
-    """A sender that outlives its receiver is told, and its address leads nowhere, while the successor works."""
+    """A sender that outlives its receiver is told, and its address leads nowhere, while the
+    successor works."""
     old, old_endpoint = listen(kit)
     survivor = nursery.peer(kit.label, "send", endpoint=old_endpoint, size=100)
     take(old).release()
     new, new_endpoint = listen(kit, generation=1)
     old.close()
-    newcomer = nursery.peer(kit.label, "send", endpoint=new_endpoint, size=100, count=3, generation=1)
+    newcomer = nursery.peer(
+        kit.label, "send", endpoint=new_endpoint, size=100, count=3, generation=1
+    )
     for i in range(3):
         chunk = take(new)
         assert chunk.header.seq == i

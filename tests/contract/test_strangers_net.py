@@ -1,6 +1,8 @@
-"""Who may join a link over the network: the invited sender alone, and strangers neither hold it up nor leave anything.
+"""Who may join a link over the network: the invited sender alone, and strangers neither hold it up
+nor leave anything.
 
-A stranger here does everything right but for one thing, so that one check alone stands between it and the link."""
+A stranger here does everything right but for one thing, so that one check alone stands between it
+and the link."""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
 from stretto.transport.notes import Kind, pack_note
 from stretto.transport.slots import SlotReceiver
 from stretto.transport.tcp import TcpConnector
-from tests.contract.links import KITS, LONG_S, SECRET, check_invited, check_numbered, eventually, numbered, take
+from tests.contract.links import (
+    KITS,
+    LONG_S,
+    SECRET,
+    check_invited,
+    check_numbered,
+    eventually,
+    numbered,
+    take,
+)
 
 KIT = KITS["tcp"]
 FOR_EVER = 1e6
@@ -36,8 +47,8 @@ _SHUT = (
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is let go for being silent, neither by us nor by ZeroMQ (after half a minute without a handshake), so that
-    it is for something else; a test may shorten our time."""
+    """Nobody is let go for being silent, neither by us nor by ZeroMQ (after half a minute without a
+    handshake), so that it is for something else; a test may shorten our time."""
     encrypt = zmqsocket.encrypt
 
     def without_an_end(socket: zmq.Socket[bytes], key: bytes, **kind: bool) -> None:
@@ -56,9 +67,12 @@ def receiver() -> Iterator[SlotReceiver]:
 
 
 class Stranger:
-    """A ZeroMQ connection to a listener, made by hand; with the listener's key if a secret is given."""
+    """A ZeroMQ connection to a listener, made by hand; with the listener's key if a secret is
+    given."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, secret: bytes | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, secret: bytes | None
+    ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.reconnect_ivl = -1
@@ -156,9 +170,13 @@ def test_the_hand_made_sender_does_everything_right(receiver: SlotReceiver, stre
 
 
 @pytest.mark.parametrize(
-    "what", ["generation", "nonce", "secret", "silence about the secret", "a chunk", "more"], ids=str
+    "what",
+    ["generation", "nonce", "secret", "silence about the secret", "a chunk", "more"],
+    ids=str,
 )
-def test_who_has_the_key_but_not_the_hello_is_refused(receiver: SlotReceiver, street: Street, what: str) -> None:
+def test_who_has_the_key_but_not_the_hello_is_refused(
+    receiver: SlotReceiver, street: Street, what: str
+) -> None:
     stranger = street.stranger(receiver.endpoint)
     stranger.says(*other_hello(receiver.endpoint, what))
     eventually(lambda: pumped(receiver, stranger))
@@ -172,7 +190,9 @@ def test_another_key_is_refused(receiver: SlotReceiver, street: Street) -> None:
     check_invited(KIT, receiver)
 
 
-def test_a_plaintext_peer_is_refused_whatever_it_says(receiver: SlotReceiver, street: Street) -> None:
+def test_a_plaintext_peer_is_refused_whatever_it_says(
+    receiver: SlotReceiver, street: Street
+) -> None:
     stranger = street.stranger(receiver.endpoint, None)
     stranger.says(*hello(receiver.endpoint))
     eventually(lambda: pumped(receiver, stranger))
@@ -180,14 +200,27 @@ def test_a_plaintext_peer_is_refused_whatever_it_says(receiver: SlotReceiver, st
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_peer_of_an_older_protocol_is_refused(receiver: SlotReceiver, street: Street, version: int) -> None:
+def test_a_peer_of_an_older_protocol_is_refused(
+    receiver: SlotReceiver, street: Street, version: int
+) -> None:
     """ZeroMQ would still speak its first two versions, which know neither keys nor encryption."""
     note, digest = hello(receiver.endpoint)
     caller = street.caller(receiver.endpoint)
-    if version == 1:  # frames: length with the flags, flags, data; the first is a name, of no length
+    if (
+        version == 1
+    ):  # frames: length with the flags, flags, data; the first is a name, of no length
         caller.sendall(b"\x01\x00" + b"\x21\x01" + note + b"\x21\x00" + digest)
     else:  # a signature, the version, a dealer; frames: flags, length, data
-        caller.sendall(b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x01\x20" + note + b"\x00\x20" + digest)
+        caller.sendall(
+            b"\xff"
+            + bytes(8)
+            + b"\x7f\x01\x05"
+            + b"\x00\x00"
+            + b"\x01\x20"
+            + note
+            + b"\x00\x20"
+            + digest
+        )
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
     assert not listener_of(receiver)._peer
     check_invited(KIT, receiver)
@@ -222,9 +255,13 @@ def test_a_take_that_waits_lets_the_silent_go_too(
             waiting.result()
 
 
-def test_a_crowd_is_bounded_and_does_not_keep_the_sender_out(receiver: SlotReceiver, street: Street) -> None:
+def test_a_crowd_is_bounded_and_does_not_keep_the_sender_out(
+    receiver: SlotReceiver, street: Street
+) -> None:
     crowd = [street.caller(receiver.endpoint) for _ in range(3 * pending.MAX_PENDING)]
-    eventually(lambda: receiver.take(0.0) is None and sum(map(is_shut, crowd)) == 2 * pending.MAX_PENDING)
+    eventually(
+        lambda: receiver.take(0.0) is None and sum(map(is_shut, crowd)) == 2 * pending.MAX_PENDING
+    )
     assert len(listener_of(receiver)._pending) <= pending.MAX_PENDING
     check_invited(KIT, receiver)
     eventually(lambda: all(map(is_shut, crowd)))
@@ -241,7 +278,9 @@ def test_strangers_that_come_and_go_leave_nothing(receiver: SlotReceiver, street
     check_invited(KIT, receiver)
 
 
-def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(receiver: SlotReceiver, street: Street) -> None:
+def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(
+    receiver: SlotReceiver, street: Street
+) -> None:
     sender = TcpConnector().connect(receiver.endpoint, KIT.options)
     assert sender.put(numbered(0), LONG_S)
     take(receiver).release()
@@ -255,7 +294,8 @@ def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(receiver: Sl
     sender.close()
 
 
-# --- nothing is kept of a stranger -------------------------------------------------------------------------------
+# --- nothing is kept of a stranger
+# -------------------------------------------------------------------------------
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 _COMMAND, _LONG, _MORE = 4, 2, 1
@@ -266,23 +306,29 @@ def frame(flags: int, size: int) -> bytes:
     return struct.pack(">BQ", flags | _LONG, size)
 
 
-def test_a_message_larger_than_a_slot_is_refused_by_its_length(receiver: SlotReceiver, street: Street) -> None:
+def test_a_message_larger_than_a_slot_is_refused_by_its_length(
+    receiver: SlotReceiver, street: Street
+) -> None:
     """Before any of it has come, and before its sender could prove anything."""
     caller = street.caller(receiver.endpoint)
-    caller.sendall(_GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmqsocket._SLACK_BYTES + 1))
+    caller.sendall(
+        _GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmqsocket._SLACK_BYTES + 1)
+    )
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
     check_invited(KIT, receiver)
 
 
 def test_parts_of_a_message_do_not_pile_up(receiver: SlotReceiver, street: Street) -> None:
-    """ZeroMQ keeps the parts of a message until its last has come, however many; of a stranger it takes none."""
+    """ZeroMQ keeps the parts of a message until its last has come, however many; of a stranger it
+    takes none."""
     caller = street.caller(receiver.endpoint)
     caller.sendall(_GREETING + frame(_MORE, 1000) + bytes(1000))
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
     check_invited(KIT, receiver)
 
 
-# --- what is told of connections may be late ---------------------------------------------------------------------
+# --- what is told of connections may be late
+# ---------------------------------------------------------------------
 
 
 class Frame:
@@ -305,7 +351,9 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, receiver: SlotReceiver) -> None:
         self.next: list[tuple[list[Any], list[tuple[int, int]]]] = []
         monkeypatch.setattr(
-            listener_of(receiver), "_receive", lambda timeout: self.next.pop(0) if self.next else ([], [])
+            listener_of(receiver),
+            "_receive",
+            lambda timeout: self.next.pop(0) if self.next else ([], []),
         )
         self.hello = [Frame(data, 999) for data in (b"who", *hello(receiver.endpoint))]
 
@@ -316,7 +364,8 @@ CAME, WENT = (int(zmq.EVENT_ACCEPTED), 999), (int(zmq.EVENT_DISCONNECTED), 999)
 def test_a_stranger_that_had_the_senders_descriptor_before_it_does_not_end_the_link(
     receiver: SlotReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages are read first: the sender's hello may come before the news of who was there earlier."""
+    """Messages are read first: the sender's hello may come before the news of who was there
+    earlier."""
     with monkeypatch.context() as patch:
         told = Told(patch, receiver)
         told.next = [([told.hello], []), ([], [CAME, WENT, CAME])]
@@ -338,7 +387,8 @@ def test_a_sender_that_said_hello_and_died_at_once_is_dead(
             receiver.take(LONG_S)
 
 
-# --- the link's notes --------------------------------------------------------------------------------------------
+# --- the link's notes
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_of_another_generation_ends_the_link(receiver: SlotReceiver) -> None:
@@ -362,11 +412,14 @@ def test_a_release_of_another_generation_ends_the_link(receiver: SlotReceiver) -
     sender.close()
 
 
-# --- the sender's side -------------------------------------------------------------------------------------------
+# --- the sender's side
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", [None, OTHER_SECRET], ids=["plaintext", "another key"])
-def test_a_listener_that_is_not_the_invited_one_is_told_nothing(street: Street, secret: bytes | None) -> None:
+def test_a_listener_that_is_not_the_invited_one_is_told_nothing(
+    street: Street, secret: bytes | None
+) -> None:
     nonce = new_nonce()
     impostor = street.context.socket(zmq.ROUTER)
     street.made.append(impostor)

@@ -1,8 +1,9 @@
-"""Who may join a link of shared memory: the invited sender alone, and strangers neither hold it up nor leave anything.
+"""Who may join a link of shared memory: the invited sender alone, and strangers neither hold it up
+nor leave anything.
 
-A stranger here does everything right but for one thing, so that one check alone stands between it and the link. That
-there really are two users is tried where the tests may change theirs (as root); everywhere else, and there too, with
-what the kernel says of a peer replaced."""
+A stranger here does everything right but for one thing, so that one check alone stands between it
+and the link. That there really are two users is tried where the tests may change theirs (as root);
+everywhere else, and there too, with what the kernel says of a peer replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ import pytest
 from stretto.transport import shm
 from stretto.transport.contract import Corrupt, Endpoint, PeerDead
 from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
-from tests.contract.links import KITS, LONG_S, SECRET, check_invited, eventually, listening, numbered, take
+from tests.contract.links import (
+    KITS,
+    LONG_S,
+    SECRET,
+    check_invited,
+    eventually,
+    listening,
+    numbered,
+    take,
+)
 
 KIT = KITS["shm"]
 OTHERS = "stretto-test-stranger-"
@@ -123,7 +133,9 @@ def test_the_hand_made_sender_does_everything_right(
 
 
 @pytest.mark.parametrize("what", ["generation", "nonce", "secret"])
-def test_a_hello_of_another_link_is_refused(receiver: shm.ShmReceiver, strangers: list[Stranger], what: str) -> None:
+def test_a_hello_of_another_link_is_refused(
+    receiver: shm.ShmReceiver, strangers: list[Stranger], what: str
+) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(other_hello(receiver.endpoint, what), right_memory(receiver.endpoint))
     assert receiver.take(0.0) is None
@@ -131,7 +143,9 @@ def test_a_hello_of_another_link_is_refused(receiver: shm.ShmReceiver, strangers
     check_invited(KIT, receiver)
 
 
-def test_the_beginning_of_a_hello_is_none(receiver: shm.ShmReceiver, strangers: list[Stranger]) -> None:
+def test_the_beginning_of_a_hello_is_none(
+    receiver: shm.ShmReceiver, strangers: list[Stranger]
+) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(hello_of(receiver.endpoint, SECRET)[:-1], right_memory(receiver.endpoint))
     assert receiver.take(0.0) is None
@@ -139,7 +153,9 @@ def test_the_beginning_of_a_hello_is_none(receiver: shm.ShmReceiver, strangers: 
     check_invited(KIT, receiver)
 
 
-def test_a_hello_without_memory_is_refused(receiver: shm.ShmReceiver, strangers: list[Stranger]) -> None:
+def test_a_hello_without_memory_is_refused(
+    receiver: shm.ShmReceiver, strangers: list[Stranger]
+) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(hello_of(receiver.endpoint, SECRET))
     assert receiver.take(0.0) is None
@@ -171,7 +187,10 @@ def test_another_user_is_refused_whatever_it_says(
 
 
 def test_another_user_that_says_nothing_is_not_waited_for(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], two_users: None, monkeypatch: pytest.MonkeyPatch
+    receiver: shm.ShmReceiver,
+    strangers: list[Stranger],
+    two_users: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many come, and though the listener's queue is full of them."""
     monkeypatch.setattr(shm, "_HELLO_S", FOR_EVER)
@@ -208,7 +227,9 @@ def test_a_sender_waits_for_its_place_in_a_full_queue(
 
     def connect() -> shm.ShmSender:
         began.set()
-        return shm.ShmConnector().connect(receiver.endpoint, replace(KIT.options, connect_timeout_s=LONG_S))
+        return shm.ShmConnector().connect(
+            receiver.endpoint, replace(KIT.options, connect_timeout_s=LONG_S)
+        )
 
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(connect)
@@ -219,7 +240,9 @@ def test_a_sender_waits_for_its_place_in_a_full_queue(
         connecting.result().close()
 
 
-def test_a_crowd_leaves_nothing_behind(receiver: shm.ShmReceiver, strangers: list[Stranger]) -> None:
+def test_a_crowd_leaves_nothing_behind(
+    receiver: shm.ShmReceiver, strangers: list[Stranger]
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for number in range(50):
         stranger = Stranger(receiver.endpoint)
@@ -227,7 +250,9 @@ def test_a_crowd_leaves_nothing_behind(receiver: shm.ShmReceiver, strangers: lis
         assert receiver.take(0.0) is None
         assert stranger.shut()
         stranger.sock.close()
-    assert len(os.listdir("/proc/self/fd")) <= before  # less, if an earlier test's library closed one late
+    assert (
+        len(os.listdir("/proc/self/fd")) <= before
+    )  # less, if an earlier test's library closed one late
     check_invited(KIT, receiver)
 
 
@@ -253,13 +278,16 @@ def test_a_chunk_of_another_generation_ends_the_link(receiver: shm.ShmReceiver, 
     sender.close()
 
 
-# --- the sender's side -------------------------------------------------------------------------------------------
+# --- the sender's side
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_listener_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "_peer_uid", lambda sock: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
-        endpoint = make_endpoint("shm", "test-link.0", KIT.options, f"stretto-test-{new_nonce()}", new_nonce())
+        endpoint = make_endpoint(
+            "shm", "test-link.0", KIT.options, f"stretto-test-{new_nonce()}", new_nonce()
+        )
         impostor.bind("\0" + endpoint.address)
         impostor.listen(1)
         with pytest.raises(Corrupt, match="another user"):
@@ -269,7 +297,8 @@ def test_a_listener_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyP
             assert heard.recv(100) == b"", "not even a hello"
 
 
-# --- two users for real ------------------------------------------------------------------------------------------
+# --- two users for real
+# ------------------------------------------------------------------------------------------
 
 _TWO_USERS = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 _CHILD = """
@@ -297,13 +326,15 @@ else:
     sock.listen(1)
     print("listens", flush=True)
     print(len(sock.accept()[0].recv(100)))
-"""
+"""  # noqa: E501
 
 
 def other_user(role: str, endpoint: Endpoint) -> subprocess.Popen[str]:
     hello = hello_of(endpoint, SECRET).hex()
     arguments = [role, endpoint.address, hello, str(shm._memory_bytes(endpoint)), str(shm._SEALS)]
-    return subprocess.Popen([sys.executable, "-c", _CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", _CHILD, *arguments], stdout=subprocess.PIPE, text=True
+    )
 
 
 @_TWO_USERS
@@ -317,7 +348,9 @@ def test_a_process_of_another_user_is_refused(receiver: shm.ShmReceiver) -> None
 
 @_TWO_USERS
 def test_a_listening_process_of_another_user_is_refused() -> None:
-    endpoint = make_endpoint("shm", "test-link.0", KIT.options, f"stretto-test-{new_nonce()}", new_nonce())
+    endpoint = make_endpoint(
+        "shm", "test-link.0", KIT.options, f"stretto-test-{new_nonce()}", new_nonce()
+    )
     with other_user("listen", endpoint) as child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "listens"

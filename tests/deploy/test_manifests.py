@@ -1,4 +1,5 @@
-"""The files under deploy/ parse, name only fields that their formats have, agree with each other and with the code."""
+"""The files under deploy/ parse, name only fields that their formats have, agree with each other
+and with the code."""
 
 from __future__ import annotations
 
@@ -280,7 +281,9 @@ def service() -> RayService:
 def test_the_service_is_what_the_code_serves(service: RayService) -> None:
     cluster = service.spec.ray_cluster_config
     assert cluster.ray_version.startswith(SERIES)
-    [pinned] = re.findall(r'^ray = \["ray\[default,serve\]==(\S+)\.\*"\]', (ROOT / "pyproject.toml").read_text(), re.M)
+    [pinned] = re.findall(
+        r'^ray = \["ray\[default,serve\]==(\S+)\.\*"\]', (ROOT / "pyproject.toml").read_text(), re.M
+    )
     assert cluster.ray_version.startswith(pinned)
     [app] = yaml.safe_load(service.spec.serve_config_v2)["applications"]
     assert app["import_path"] == "stretto.ray.app:build"
@@ -310,7 +313,9 @@ def test_the_service_is_what_the_code_serves(service: RayService) -> None:
 
 
 def test_ray_accepts_the_application(service: RayService) -> None:
-    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: `make ray` installs it and runs this")
+    schema = pytest.importorskip(
+        "ray.serve.schema", reason="needs Ray: `make ray` installs it and runs this"
+    )
     schema.ServeDeploySchema(**yaml.safe_load(service.spec.serve_config_v2))
 
 
@@ -321,10 +326,17 @@ def test_only_the_right_ones_reach_the_pods(service: RayService) -> None:
         assert policy.spec.pod_selector.match_labels.items() <= template.metadata.labels.items()
     assert set(policy.spec.policy_types) == {"Ingress", "Egress"}
     for rule in policy.spec.ingress:
-        own = [p for p in rule.from_ if p.pod_selector and p.pod_selector.match_labels == {"app": "stretto"}]
+        own = [
+            p
+            for p in rule.from_
+            if p.pod_selector and p.pod_selector.match_labels == {"app": "stretto"}
+        ]
         assert own == rule.from_ or rule.ports, "others reach named ports alone"
         assert all(p.ip_block is None for p in rule.from_)
-        assert all(p.pod_selector or (p.namespace_selector and p.namespace_selector.match_labels) for p in rule.from_)
+        assert all(
+            p.pod_selector or (p.namespace_selector and p.namespace_selector.match_labels)
+            for p in rule.from_
+        )
     outside = {p.port for rule in policy.spec.ingress for p in rule.ports}
     assert outside == {8000, 8080, 8265}
 
@@ -343,7 +355,9 @@ def test_pods_reach_each_other_and_names_and_the_head_kubernetes(service: RaySer
     assert head.spec.pod_selector.match_labels == {"app": "stretto", "ray.io/node-type": "head"}
     [api] = head.spec.egress
     assert {p.port for p in api.ports} == {443, 6443}
-    assert all(p.ip_block is not None and "169.254.0.0/16" in p.ip_block.except_ for p in api.to), "no credentials"
+    assert all(p.ip_block is not None and "169.254.0.0/16" in p.ip_block.except_ for p in api.to), (
+        "no credentials"
+    )
 
 
 def test_pods_have_no_rights_that_they_do_not_need(service: RayService) -> None:
@@ -382,7 +396,12 @@ def test_numbers_get_the_names_that_the_dashboard_knows(service: RayService) -> 
     assert scraped.port in {p.name for p in template.spec.containers[0].ports}
     [rule] = scraped.metric_relabelings
     panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
-    asked = {n for p in panels for t in p["targets"] for n in re.findall(r"(?:stretto|process)_\w+", t["expr"])}
+    asked = {
+        n
+        for p in panels
+        for t in p["targets"]
+        for n in re.findall(r"(?:stretto|process)_\w+", t["expr"])
+    }
     assert {"stretto_stage_waiting", "process_resident_memory_bytes"} <= asked
     for name in asked:  # as Ray calls them
         assert re.sub(f"^{rule.regex}$", rule.replacement.replace("$", "\\"), f"ray_{name}") == name
@@ -419,10 +438,16 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
     grafana = next(v["source"] for v in told["services"]["grafana"]["volumes"])
     assert (DEPLOY / grafana).resolve() == ROOT / "docs" / "grafana.json"
     mounted = {v["target"]: DEPLOY / v["source"] for v in told["services"]["grafana"]["volumes"]}
-    [source] = yaml.safe_load(mounted["/etc/grafana/provisioning/datasources/stretto.yaml"].read_text())["datasources"]
-    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090"), "or the dashboard is empty"
+    [source] = yaml.safe_load(
+        mounted["/etc/grafana/provisioning/datasources/stretto.yaml"].read_text()
+    )["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090"), (
+        "or the dashboard is empty"
+    )
     assert "prometheus" in told["services"]
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0]["static_configs"][0]
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0][
+        "static_configs"
+    ][0]
     assert scraped["targets"] == ["stretto:8000"]
 
 
@@ -433,25 +458,37 @@ def test_the_container_installs_extras_that_there_are() -> None:
     assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras.split(","))
     for copied in re.findall(r"^COPY (?!--from)(.+) \./?\S*$", text, re.M):
         assert all((ROOT / path).exists() for path in copied.split())
-    kept = [line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    kept = [
+        line[1:]
+        for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+        if line[:1] == "!"
+    ]
     built = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)).split()
     for needed in (*built["packages"], "pyproject.toml", "README.md", "LICENSE"):
         assert needed in copied, "the wheel is not built without it"
         assert needed in kept, "it is left out of what is sent to the builder"
     assert re.search(r"^USER \d+$", text, re.M), "not as root"
-    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE}"}, "one base, which may have a digest"
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE}"}, (
+        "one base, which may have a digest"
+    )
     for words in re.findall(r"pip install (.*)$", text, re.M):
         assert "--constraint deploy/constraints.txt" in words or words.endswith('"${TORCH}"'), words
     assert "deploy/constraints.txt" in copied
     assert "deploy/constraints.txt" in kept
-    assert re.search(r"apt-get install .*\bwget\b", text), "without it KubeRay calls no pod of a service ready"
+    assert re.search(r"apt-get install .*\bwget\b", text), (
+        "without it KubeRay calls no pod of a service ready"
+    )
     assert re.search(r"apt-get install .*\bgcc\b", text), "without it Triton starts no kernel"
-    assert re.search(r"&& test -f .*/Python\.h", text), "nor without Python's headers, which another base may lack"
+    assert re.search(r"&& test -f .*/Python\.h", text), (
+        "nor without Python's headers, which another base may lack"
+    )
     assert __version__ in text
     # A named volume has the owner of the directory in the image, or root where there is none.
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    [kernels] = [v["target"] for v in compose["services"]["stretto"]["volumes"] if v["type"] == "volume"]
+    [kernels] = [
+        v["target"] for v in compose["services"]["stretto"]["volumes"] if v["type"] == "volume"
+    ]
     assert f"TRITON_CACHE_DIR={kernels} " in text
     assert f"install --directory --owner=stretto {kernels}\n" in text
 

@@ -1,4 +1,5 @@
-"""Which packages and images are used: exact versions of all that runs in the image, and digests of images."""
+"""Which packages and images are used: exact versions of all that runs in the image, and digests of
+images."""
 
 from __future__ import annotations
 
@@ -31,9 +32,17 @@ def versions() -> dict[str, str]:
 def test_constraints_are_names_and_versions_alone() -> None:
     """No address, no path, no build of somebody's own."""
     for line in CONSTRAINTS.read_text().splitlines():
-        assert line.startswith("# ") or re.fullmatch(r"[a-z0-9][a-z0-9-]*==[0-9][0-9a-z.]*", line), line
-        assert "/" not in line.replace("deploy/constraints.txt", "").replace("scripts/constraints.py", ""), line
-    names = [line.partition("==")[0] for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+        assert line.startswith("# ") or re.fullmatch(
+            r"[a-z0-9][a-z0-9-]*==[0-9][0-9a-z.]*", line
+        ), line
+        assert "/" not in line.replace("deploy/constraints.txt", "").replace(
+            "scripts/constraints.py", ""
+        ), line
+    names = [
+        line.partition("==")[0]
+        for line in CONSTRAINTS.read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert len(names) == len(set(names))
     assert "torch" not in names, "its build is chosen by hand"
 
@@ -64,7 +73,9 @@ def test_digests_are_put_behind_tags(tmp_path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True)
         base = re.findall(r"^ARG BASE=(.*)$", (tmp_path / "Containerfile").read_text(), re.M)
         assert base == [f"docker.io/library/python:3.12-slim-bookworm@{DIGEST}"]
-        images = re.findall(r"^    image: (docker\.io/\S+)$", (tmp_path / "compose.yaml").read_text(), re.M)
+        images = re.findall(
+            r"^    image: (docker\.io/\S+)$", (tmp_path / "compose.yaml").read_text(), re.M
+        )
         assert len(images) == 2
         assert all(re.fullmatch(rf"docker\.io/[\w/]+:v?[\d.]+@{DIGEST}", image) for image in images)
     asked = (tmp_path / "asked").read_text().splitlines()
@@ -75,7 +86,14 @@ def test_digests_are_put_behind_tags(tmp_path: Path) -> None:
 def test_without_a_digest_nothing_is_changed(tmp_path: Path) -> None:
     for name in ("Containerfile", "compose.yaml"):
         (tmp_path / name).write_text((ROOT / "deploy" / name).read_text())
-    command = [sys.executable, str(DIGESTS), "--folder", str(tmp_path), "--resolver", "echo nothing for"]
+    command = [
+        sys.executable,
+        str(DIGESTS),
+        "--folder",
+        str(tmp_path),
+        "--resolver",
+        "echo nothing for",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "no digest" in done.stderr

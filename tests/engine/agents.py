@@ -44,7 +44,8 @@ class ProcessAgent:
 
 @dataclass(slots=True)
 class ProcessStarter:
-    """`failures` befall the first starts. `wrong`: hosts by number whose agent has another secret, or version."""
+    """`failures` befall the first starts. `wrong`: hosts by number whose agent has another secret,
+    or version."""
 
     failures: list[Exception] = field(default_factory=list)
     wrong: Mapping[int, tuple[bytes, str | None]] = field(default_factory=dict)
@@ -59,7 +60,8 @@ class ProcessStarter:
         secret, version = self.wrong.get(number, (SECRET, None))
         told = msgspec.json.encode([invitation, secret.hex(), self.address, version, self.keeper])
         process = await asyncio.create_subprocess_exec(
-            *self.prefix, sys.executable, "-m", "tests.engine.agents", stdin=asyncio.subprocess.PIPE,
+            *self.prefix, sys.executable, "-m", "tests.engine.agents",
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
         )  # fmt: skip
         assert process.stdin is not None
@@ -105,7 +107,9 @@ def main() -> None:
     if "AGENT_OUTLIVES" not in os.environ:
         die_with_parent()
     try:
-        sys.stdout.write(f"over: {Agent(invitation, bytes.fromhex(secret), address, version, keeper).run()}\n")
+        sys.stdout.write(
+            f"over: {Agent(invitation, bytes.fromhex(secret), address, version, keeper).run()}\n"
+        )
     except StageDead as e:
         sys.stdout.write(f"{type(e).__name__}: {e}\n")
 

@@ -20,11 +20,11 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.local_host import HostProcess
 from stretto.engine.protocol import AudioChunk, CodeFrames, Event, Finished, TextDelta
 from stretto.messages.hosts import Stats
-from stretto.messages.params import Params
 from stretto.messages.requests import Admit, Ended, Failed, FromHost
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.stage.host.host import Host
 from stretto.types import SECRET_BYTES, SamplingParams
 from tests.pipeline import STAGES, configure
@@ -32,12 +32,14 @@ from tests.solo import CODE0, Audio, Done, Frame, Options, Solo, TextToken
 
 T = TypeVar("T")
 SECRET = bytes(SECRET_BYTES)
-FREED_STEPS = 1000  # in which what was left is free; unless it is cancelled, it goes on for thousands
+FREED_STEPS = (
+    1000  # in which what was left is free; unless it is cancelled, it goes on for thousands
+)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """On an event loop of its own. What hangs is ended by pytest (`timeout` in pyproject.toml): how long a test may
-    take depends on the machine, and on what else it does."""
+    """On an event loop of its own. What hangs is ended by pytest (`timeout` in pyproject.toml): how
+    long a test may take depends on the machine, and on what else it does."""
     return asyncio.run(work)
 
 
@@ -50,7 +52,10 @@ def sound(seconds: float = 1.3, seed: int = 0) -> dict[str, Any]:
     )
     out = io.BytesIO()
     soundfile.write(out, wave.astype(np.float32), 16000, format="WAV", subtype="FLOAT")
-    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(out.getvalue()).decode(), "format": "wav"}}
+    return {
+        "type": "input_audio",
+        "input_audio": {"data": base64.b64encode(out.getvalue()).decode(), "format": "wav"},
+    }
 
 
 def picture(size: tuple[int, int] = (96, 64), seed: int = 0) -> dict[str, Any]:
@@ -120,17 +125,23 @@ async def collect(events: AsyncIterator[Event]) -> Answer:
 
 
 def expected(
-    models: Models, builder: PromptBuilder, messages: list[dict[str, Any]], params: Params, speak: bool = True
+    models: Models,
+    builder: PromptBuilder,
+    messages: list[dict[str, Any]],
+    params: Params,
+    speak: bool = True,
 ) -> Answer:
     """The same request by the plain driver."""
     text = SamplingParams(params.temperature, params.top_k, params.top_p, params.repetition_penalty)
     options = Options(
-        speak=speak, text=text, code0=CODE0, residual=RESIDUAL, max_text_tokens=params.max_text_tokens,
+        speak=speak, text=text, code0=CODE0, residual=RESIDUAL,
+        max_text_tokens=params.max_text_tokens,
         max_frames=params.max_frames,
     ).seeded(params.seed or 0)  # fmt: skip
     if params.greedy_speech:
         options = Options(
-            speak=speak, text=options.text, code0=options.greedy().code0, residual=options.greedy().residual,
+            speak=speak, text=options.text, code0=options.greedy().code0,
+            residual=options.greedy().residual,
             max_text_tokens=params.max_text_tokens, max_frames=params.max_frames,
         )  # fmt: skip
     answer = Answer()
@@ -165,10 +176,14 @@ MINE = count(1 << 32)
 
 
 async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> dict[str, float]:
-    """What the hosts (all of them, or these) say of themselves, asked now. A host reads its messages in order: it has
-    taken in whatever it was sent before."""
+    """What the hosts (all of them, or these) say of themselves, asked now. A host reads its
+    messages in order: it has taken in whatever it was sent before."""
     pipeline = engine._pipelines[0]
-    asked = pipeline.supervisor.hosts if hosts is None else [pipeline.supervisor.hosts[i] for i in hosts]
+    asked = (
+        pipeline.supervisor.hosts
+        if hosts is None
+        else [pipeline.supervisor.hosts[i] for i in hosts]
+    )
     await asyncio.gather(*(_asked(host) for host in asked))
     return pipeline.metrics()
 
@@ -190,11 +205,15 @@ async def _asked(host: HostProcess) -> None:
 
 
 def held(values: dict[str, float], slots: int) -> dict[str, float]:
-    """Of a pipeline's numbers, those that say that something is held: requests in a stage or before it, boxes of its
-    links, blocks of its cache, slots of the vocoder and of the links' rings."""
+    """Of a pipeline's numbers, those that say that something is held: requests in a stage or before
+    it, boxes of its links, blocks of its cache, slots of the vocoder and of the links' rings."""
     counts = ("_requests{", "_waiting{", "_outboxes{", "_inboxes{")
     left = {k: v for k, v in values.items() if v and any(c in k for c in counts)}
-    left |= {k: v for k, v in values.items() if "_available{" in k and v != values[k.replace("_available", "")]}
+    left |= {
+        k: v
+        for k, v in values.items()
+        if "_available{" in k and v != values[k.replace("_available", "")]
+    }
     return left | {k: v for k, v in values.items() if "_credits{" in k and v != slots}
 
 
@@ -215,8 +234,9 @@ async def come_to(
 
 
 async def freed(engine: PipelineEngine) -> None:
-    """All that requests held is free after a few steps: a request that would go on for thousands does not free it by
-    itself. The links' threads may take theirs: they need not get the processor before the loops that answer."""
+    """All that requests held is free after a few steps: a request that would go on for thousands
+    does not free it by itself. The links' threads may take theirs: they need not get the processor
+    before the loops that answer."""
     values = await stats(engine)
     before = num_steps(values)
     while left := held(values, engine.config.host.link_slots):
@@ -232,11 +252,15 @@ class HandDriven:
 
     def __init__(self, model: Path, settings: HostSettings) -> None:
         self.reports: list[tuple[FromHost, bytes]] = []
-        self.launched: list[tuple[str, int, int]] = []  # stage, rows [start, stop) of the request's sequence
+        self.launched: list[
+            tuple[str, int, int]
+        ] = []  # stage, rows [start, stop) of the request's sequence
         told = configure(str(model), STAGES, settings.as_dict())
         self.host = Host(told, settings, lambda message, blob: self.reports.append((message, blob)))
         self.host.load()
-        self.host.stages["thinker"].encoders.clock = lambda: 0  # no time passes: encoders never rest for others
+        self.host.stages["thinker"].encoders.clock = lambda: (
+            0
+        )  # no time passes: encoders never rest for others
         for name in ("thinker", "talker"):
             self._watch(name, self.host.stages[name].core.runner)
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stretto.engine.host_handle import Host, OnDeath, OnMessage
+from stretto.engine.host_handle import HostHandle, OnDeath, OnMessage
 from stretto.messages.hosts import Configure, Connect, Linked, Listen, Listening, Ping, Ready, Stats
 from stretto.messages.requests import PREFIX as PREFIX
 from stretto.messages.requests import FromHost, ToHost, decode_to_host, encode, lengths
 from stretto.preprocess.pool.packed import Bytes
 
 
-class ScriptedHost(Host):
+class ScriptedHost(HostHandle):
     started = False
     killed = False
 
     def __init__(
-        self, name: str, on_message: OnMessage, on_death: OnDeath, device: str, fail: Exception | None
+        self,
+        name: str,
+        on_message: OnMessage,
+        on_death: OnDeath,
+        device: str,
+        fail: Exception | None,
     ) -> None:
         super().__init__(name, on_message, on_death, device)
         self.sent = bytearray()
@@ -49,7 +54,8 @@ class ScriptedHost(Host):
         self.take(encode(message))
 
     def live(self) -> None:
-        """Answer what it has been sent of its own life since the last time: it loads, is linked, and gives signs."""
+        """Answer what it has been sent of its own life since the last time: it loads, is linked,
+        and gives signs."""
         heard = self.heard()
         for message in heard[self.answered :]:
             match message:
@@ -80,7 +86,7 @@ class ScriptedLauncher:
     hosts: list[ScriptedHost] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> Host:
+    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
         fail = self.failures.pop(0) if self.failures else None
         self.hosts.append(ScriptedHost(name, on_message, on_death, device, fail))
         return self.hosts[-1]

@@ -1,5 +1,5 @@
-"""A conversation that is spoken in pieces, to an engine's session and over `/v1/realtime`, and the answers of the plain
-driver to it: for tests of engines whose stages are elsewhere."""
+"""A conversation that is spoken in pieces, to an engine's session and over `/v1/realtime`, and the
+answers of the plain driver to it: for tests of engines whose stages are elsewhere."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import Event
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.server.realtime.sound import SoundIn
 from tests.engine.common import Answer, collect, expected, same
 from tests.engine.test_sessions import heard, speak, voice
@@ -50,7 +50,8 @@ class Plain:
 
 
 async def check_session(engine: PipelineEngine, plain: Plain) -> None:
-    """Turns that are appended in pieces; what is complete is read ahead by the stages, wherever they are."""
+    """Turns that are appended in pieces; what is complete is read ahead by the stages, wherever
+    they are."""
     sounds, answers = [voice(seconds, 60 + i) for i, seconds in enumerate(TURNS)], []
     async with engine.session() as s:
         for turn, samples in enumerate(sounds):
@@ -91,7 +92,11 @@ def check_realtime(running: Running, engine: Recorder, plain: Plain) -> None:
             c.send("response.create")
             events = c.collect("response.done")
             assert events[-1]["response"]["status"] in ("completed", "incomplete")
-            out = b"".join(base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta")
+            out = b"".join(
+                base64.b64decode(e["delta"])
+                for e in events
+                if e["type"] == "response.output_audio.delta"
+            )
             got = np.frombuffer(out, "<i2").astype(np.float32) * STEP
             np.testing.assert_allclose(got, engine.answers[i].samples, atol=2 * STEP)
             convert = SoundIn("audio/pcm")

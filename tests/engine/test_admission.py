@@ -10,16 +10,24 @@ from hypothesis import strategies as st
 from stretto.engine.announce import Ask, Names, fitted
 from stretto.errors import Invalid, TooLong
 from stretto.family import Wanted
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
+from stretto.params import Params
 from stretto.types import RequestId
 
 LIMIT, VOCAB = 100, 50
 
 
-@given(st.integers(1, 120), st.integers(1, 200), st.integers(0, 200), st.integers(1, 200), st.booleans())
-def test_limits_leave_room_for_the_prompt(prompt: int, tokens: int, least: int, frames: int, read: bool) -> None:
+@given(
+    st.integers(1, 120),
+    st.integers(1, 200),
+    st.integers(0, 200),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_limits_leave_room_for_the_prompt(
+    prompt: int, tokens: int, least: int, frames: int, read: bool
+) -> None:
     asked = Params(max_text_tokens=tokens, min_text_tokens=min(least, tokens), max_frames=frames)
     ask = Ask(True, None, asked, None, (1, 2) if read else None)
     if prompt >= LIMIT and not read:

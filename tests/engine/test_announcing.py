@@ -1,4 +1,5 @@
-"""Which hosts hear of a request, and when; and whose requests a death ends. The hosts are scripted."""
+"""Which hosts hear of a request, and when; and whose requests a death ends. The hosts are
+scripted."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import pytest
 from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.errors import StageDead
-from stretto.messages.params import Params
 from stretto.messages.requests import Admit, Ended, Text
+from stretto.params import Params
 from tests.engine.common import CHATS, collect, run
 from tests.engine.scripted import ScriptedLauncher
 from tests.pipeline import PROCESSES, STAGES
@@ -24,7 +25,9 @@ SPOKEN = ["text", "audio"]
 
 
 @asynccontextmanager
-async def serving(model: Path, **config: Any) -> AsyncIterator[tuple[PipelineEngine, ScriptedLauncher]]:
+async def serving(
+    model: Path, **config: Any
+) -> AsyncIterator[tuple[PipelineEngine, ScriptedLauncher]]:
     launcher = ScriptedLauncher()
     engine = PipelineEngine(model, EngineConfig(**config), launcher)
     start = asyncio.create_task(engine.start())
@@ -49,18 +52,22 @@ async def until(fulfilled: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("chat", ["text", "audio"])
 def test_all_stages_are_told_of_a_request_at_once(chat: str, tiny_dir: Path) -> None:
-    """In the same turn of the loop, before any of them has said a word: what comes over a link finds its request
-    announced. One that is not spoken is told to the thinker alone."""
+    """In the same turn of the loop, before any of them has said a word: what comes over a link
+    finds its request announced. One that is not spoken is told to the thinker alone."""
 
     async def work() -> None:
         async with serving(tiny_dir, placement=PROCESSES) as (engine, launcher):
             spoken = asyncio.create_task(collect(engine.generate(CHATS[chat], params=PARAMS)))
             await until(lambda: any(admitted(launcher)))
             told = admitted(launcher)
-            assert [[set(m.stages) for m in some] for some in told] == [[{stage}] for stage in STAGES]
+            assert [[set(m.stages) for m in some] for some in told] == [
+                [{stage}] for stage in STAGES
+            ]
             assert len({m.request for some in told for m in some}) == 1
 
-            silent = asyncio.create_task(collect(engine.generate(CHATS[chat], modalities=["text"], params=PARAMS)))
+            silent = asyncio.create_task(
+                collect(engine.generate(CHATS[chat], modalities=["text"], params=PARAMS))
+            )
             await until(lambda: len(engine._tickets) == 2)
             await until(lambda: sum(map(len, admitted(launcher))) > 3)
             assert [len(some) for some in admitted(launcher)] == [2, 1, 1]
@@ -72,13 +79,15 @@ def test_all_stages_are_told_of_a_request_at_once(chat: str, tiny_dir: Path) -> 
 
 
 def test_a_death_ends_only_what_needed_the_dead(tiny_dir: Path) -> None:
-    """Not the requests of another replica, nor those that do not speak; nor those whose part there had ended, unless
-    what it had sent may not have arrived."""
+    """Not the requests of another replica, nor those that do not speak; nor those whose part there
+    had ended, unless what it had sent may not have arrived."""
 
     async def work() -> None:
         async with serving(tiny_dir, placement=PROCESSES, replicas=2) as (engine, launcher):
             asked = {
-                name: asyncio.create_task(collect(engine.generate(CHATS["text"], modalities=kinds, params=PARAMS)))
+                name: asyncio.create_task(
+                    collect(engine.generate(CHATS["text"], modalities=kinds, params=PARAMS))
+                )
                 for name, kinds in (("a", SPOKEN), ("b", SPOKEN), ("c", ["text"]), ("d", ["text"]))
             }
             await until(lambda: sum(map(len, admitted(launcher))) == 8)

@@ -1,5 +1,6 @@
-"""The whole pipeline in its processes: whatever the placement, the connector, the packets and the company, a request
-gets the text, codes and samples of the plain driver (which equals `transformers`)."""
+"""The whole pipeline in its processes: whatever the placement, the connector, the packets and the
+company, a request gets the text, codes and samples of the plain driver (which equals
+`transformers`)."""
 
 import asyncio
 import os
@@ -15,10 +16,10 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import Finished, TextDelta
 from stretto.engine.sync import SyncEngine
 from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
-from stretto.messages.params import ChunkSizes, Params
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import ChunkSizes, Params
 from tests.engine.common import CHATS, collect, expected, run, same, say, sound, stats
 from tests.pipeline import ONE_HOST, PROCESSES, STAGES, TWO_HOSTS
 
@@ -37,17 +38,26 @@ def builder(tiny_dir: Path) -> PromptBuilder:
 
 
 @pytest.mark.parametrize(
-    ("placement", "connector"), [(ONE_HOST, "shm"), (PROCESSES, "shm"), (TWO_HOSTS, "tcp")], ids=["one", "shm", "tcp"]
+    ("placement", "connector"),
+    [(ONE_HOST, "shm"), (PROCESSES, "shm"), (TWO_HOSTS, "tcp")],
+    ids=["one", "shm", "tcp"],
 )
-def test_exact_in_every_placement(placement, connector, tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
-    """All kinds of prompt, all kinds of packet, greedy and seeded; one by one, then eight at once."""
+def test_exact_in_every_placement(
+    placement, connector, tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> None:
+    """All kinds of prompt, all kinds of packet, greedy and seeded; one by one, then eight at
+    once."""
     cases = []
     for i, (kind, messages) in enumerate(CHATS.items()):
         for j, packets in enumerate(PACKETS.values()):
             if placement is not ONE_HOST and (i + j) % 2:
                 continue  # half of the product in the slower placements
             params = replace(
-                PARAMS, packets=packets, seed=i, max_frames=[10, 9, 8, 11][j], temperature=[0.0, 0.8][j % 2]
+                PARAMS,
+                packets=packets,
+                seed=i,
+                max_frames=[10, 9, 8, 11][j],
+                temperature=[0.0, 0.8][j % 2],
             )
             cases.append((kind, messages, replace(params, greedy_speech=j == 1)))
     wanted = [expected(models, builder, m, p) for _, m, p in cases]
@@ -65,7 +75,9 @@ def test_exact_in_every_placement(placement, connector, tiny_dir: Path, models: 
             together = [collect(engine.generate(m, params=p)) for _, m, p in cases[-8:]]
             for got, want in zip(await asyncio.gather(*together), wanted[-8:], strict=True):
                 same(got, want)
-            silent = await collect(engine.generate(CHATS["text"], modalities=["text"], params=PARAMS))
+            silent = await collect(
+                engine.generate(CHATS["text"], modalities=["text"], params=PARAMS)
+            )
             assert silent.finish is not None
             assert silent.finish[1] is None
             assert len(silent.samples) == 0
@@ -95,15 +107,17 @@ def test_exact_with_float8_experts(tiny_dir: Path, builder: PromptBuilder) -> No
 
 
 def check_packets(samples: list[int], frames: int, sizes: ChunkSizes) -> None:
-    """Packets hold whole frames; the first lacks what the vocoder does not sound. How many frames are in one is not
-    certain: a vocoder that is behind joins those that wait."""
+    """Packets hold whole frames; the first lacks what the vocoder does not sound. How many frames
+    are in one is not certain: a vocoder that is behind joins those that wait."""
     if sizes.each == 1:
         ends = np.cumsum(samples) + 555
         assert not (ends % 1920).any()
     assert sum(samples) == 1920 * frames - 555
 
 
-def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
+def test_overlap_order_cancel_and_errors(
+    tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> None:
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(max_requests=3)) as engine:
             # The first sound is out before the thinker has finished.
@@ -122,13 +136,16 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
             assert list(engine.info.stages) == ["thinker", "talker", "code2wav"]
 
             # Of a prompt with media, it is told when they were encoded: before it was read.
-            got = await collect(engine.generate(CHATS["audio"], params=replace(PARAMS, seed=77), owner="other"))
+            got = await collect(
+                engine.generate(CHATS["audio"], params=replace(PARAMS, seed=77), owner="other")
+            )
             assert got.end is not None
             (encoded,) = (s for s in got.end.timeline if s.name == "encode")
             read = [s for s in got.end.timeline if (s.lane, s.name) == (encoded.lane, "prompt")]
             assert 0 <= encoded.start < encoded.stop == read[0].start
 
-            # Asked again, the prompt comes from the prefix caches of both stages, and the answer is the same.
+            # Asked again, the prompt comes from the prefix caches of both stages, and the answer is
+            # the same.
             for kind in ("audio", "image"):
                 want = expected(models, builder, CHATS[kind], PARAMS)
                 for i in range(2):
@@ -137,10 +154,15 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
                     assert got.end is not None
                     assert (got.end.usage.cached_tokens > 0) == (i > 0)
             louder = [{"role": "user", "content": [sound(seed=9), say("What was that?")]}]
-            same(await collect(engine.generate(louder, params=PARAMS)), expected(models, builder, louder, PARAMS))
+            same(
+                await collect(engine.generate(louder, params=PARAMS)),
+                expected(models, builder, louder, PARAMS),
+            )
 
             # Fixed lengths on any weights.
-            fixed = replace(PARAMS, min_frames=12, max_frames=12, max_text_tokens=3, min_text_tokens=3)
+            fixed = replace(
+                PARAMS, min_frames=12, max_frames=12, max_text_tokens=3, min_text_tokens=3
+            )
             got = await collect(engine.generate(CHATS["text"], params=fixed))
             assert len(got.codes) == 12
             assert len(got.ids) == 3
@@ -162,7 +184,9 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
             # A stop string ends the text before it, and the speech with it.
             whole = await collect(engine.generate(CHATS["text"], params=long))
             stop = whole.text.split()[4]
-            cut = await collect(engine.generate(CHATS["text"], params=replace(long, stop=(stop,), ignore_eos=False)))
+            cut = await collect(
+                engine.generate(CHATS["text"], params=replace(long, stop=(stop,), ignore_eos=False))
+            )
             assert cut.text == whole.text[: whole.text.index(stop)]
             assert cut.finish == ("stop", "length") or cut.finish == ("stop", "stop")
 
@@ -199,8 +223,11 @@ def test_overlap_order_cancel_and_errors(tiny_dir: Path, models: Models, builder
     run(work())
 
 
-def test_a_slow_listener_is_throttled_and_loses_nothing(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
-    frames = 300  # far more than are on their way when it is throttled, however late the hosts hear of it
+def test_a_slow_listener_is_throttled_and_loses_nothing(
+    tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> None:
+    # far more than are on their way when it is throttled, however late the hosts hear of it
+    frames = 300
     params = replace(PARAMS, max_text_tokens=6, min_frames=frames, max_frames=frames)
     steps = 'stretto_stage_steps_total{stage="talker",kind="decode"}'
 
@@ -234,8 +261,8 @@ def test_a_slow_listener_is_throttled_and_loses_nothing(tiny_dir: Path, models: 
 def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
     victim: int, tiny_dir: Path, models: Models, builder: PromptBuilder
 ) -> None:
-    """Eight requests in flight, one host killed: every caller gets an error or its exact output, text-only requests go
-    on if the thinker lives, and after the restart all is as before."""
+    """Eight requests in flight, one host killed: every caller gets an error or its exact output,
+    text-only requests go on if the thinker lives, and after the restart all is as before."""
     params = replace(PARAMS, max_text_tokens=24, ignore_eos=True, min_frames=100, max_frames=100)
     endless = replace(PARAMS, max_text_tokens=8000, ignore_eos=True)
     want = expected(models, builder, CHATS["text"], PARAMS)
@@ -243,11 +270,17 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, host=HostSettings(max_rows=16))
         async with PipelineEngine.open(tiny_dir, config) as engine:
-            silent = [engine.generate(CHATS["text"], modalities=["text"], params=endless) for _ in range(2)]
+            silent = [
+                engine.generate(CHATS["text"], modalities=["text"], params=endless)
+                for _ in range(2)
+            ]
             for events in silent:
                 await anext(events)
             tickets = list(engine._tickets.values())
-            speaking = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=params))) for _ in range(6)]
+            speaking = [
+                asyncio.create_task(collect(engine.generate(CHATS["text"], params=params)))
+                for _ in range(6)
+            ]
             while not any(t.frames for t in engine._tickets.values()):
                 await asyncio.sleep(0.005)
             pid = engine.pids[victim]
@@ -277,7 +310,9 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
     run(work())
 
 
-def test_more_frames_than_one_decode_of_the_reference(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
+def test_more_frames_than_one_decode_of_the_reference(
+    tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> None:
     params = replace(PARAMS, max_text_tokens=5, min_frames=310, max_frames=310, greedy_speech=True)
 
     async def work() -> None:
@@ -305,14 +340,19 @@ def test_the_sync_wrapper(tiny_dir: Path, models: Models, builder: PromptBuilder
                     [
                         {
                             "role": "user",
-                            "content": [say("hm"), {**sound(), "input_audio": {"data": "!", "format": "wav"}}],
+                            "content": [
+                                say("hm"),
+                                {**sound(), "input_audio": {"data": "!", "format": "wav"}},
+                            ],
                         }
                     ]
                 )
             )
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_one_clear_error(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_loaded_is_one_clear_error(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     import shutil
 
     broken = tmp_path / "broken"
@@ -349,7 +389,10 @@ def test_placements_are_checked(tiny_dir: Path) -> None:
     thinker, rest = HostPlace(("thinker",)), HostPlace(("talker", "code2wav"))
     assert parse_placement("thinker,talker+code2wav") == (thinker, rest) == places("two", STAGES)
     apart = parse_placement("thinker@cuda:0, code2wav + talker@cuda:1")
-    assert places(apart, STAGES) == (replace(thinker, device="cuda:0"), replace(rest, device="cuda:1"))
+    assert places(apart, STAGES) == (
+        replace(thinker, device="cuda:0"),
+        replace(rest, device="cuda:1"),
+    )
     assert [p.stages for p in places("processes", STAGES)] == [(s,) for s in STAGES]
     assert places("one", STAGES) == (HostPlace(STAGES),)
     for text in ("thinker,talker", "thinker,thinker,talker+code2wav", "thinker,talker+vocoder", ""):
@@ -357,7 +400,9 @@ def test_placements_are_checked(tiny_dir: Path) -> None:
             PipelineEngine(tiny_dir, EngineConfig(placement=parse_placement(text)))
 
 
-def test_a_session_stays_where_its_prompts_are_cached(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_stays_where_its_prompts_are_cached(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Least loaded first; a session goes back to where it was, unless that one is down."""
 
     async def work() -> None:

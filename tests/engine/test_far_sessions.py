@@ -1,4 +1,5 @@
-"""Sessions and `/v1/realtime` with stages behind agents, as on other machines: exactly the answers of one process."""
+"""Sessions and `/v1/realtime` with stages behind agents, as on other machines: exactly the answers
+of one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What goes wrong outside: hosts that stop, die together or talk nonsense, clients that go, memory that is not there.
-Each is a typed error at the caller, leaves nothing behind, and the engine works again afterwards."""
+"""What goes wrong outside: hosts that stop, die together or talk nonsense, clients that go, memory
+that is not there. Each is a typed error at the caller, leaves nothing behind, and the engine works
+again afterwards."""
 
 import asyncio
 import os
@@ -20,13 +21,13 @@ from stretto.engine.pipeline import Pipeline
 from stretto.engine.request import Ticket
 from stretto.errors import StageDead, StrettoError
 from stretto.messages.hosts import LinkDown, Loading, Unlink
-from stretto.messages.params import Params
 from stretto.messages.requests import Ended, Failed, encode
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.preprocess.pool.packed import pack
 from stretto.stage.links.endpoints import LinkEnd
 from stretto.transport.contract import PutFailed
@@ -42,7 +43,9 @@ ENDLESS = replace(PARAMS, max_text_tokens=8000, ignore_eos=True, min_frames=8000
 
 @pytest.fixture(scope="module")
 def want(tiny_dir: Path, models: Models) -> Answer:
-    return expected(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)), CHATS["text"], PARAMS)
+    return expected(
+        models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)), CHATS["text"], PARAMS
+    )
 
 
 async def until(fulfilled) -> None:
@@ -50,15 +53,21 @@ async def until(fulfilled) -> None:
         await asyncio.sleep(0.01)
 
 
-async def speaking(engine: PipelineEngine, count: int = 2, params: Params = LONG) -> list[asyncio.Task[Answer]]:
+async def speaking(
+    engine: PipelineEngine, count: int = 2, params: Params = LONG
+) -> list[asyncio.Task[Answer]]:
     """Requests of which at least one is in the middle of its sound."""
-    tasks = [asyncio.create_task(collect(engine.generate(CHATS["text"], params=params))) for _ in range(count)]
+    tasks = [
+        asyncio.create_task(collect(engine.generate(CHATS["text"], params=params)))
+        for _ in range(count)
+    ]
     await until(lambda: any(t.frames for t in engine._tickets.values()))
     return tasks
 
 
 async def back(engine: PipelineEngine, want: Answer) -> None:
-    """It works again. A request that comes between a fault and the news of it may fail too, so a few tries."""
+    """It works again. A request that comes between a fault and the news of it may fail too, so a
+    few tries."""
     for _ in range(4):
         await until(lambda: engine._pipelines[0].ready(STAGES))
         try:
@@ -72,9 +81,13 @@ async def back(engine: PipelineEngine, want: Answer) -> None:
     await freed(engine)
 
 
-def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, want: Answer) -> None:
+def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(
+    tiny_dir: Path, want: Answer
+) -> None:
     async def work() -> None:
-        async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES, stall_s=5.0)) as engine:
+        async with PipelineEngine.open(
+            tiny_dir, EngineConfig(placement=PROCESSES, stall_s=5.0)
+        ) as engine:
             pid = engine.pids[2]
             assert pid is not None
             # A short rest is nobody's business: the answer is whole.
@@ -86,7 +99,8 @@ def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, 
             assert [len(a.codes) for a in await asyncio.gather(*tasks)] == [30, 30]
             assert engine.pids[2] == pid
 
-            # A long one fails what needs the vocoder; text goes on. The host is killed and comes back.
+            # A long one fails what needs the vocoder; text goes on. The host is killed and comes
+            # back.
             tasks = await speaking(engine)
             os.kill(pid, signal.SIGSTOP)
             silent = await collect(engine.generate(CHATS["text"], modalities=["text"], params=LONG))
@@ -99,11 +113,15 @@ def test_a_stopped_host_is_a_dead_one_unless_it_goes_on_in_time(tiny_dir: Path, 
     run(work())
 
 
-def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(tiny_dir: Path, want: Answer) -> None:
+def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(
+    tiny_dir: Path, want: Answer
+) -> None:
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES)) as engine:
             leaving = await speaking(engine, 4, ENDLESS)
-            await until(lambda: len(engine._tickets) == 4)  # one that is cancelled before is not counted
+            await until(
+                lambda: len(engine._tickets) == 4
+            )  # one that is cancelled before is not counted
             for task in leaving:
                 task.cancel()
             gone = asyncio.create_task(collect(engine.generate(CHATS["audio"], params=ENDLESS)))
@@ -129,7 +147,9 @@ def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(tiny_di
     run(work())
 
 
-def test_hosts_may_die_together_while_starting_and_from_within(tiny_dir: Path, want: Answer) -> None:
+def test_hosts_may_die_together_while_starting_and_from_within(
+    tiny_dir: Path, want: Answer
+) -> None:
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES)
         async with PipelineEngine.open(tiny_dir, config) as engine:
@@ -177,7 +197,8 @@ GOOD = encode(Loading("thinker", "loading"))
     ids=["huge header", "huge blob", "no message", "no kind", "cut off", "gone"],
 )
 def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes, words: str | None) -> None:
-    """At once: nobody collects the gigabytes that it announces. (`words` is None for what may yet go on.)"""
+    """At once: nobody collects the gigabytes that it announces. (`words` is None for what may yet
+    go on.)"""
     heard, deaths = [], []
 
     async def work() -> None:
@@ -224,7 +245,9 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
         pipeline = Nowhere()
 
         def ticket(name: str, rest: float, samples: int, pipeline: Nowhere = pipeline) -> Ticket:
-            t = Ticket(RequestId(name), None, pipeline, engine.model, STAGES, None, PARAMS, 0, None, 0.0)  # type: ignore[arg-type]
+            t = Ticket(
+                RequestId(name), None, pipeline, engine.model, STAGES, None, PARAMS, 0, None, 0.0
+            )  # type: ignore[arg-type]
             t.progressed, t.samples = now - rest, samples
             engine._tickets[t.id] = t
             return t
@@ -252,12 +275,15 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
     ("index", "lost"), [(0, {"thinker", "talker"}), (1, {"talker", "code2wav"}), (2, {"code2wav"})]
 )
 def test_what_was_on_its_way_from_a_dead_host_is_lost_too(index: int, lost: set[str]) -> None:
-    """A stage that had ended may still have chunks in the link: the stage behind it must not wait for them."""
+    """A stage that had ended may still have chunks in the link: the stage behind it must not wait
+    for them."""
     told: list[frozenset[str]] = []
 
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, restart=False)
-        pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: told.append(stages))
+        pipeline = Pipeline(
+            "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: told.append(stages)
+        )
         pipeline.supervisor.died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
         await pipeline.close()
 
@@ -285,7 +311,9 @@ def test_hosts_end_with_their_orchestrator() -> None:
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
     async def work() -> None:
-        parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+        parent = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE
+        )
         assert parent.stdout is not None
         pid = int(await parent.stdout.readline())
         assert alive(pid)
@@ -299,7 +327,9 @@ def test_hosts_end_with_their_orchestrator() -> None:
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> None:
     async def work() -> None:
         config = EngineConfig(host=HostSettings(blocks={"thinker": 10**9}))
-        with pytest.raises(StrettoError, match=r"thinker .* GiB .*weights .*lower --kv-blocks thinker=N") as e:
+        with pytest.raises(
+            StrettoError, match=r"thinker .* GiB .*weights .*lower --kv-blocks thinker=N"
+        ) as e:
             async with PipelineEngine.open(tiny_dir, config):
                 pass
         assert isinstance(e.value, StageDead)
@@ -311,16 +341,22 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tiny_dir: Path) -> Non
 
 
 def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Path) -> None:
-    """A failed put is a fault of the link that names its request: told at once, freed everywhere; the link lives."""
+    """A failed put is a fault of the link that names its request: told at once, freed everywhere;
+    the link lives."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     packed = pack(builder.build(CHATS["text"]))
     greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
     driven = HandDriven(tiny_dir, HostSettings())
     try:
         for name in ("doomed", "other"):
-            driven.host.handle(announcement(RequestId(name), packed.meta, True, None, *greedy, 6, 7), packed.features)
+            driven.host.handle(
+                announcement(RequestId(name), packed.meta, True, None, *greedy, 6, 7),
+                packed.features,
+            )
         driven.host.loop.round()
-        faults: list[StrettoError] = [PutFailed("injected", link="talker>code2wav", request=RequestId("doomed"))]
+        faults: list[StrettoError] = [
+            PutFailed("injected", link="talker>code2wav", request=RequestId("doomed"))
+        ]
         link = SimpleNamespace(faults=lambda: [faults.pop()] if faults else [], ended=False)
         end = driven.host.ends.ends["talker>code2wav"] = LinkEnd(1, outgoing=link)  # type: ignore[arg-type]
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):

@@ -1,4 +1,5 @@
-"""Several cards on one machine: who runs where, what a host sees of them, who loads when, and what is refused."""
+"""Several cards on one machine: who runs where, what a host sees of them, who loads when, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -61,19 +62,33 @@ def test_cards_that_we_may_use(told: str | None, found: int, cards: tuple[str, .
 def test_replicas_take_a_card_each() -> None:
     spread_out = spread(config(replicas=4), 8)
     assert [spread_out.replica(i).host.device for i in range(4)] == [f"cuda:{i}" for i in range(4)]
-    for own in (config(replicas=4, devices=("cuda:1",)), config("thinker@0, talker+code2wav@1", replicas=4)):
+    for own in (
+        config(replicas=4, devices=("cuda:1",)),
+        config("thinker@0, talker+code2wav@1", replicas=4),
+    ):
         assert spread(own, 1) == own, "who names a device shares it"
     on_cpu = EngineConfig(replicas=4)
     assert spread(on_cpu, 0) == on_cpu
-    with pytest.raises(Invalid, match=r"4 replicas, each on a card of its own, but there are 2 \(cuda:0 to cuda:1\)"):
+    with pytest.raises(
+        Invalid,
+        match=r"4 replicas, each on a card of its own, but there are 2 \(cuda:0 to cuda:1\)",
+    ):
         spread(config(replicas=4), 2)
 
 
 @pytest.mark.parametrize(
     ("wrong", "cards", "words"),
     [
-        (config("thinker@0, talker+code2wav@2"), 2, r"talker\+code2wav is placed on cuda:2, but there are 2"),
-        (config("thinker@0|1, talker+code2wav@0|1", replicas=2), 1, r"placed on cuda:1, but there is one \(cuda:0\)"),
+        (
+            config("thinker@0, talker+code2wav@2"),
+            2,
+            r"talker\+code2wav is placed on cuda:2, but there are 2",
+        ),
+        (
+            config("thinker@0|1, talker+code2wav@0|1", replicas=2),
+            1,
+            r"placed on cuda:1, but there is one \(cuda:0\)",
+        ),
         (config(devices=("cuda:3",)), 2, "placed on cuda:3"),
         (config(), 0, "but there is no GPU; --device cpu runs without a GPU"),
     ],
@@ -84,7 +99,9 @@ def test_a_card_that_is_not_there_is_refused(wrong: EngineConfig, cards: int, wo
     check_cards(wrong, STAGES, 4)
 
 
-def test_an_engine_refuses_before_it_starts_anything(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_refuses_before_it_starts_anything(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_module, "cards", lambda: ("0",))
 
     async def work() -> None:
@@ -104,13 +121,20 @@ def test_a_host_sees_its_own_card_and_no_other() -> None:
     assert shown("cpu", ("3",)) == ("cpu", {})
 
     async def work() -> None:
-        host = LocalLauncher(("3", "GPU-b")).host("h", "cuda:1", lambda h, m, b: None, lambda h: None)
+        host = LocalLauncher(("3", "GPU-b")).host(
+            "h", "cuda:1", lambda h, m, b: None, lambda h: None
+        )
         assert isinstance(host, HostProcess)
         assert host.device == "cuda:0"
         await host.start()
         environ = Path(f"/proc/{host.pid}/environ").read_bytes().split(b"\0")
         assert environ.count(b"CUDA_VISIBLE_DEVICES=GPU-b") == 1
-        assert environ.count(b"OPENBLAS_NUM_THREADS=" + os.environ.get("OPENBLAS_NUM_THREADS", "1").encode()) == 1
+        assert (
+            environ.count(
+                b"OPENBLAS_NUM_THREADS=" + os.environ.get("OPENBLAS_NUM_THREADS", "1").encode()
+            )
+            == 1
+        )
         await host.stop()
 
     run(work())
@@ -119,7 +143,9 @@ def test_a_host_sees_its_own_card_and_no_other() -> None:
 def pipelines(launcher: ScriptedLauncher, *configs: EngineConfig) -> list[Pipeline]:
     cards = Cards()
     return [
-        Pipeline(f"p{i}", "", PIPELINE, c, lambda m, b: None, lambda p, s, e: None, None, launcher, cards)
+        Pipeline(
+            f"p{i}", "", PIPELINE, c, lambda m, b: None, lambda p, s, e: None, None, launcher, cards
+        )
         for i, c in enumerate(configs)
     ]
 
@@ -139,7 +165,11 @@ def test_hosts_on_one_card_load_in_turn_and_know_who_comes_after() -> None:
             await settle()
             begun = [h for h in launcher.hosts if h.started]
             assert len(begun) == turn + 1, "one at a time"
-            [told] = [m for m in begun[-1].heard() if isinstance(m, Configure)] if begun[-1].state == "starting" else []
+            [told] = (
+                [m for m in begun[-1].heard() if isinstance(m, Configure)]
+                if begun[-1].state == "starting"
+                else []
+            )
             assert len(told.beside) == 3 - turn
             assert told.others, "the pipeline has a host more"
             loaded.append(told.stages)
@@ -161,7 +191,9 @@ def test_hosts_on_cards_of_their_own_load_at_once() -> None:
         start = asyncio.create_task(p.start())
         await settle()
         assert [h.started for h in launcher.hosts] == [True, True]
-        assert all(m.beside == () for h in launcher.hosts for m in h.heard() if isinstance(m, Configure))
+        assert all(
+            m.beside == () for h in launcher.hosts for m in h.heard() if isinstance(m, Configure)
+        )
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
 

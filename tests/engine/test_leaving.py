@@ -1,5 +1,5 @@
-"""A client that leaves frees everything at once, whatever its request was doing. The requests here would go on for
-minutes: what is free a few steps later was freed by the cancel alone."""
+"""A client that leaves frees everything at once, whatever its request was doing. The requests here
+would go on for minutes: what is free a few steps later was freed by the cancel alone."""
 
 import asyncio
 import os
@@ -16,13 +16,13 @@ from stretto.config.engine import EngineConfig, HostSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event, TextDelta
 from stretto.engine.request import Ticket
-from stretto.messages.params import Params
 from stretto.messages.requests import Cancel, Ended, Throttle
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.stages.thinker import ThinkerStage
 from stretto.models.speech.vocoder_stage import VocoderStage
+from stretto.params import Params
 from stretto.preprocess.pool.packed import pack
 from stretto.types import GREEDY, RequestId, SamplingParams
 from tests.engine.common import CHATS, HandDriven, come_to, freed, held
@@ -39,19 +39,23 @@ FRAMES = 120  # of the request whose last packets wait
 BUFFERED_S = 2.0
 
 How = Literal["task", "rest", "close"]
-"""How a client leaves: its task is cancelled while it waits for an event; or while it does something else, and closes
-the iterator on its way out (as the server does), with events left in the engine's queue; or it just closes it."""
+"""How a client leaves: its task is cancelled while it waits for an event; or while it does
+something else, and closes the iterator on its way out (as the server does), with events left in the
+engine's queue; or it just closes it."""
 
 
 class Client:
-    """Asks, and reads until an event of a kind comes (if it is to leave in its midst), or for ever."""
+    """Asks, and reads until an event of a kind comes (if it is to leave in its midst), or for
+    ever."""
 
     def __init__(
         self, engine: PipelineEngine, how: How, until: type[Event], messages: Any = CHATS["text"],
         params: Params = ENDLESS, **given: Any,
     ) -> None:  # fmt: skip
         self.how, self.until, self.there = how, until, asyncio.Event()
-        self.events = cast(AsyncGenerator[Event, None], engine.generate(messages, params=params, **given))
+        self.events = cast(
+            AsyncGenerator[Event, None], engine.generate(messages, params=params, **given)
+        )
         self.task = asyncio.create_task(self._rest() if how == "rest" else self._read())
 
     async def _read(self) -> None:
@@ -149,7 +153,9 @@ def test_decode(running: Running, how: How) -> None:
         while how != "task" and ticket(engine).events.empty():
             await asyncio.sleep(0)
         assert ticket(engine).unfinished == {"thinker", "talker", "code2wav"}
-        assert how != "task" or not ticket(engine).throttled, "unless it has not read for too long, on a busy machine"
+        assert how != "task" or not ticket(engine).throttled, (
+            "unless it has not read for too long, on a busy machine"
+        )
         await client.leave()
         await freed(engine)
 
@@ -171,7 +177,8 @@ def test_throttled(running: Running, how: How) -> None:
 
 @pytest.mark.parametrize("how", ["rest", "close"])
 def test_all_made_and_not_taken(running: Running, how: How) -> None:
-    """The last packet and the end lie in the engine's queue: no stage holds anything, and nor does the engine then."""
+    """The last packet and the end lie in the engine's queue: no stage holds anything, and nor does
+    the engine then."""
 
     async def work() -> None:
         engine = running.engine
@@ -186,8 +193,8 @@ def test_all_made_and_not_taken(running: Running, how: How) -> None:
 
 
 def test_last_packets(running: Running) -> None:
-    """Thinker and talker have ended, and the vocoder, which was held up, has many frames to go: it makes no
-    more of them."""
+    """Thinker and talker have ended, and the vocoder, which was held up, has many frames to go: it
+    makes no more of them."""
     if running.engine.config.placement == ONE_HOST:
         pytest.skip("there the vocoder cannot be held up alone: see test_by_hand")
 
@@ -282,7 +289,8 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
     try:
         whole = {"min_text_tokens": tokens, "min_frames": frames}
         driven.host.handle(
-            announcement(id, packed.meta, True, None, *greedy(), tokens, frames, **whole), packed.features
+            announcement(id, packed.meta, True, None, *greedy(), tokens, frames, **whole),
+            packed.features,
         )
         while not reached(driven):
             assert driven.host.loop.round()
@@ -297,7 +305,9 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
         for _ in range(driven.host.context.settings.overlap_depth):
             driven.host.loop.round()
         assert not kept(driven)
-        assert (len(driven.reports), vocoder.stats.frames) == (said, made), "nothing more is made of it"
+        assert (len(driven.reports), vocoder.stats.frames) == (said, made), (
+            "nothing more is made of it"
+        )
         assert not driven.host.loop.round(), "there is nothing left to do"
     finally:
         driven.host.close()

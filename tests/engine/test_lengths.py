@@ -1,4 +1,5 @@
-"""Least lengths, to the token and to the frame: with a model that ends as soon as it may, it ends right there."""
+"""Least lengths, to the token and to the frame: with a model that ends as soon as it may, it ends
+right there."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,10 @@ def test_the_end_comes_right_after_what_must_come(tiny_dir: Path, tokens: int, f
     try:
         hurry(driven, config)
         least = {"min_text_tokens": tokens, "min_frames": frames}
-        driven.answer(announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 20, **least), packed.features)
+        driven.answer(
+            announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 20, **least),
+            packed.features,
+        )
         said = [i for m, _ in driven.reports if isinstance(m, Text) for i in m.ids]
         assert len(said) == tokens + 1
         assert said.index(config.tokens.im_end) == tokens

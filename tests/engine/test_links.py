@@ -1,5 +1,5 @@
-"""Links as the orchestrator makes them, with hosts that are played by hand: what is said late of a link never touches
-its successor, and each has a secret of its own."""
+"""Links as the orchestrator makes them, with hosts that are played by hand: what is said late of a
+link never touches its successor, and each has a secret of its own."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -44,7 +44,12 @@ class Play:
         self.lost: list[frozenset[str]] = []
         config = EngineConfig(placement=PROCESSES)
         self.pipeline = Pipeline(
-            "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: self.lost.append(stages)
+            "p",
+            "",
+            PIPELINE,
+            config,
+            lambda m, b: None,
+            lambda p, stages, e: self.lost.append(stages),
         )
         self.hosts = [Player() for _ in STAGES]
         self.pipeline.supervisor.hosts = self.hosts  # type: ignore[assignment]
@@ -162,11 +167,15 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
         told: list[bytes] = []
         for count in range(1, rounds + 1):
             for link, (sender, receiver) in ends.items():  # in the order in which they are made
-                while not (listen := [m for m in p.hosts[receiver].told if is_about(m, Listen, link)])[count - 1 :]:
+                while not (
+                    listen := [m for m in p.hosts[receiver].told if is_about(m, Listen, link)]
+                )[count - 1 :]:
                     await asyncio.sleep(0)
                 assert listen[-1].connector == "shm"
                 p.say(receiver, Listening(link, listen[-1].generation, b"here"))
-                connect = next(m for m in reversed(p.hosts[sender].told) if is_about(m, Connect, link))
+                connect = next(
+                    m for m in reversed(p.hosts[sender].told) if is_about(m, Connect, link)
+                )
                 assert connect.secret == listen[-1].secret
                 told.append(listen[-1].secret)
                 p.say(sender, Linked(link, listen[-1].generation))
@@ -174,7 +183,10 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
             assert p.pipeline.ready(STAGES)
             if count < rounds:
                 for link in ends:
-                    p.say(VOCODER, LinkDown(link, p.pipeline.supervisor.links.generations[link], "it broke"))
+                    p.say(
+                        VOCODER,
+                        LinkDown(link, p.pipeline.supervisor.links.generations[link], "it broke"),
+                    )
         assert [len(secret) for secret in told] == [SECRET_BYTES] * rounds * len(ends)
         assert len(set(told)) == len(told)
 

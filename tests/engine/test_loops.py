@@ -1,6 +1,6 @@
-"""The engine on event loops that are not asyncio's own: Ray Serve's replicas run on uvloop, as may an application that
-uses the Python API. uvloop refuses what it does not know of starting processes, so a loop that does the same stands for
-it where it is not installed."""
+"""The engine on event loops that are not asyncio's own: Ray Serve's replicas run on uvloop, as may
+an application that uses the Python API. uvloop refuses what it does not know of starting processes,
+so a loop that does the same stands for it where it is not installed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from stretto.config.engine import EngineConfig
 from stretto.config.preprocess import PoolSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.errors import StageDead
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.pool import worker_process as workerprocess
 from tests.engine.common import CHATS, collect, run
 
 KNOWN = {
-    "stdin", "stdout", "stderr", "universal_newlines", "shell", "bufsize", "preexec_fn", "close_fds", "cwd", "env",
-    "startupinfo", "creationflags", "restore_signals", "start_new_session", "executable", "pass_fds",
+    "stdin", "stdout", "stderr", "universal_newlines", "shell", "bufsize", "preexec_fn",
+    "close_fds", "cwd", "env",
+    "startupinfo", "creationflags", "restore_signals", "start_new_session", "executable",
+    "pass_fds",
 }  # fmt: skip
 """What uvloop takes."""
 
@@ -40,7 +42,9 @@ def uv() -> asyncio.AbstractEventLoop:
 
 
 @pytest.mark.parametrize("make", [Strict, uv], ids=["strict", "uvloop"])
-def test_hosts_and_prompt_workers_start_on_it(make: Callable[[], asyncio.AbstractEventLoop], tiny_dir: Path) -> None:
+def test_hosts_and_prompt_workers_start_on_it(
+    make: Callable[[], asyncio.AbstractEventLoop], tiny_dir: Path
+) -> None:
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(prompts=PoolSettings())) as engine:
             params = Params(max_text_tokens=4, max_frames=4)
@@ -51,8 +55,11 @@ def test_hosts_and_prompt_workers_start_on_it(make: Callable[[], asyncio.Abstrac
         runner.run(work())
 
 
-def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(tiny_dir: Path) -> None:
-    """So a Ctrl-C is not theirs, and their priorities count: sessions share cores out between them first."""
+def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(
+    tiny_dir: Path,
+) -> None:
+    """So a Ctrl-C is not theirs, and their priorities count: sessions share cores out between them
+    first."""
 
     async def work() -> None:
         async with PipelineEngine.open(tiny_dir, EngineConfig(prompts=PoolSettings())) as engine:
@@ -61,7 +68,9 @@ def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(tin
             for pid in (worker, *hosts):
                 assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
             ours = {os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, *hosts)}
-            assert os.getpriority(os.PRIO_PROCESS, worker) == min(19, ours.pop() + workerprocess.NICENESS)
+            assert os.getpriority(os.PRIO_PROCESS, worker) == min(
+                19, ours.pop() + workerprocess.NICENESS
+            )
             assert not ours
 
     run(work())

@@ -23,7 +23,10 @@ from tests.pipeline import STAGES, announcement
 from tests.solo import CODE0
 
 GREEDILY = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
-WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
+WORDS = (
+    "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few "
+    "more than that."
+)
 NUMBERS = count()
 
 
@@ -43,13 +46,18 @@ class Asked(HandDriven):
         core.poll = noted
 
     def ask(self, prompt: Prompt, speak: bool) -> tuple[int, int]:
-        """Media rows of a whole answer, and tokens of its prompt that were found in the thinker's cache."""
+        """Media rows of a whole answer, and tokens of its prompt that were found in the thinker's
+        cache."""
         self.rows = 0
         self.reports.clear()
         packed, id = pack(prompt), RequestId(f"r{next(NUMBERS)}")
-        self.host.handle(announcement(id, packed.meta, speak, None, *GREEDILY, 2, 2), packed.features)
+        self.host.handle(
+            announcement(id, packed.meta, speak, None, *GREEDILY, 2, 2), packed.features
+        )
         stages = STAGES if speak else STAGES[:1]
-        while len(ended := {m.stage: m for m, _ in self.reports if isinstance(m, Ended)}) < len(stages):
+        while len(ended := {m.stage: m for m, _ in self.reports if isinstance(m, Ended)}) < len(
+            stages
+        ):
             assert self.host.loop.round(), "nothing to do, but the answer is not complete"
         return self.rows, ended["thinker"].cached
 
@@ -62,14 +70,20 @@ def asked(tiny_dir: Path) -> Iterator[Asked]:
 
 
 @pytest.mark.parametrize("kind", ["image", "audio"])
-def test_media_rows_are_handed_out_only_to_be_spoken_of(asked: Asked, tiny_dir: Path, kind: str) -> None:
+def test_media_rows_are_handed_out_only_to_be_spoken_of(
+    asked: Asked, tiny_dir: Path, kind: str
+) -> None:
     config = OmniConfig.read(tiny_dir)
     media = picture() if kind == "image" else sound()
-    prompt = PromptBuilder.open(tiny_dir, config).build([{"role": "user", "content": [media, say(WORDS)]}])
+    prompt = PromptBuilder.open(tiny_dir, config).build(
+        [{"role": "user", "content": [media, say(WORDS)]}]
+    )
     pads = sum(i in config.tokens.media_pads for i in prompt.ids)
     whole = (len(prompt.ids) - 1) // 16 * 16
     assert asked.ask(prompt, speak=False) == (0, 0)
-    assert asked.ask(prompt, speak=False) == (0, whole), "what nobody needs the rows of is found in the cache"
+    assert asked.ask(prompt, speak=False) == (0, whole), (
+        "what nobody needs the rows of is found in the cache"
+    )
     rows, cached = asked.ask(prompt, speak=True)
     assert rows == pads > 0, "one that is spoken has them made"
     assert cached < whole

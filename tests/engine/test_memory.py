@@ -12,8 +12,8 @@ import pytest
 from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.pipeline import Pipeline
-from stretto.messages.params import Params
 from stretto.messages.requests import Ended, Text
+from stretto.params import Params
 from stretto.types import RequestId
 from tests.engine.common import CHATS, collect, run
 
@@ -21,9 +21,13 @@ WARM, COUNTED = 30, 200
 
 
 async def ask(engine: PipelineEngine, number: int) -> None:
-    """A request with an id of its caller's, as a server gives each; every third is left in the middle."""
+    """A request with an id of its caller's, as a server gives each; every third is left in the
+    middle."""
     events = engine.generate(
-        CHATS["text"], modalities=["text"], params=Params(max_text_tokens=4), request_id=RequestId(f"req-{number:024}")
+        CHATS["text"],
+        modalities=["text"],
+        params=Params(max_text_tokens=4),
+        request_id=RequestId(f"req-{number:024}"),
     )
     reading = asyncio.create_task(collect(events))
     while not engine._tickets:
@@ -39,7 +43,8 @@ async def ask(engine: PipelineEngine, number: int) -> None:
 
 
 def traced() -> int:
-    """Bytes, but for those of the chat template, whose names the interpreter's own cache of methods takes up."""
+    """Bytes, but for those of the chat template, whose names the interpreter's own cache of methods
+    takes up."""
     gc.collect()
     ours = [tracemalloc.Filter(True, f"*/{part}/*") for part in ("stretto/orchestrator", "asyncio")]
     return sum(t.size for t in tracemalloc.take_snapshot().filter_traces(ours).traces)

@@ -1,6 +1,6 @@
-"""What the hosts say of themselves, told apart: no number of one host or replica takes the place of another's, and none
-of a dead host is mixed with those of its successor. One host alone has plain names: dashboards and benchmarks know
-them."""
+"""What the hosts say of themselves, told apart: no number of one host or replica takes the place of
+another's, and none of a dead host is mixed with those of its successor. One host alone has plain
+names: dashboards and benchmarks know them."""
 
 from pathlib import Path
 
@@ -32,13 +32,24 @@ def said(stages: tuple[str, ...], number: float) -> dict[str, float]:
     names += [f'stretto_stage_steps_total{{stage="{s}"}}' for s in stages]
     for link, ends in LINKS.items():
         ways = zip(("out", "in"), ends, strict=True)
-        names += [f'stretto_link_chunks_total{{link="{link}",end="{way}"}}' for way, s in ways if s in stages]
+        names += [
+            f'stretto_link_chunks_total{{link="{link}",end="{way}"}}'
+            for way, s in ways
+            if s in stages
+        ]
     return dict.fromkeys(names, number)
 
 
 def pipeline(placement: Placement, first: float = 1.0) -> Pipeline:
     """Its hosts say `first`, `first + 1`, ..."""
-    p = Pipeline("p", "", PIPELINE, EngineConfig(placement=placement), lambda m, b: None, lambda p, s, e: None)
+    p = Pipeline(
+        "p",
+        "",
+        PIPELINE,
+        EngineConfig(placement=placement),
+        lambda m, b: None,
+        lambda p, s, e: None,
+    )
     hosts = places(placement, STAGES)
     p.supervisor.hosts = [p.supervisor.make_host(i) for i in range(len(hosts))]
     for i, host in enumerate(p.supervisor.hosts):
@@ -92,7 +103,10 @@ def test_a_host_that_comes_back_begins_anew() -> None:
 
 
 def test_labels_are_in_the_form_that_the_server_shows() -> None:
-    shown = {labelled("stretto_a_total", replica="p1"): 1.0, labelled('stretto_b{stage="x"}', replica="p1"): 2.0}
+    shown = {
+        labelled("stretto_a_total", replica="p1"): 1.0,
+        labelled('stretto_b{stage="x"}', replica="p1"): 2.0,
+    }
     assert list(shown) == ['stretto_a_total{replica="p1"}', 'stretto_b{stage="x",replica="p1"}']
     told = Metrics().render(0, shown).decode()
     assert all(f"{name} {value}\n" in told for name, value in shown.items())
@@ -104,7 +118,9 @@ def test_histograms_are_shown_as_such() -> None:
     recorder.number("stretto_t_seconds_total", lambda: 1.0)
     h.observe(0.001)
     values = recorder.values()
-    families = {f.name: f for f in text_string_to_metric_families(Metrics().render(0, values).decode())}
+    families = {
+        f.name: f for f in text_string_to_metric_families(Metrics().render(0, values).decode())
+    }
     told = families["stretto_t_seconds"]
     assert (told.type, len(told.samples)) == ("histogram", len(values) - 1)
     assert {s.labels["stage"] for s in told.samples} == {"x"}
@@ -119,6 +135,10 @@ def test_replicas_are_told_apart(tiny_dir: Path) -> None:
                 p.supervisor.hosts = [p.supervisor.make_host(0)]
                 p._message(p.supervisor.hosts[0], Stats(0, {name: i + 1.0}), b"")
             told = {k: v for k, v in engine.metrics().items() if "steps_total" in k}
-            assert told == ({name: 1.0} if count == 1 else {f'{name[:-1]},replica="p{i}"}}': i + 1.0 for i in (0, 1)})
+            assert told == (
+                {name: 1.0}
+                if count == 1
+                else {f'{name[:-1]},replica="p{i}"}}': i + 1.0 for i in (0, 1)}
+            )
 
     run(work())

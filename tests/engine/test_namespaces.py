@@ -1,6 +1,6 @@
-"""Hosts in network namespaces of their own, so that each has an address of its own: what 127.0.0.1 would hide (missing
-addresses, listening on the wrong one) shows. Makes namespaces and a bridge, so it must be asked for, by root: `make
-netns` runs it."""
+"""Hosts in network namespaces of their own, so that each has an address of its own: what 127.0.0.1
+would hide (missing addresses, listening on the wrong one) shows. Makes namespaces and a bridge, so
+it must be asked for, by root: `make netns` runs it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.invitation import Invitation
 from stretto.engine.remote_host import RemoteLauncher
 from stretto.errors import Invalid, StageDead
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.transport.registry import connectors
 from tests.engine.agents import SECRET, ProcessAgent, ProcessStarter
 from tests.engine.common import CHATS, collect, expected, run, same
@@ -84,7 +84,9 @@ class NeedsProcess(ProcessStarter):
 
 
 @pytest.mark.parametrize("connector", ["tcp", "mooncake"])
-def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, tiny_dir: Path, models: Models) -> None:
+def test_hosts_at_other_addresses_answer_exactly(
+    connector: str, network: None, tiny_dir: Path, models: Models
+) -> None:
     try:
         connectors.get(connector)
     except Invalid as e:
@@ -100,7 +102,10 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
             for chat in CHATS:
                 got = await collect(it.generate(CHATS[chat], params=SHORT))
                 same(got, expected(models, builder, CHATS[chat], SHORT))
-            assert [h.address for h in it._pipelines[0].supervisor.hosts] == [address(0), address(1)]
+            assert [h.address for h in it._pipelines[0].supervisor.hosts] == [
+                address(0),
+                address(1),
+            ]
             await check_session(it, Plain(models, builder))
             events = it.generate(CHATS["text"], params=LONG)
             async for e in events:
@@ -122,10 +127,16 @@ def test_hosts_at_other_addresses_answer_exactly(connector: str, network: None, 
     run(work())
 
 
-def test_realtime_with_stages_at_other_addresses_answers_exactly(network: None, tiny_dir: Path, models: Models) -> None:
+def test_realtime_with_stages_at_other_addresses_answers_exactly(
+    network: None, tiny_dir: Path, models: Models
+) -> None:
     plain = Plain(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
     starter = NeedsProcess()
-    it = Recorder(tiny_dir, EngineConfig(placement="two", connector="tcp"), RemoteLauncher(starter, SECRET, OURS))
+    it = Recorder(
+        tiny_dir,
+        EngineConfig(placement="two", connector="tcp"),
+        RemoteLauncher(starter, SECRET, OURS),
+    )
     it.answers = []
     with served(it) as server:
         assert [h.address for h in it._pipelines[0].supervisor.hosts] == [address(0), address(1)]

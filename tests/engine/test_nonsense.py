@@ -1,5 +1,5 @@
-"""A host that talks nonsense is a dead host, and leaves nothing behind in the orchestrator. `bench/fuzz/control.py`
-looks for more of it."""
+"""A host that talks nonsense is a dead host, and leaves nothing behind in the orchestrator.
+`bench/fuzz/control.py` looks for more of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from stretto.engine.local_host import HostProcess
 from stretto.engine.pipeline import Pipeline
 from stretto.errors import WireError
 from stretto.messages.hosts import Linked, Loading, Ready
-from stretto.messages.requests import PREFIX, Ended, FromHost, Text, decode_from_host, decode_to_host, encode
+from stretto.messages.requests import (
+    PREFIX,
+    Ended,
+    FromHost,
+    Text,
+    decode_from_host,
+    decode_to_host,
+    encode,
+)
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.types import RequestId
 from tests.pipeline import PROCESSES, STAGES, configure
@@ -27,7 +35,9 @@ def header(message: Any) -> bytes:
 DEEP = header(configure("", (), {"": None}))[:-1] + b"\x81\xa0" * 5000 + b"\xc0"
 
 
-@pytest.mark.parametrize("bad", [b"", b"\xc1", header(Loading("xx", "y")).replace(b"xx", b"\xff\xfe"), DEEP])
+@pytest.mark.parametrize(
+    "bad", [b"", b"\xc1", header(Loading("xx", "y")).replace(b"xx", b"\xff\xfe"), DEEP]
+)
 def test_what_is_no_message_is_one_error(bad: bytes) -> None:
     for decode in (decode_to_host, decode_from_host):
         with pytest.raises(WireError):
@@ -53,7 +63,12 @@ def test_a_token_that_no_tokenizer_has_is_no_message(id: int) -> None:
 def test_a_stage_that_there_is_not_ends_the_host(message: FromHost) -> None:
     passed: list[FromHost] = []
     pipeline = Pipeline(
-        "p", "", PIPELINE, EngineConfig(placement=PROCESSES), lambda m, b: passed.append(m), lambda p, s, e: None
+        "p",
+        "",
+        PIPELINE,
+        EngineConfig(placement=PROCESSES),
+        lambda m, b: passed.append(m),
+        lambda p, s, e: None,
     )
     deaths: list[str] = []
     host = HostProcess("h", pipeline._message, lambda h: deaths.append(h.reason))

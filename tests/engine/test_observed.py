@@ -13,7 +13,7 @@ import pytest
 from stretto.config.engine import EngineConfig, Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import Finished
-from stretto.messages.params import Params
+from stretto.params import Params
 from tests.engine.common import CHATS, collect, run
 from tests.pipeline import LINKS, STAGES
 
@@ -21,9 +21,11 @@ PARAMS = Params(max_text_tokens=6, ignore_eos=True, max_frames=9, min_frames=9, 
 ANSWERS = 3
 
 
-async def told(engine: PipelineEngine, fulfilled: Callable[[Mapping[str, float]], bool]) -> Mapping[str, float]:
-    """Its numbers, once they are as they should be: hosts tell theirs when they are asked, maybe in between, and the
-    threads of a link count a chunk after the other end has it."""
+async def told(
+    engine: PipelineEngine, fulfilled: Callable[[Mapping[str, float]], bool]
+) -> Mapping[str, float]:
+    """Its numbers, once they are as they should be: hosts tell theirs when they are asked, maybe in
+    between, and the threads of a link count a chunk after the other end has it."""
     while not fulfilled(values := engine.metrics()):
         await asyncio.sleep(0.01)
     return values
@@ -38,7 +40,10 @@ def counted(values: Mapping[str, float]) -> bool:
     """Whether both ends of each link have counted the same chunks, in all their numbers."""
     for out, into in map(ends, LINKS):
         chunks = {values["stretto_link_chunks_total" + end] for end in (out, into)}
-        chunks |= {values["stretto_link_put_seconds_count" + out], values["stretto_link_take_seconds_count" + into]}
+        chunks |= {
+            values["stretto_link_put_seconds_count" + out],
+            values["stretto_link_take_seconds_count" + into],
+        }
         chunks |= {values["stretto_link_queue_seconds_count" + end] for end in (out, into)}
         sizes = {values["stretto_link_bytes_total" + end] for end in (out, into)}
         if len(chunks) > 1 or len(sizes) > 1 or min(chunks) < ANSWERS or min(sizes) == 0:
@@ -64,10 +69,13 @@ def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: 
             expected = {
                 'stretto_stage_frames_total{stage="code2wav"}': 9.0 * ANSWERS,
                 'stretto_stage_tokens_total{stage="thinker"}': 6.0 * ANSWERS,
-                'stretto_stage_tokens_total{stage="talker"}': (9.0 + 1) * ANSWERS,  # and the end of each
+                'stretto_stage_tokens_total{stage="talker"}': (9.0 + 1)
+                * ANSWERS,  # and the end of each
             }
             alone = placement == "one"
-            values = await told(engine, lambda v: expected.items() <= v.items() and (alone or counted(v)))
+            values = await told(
+                engine, lambda v: expected.items() <= v.items() and (alone or counted(v))
+            )
         for stage in STAGES:
             assert values[f'stretto_stage_queue_seconds_count{{stage="{stage}"}}'] == ANSWERS
         assert 0 < values['stretto_stage_encoding{stage="thinker"}'] + 1 <= 1
@@ -86,19 +94,34 @@ def test_numbers_after_real_requests(tiny_dir: Path, tmp_path: Path, placement: 
                 continue
             out, into = ends(link)
             for end in (out, into):
-                assert values[f"stretto_link_queued{end}"] == values[f"stretto_link_purged_total{end}"] == 0
-            assert values[f"stretto_link_errors_total{out}"] == values[f"stretto_link_errors_total{into}"] == 0
-        spans = [e for e in json.loads(next(tmp_path.glob("*.json")).read_text()) if e.get("ph") == "X"]
+                assert (
+                    values[f"stretto_link_queued{end}"]
+                    == values[f"stretto_link_purged_total{end}"]
+                    == 0
+                )
+            assert (
+                values[f"stretto_link_errors_total{out}"]
+                == values[f"stretto_link_errors_total{into}"]
+                == 0
+            )
+        spans = [
+            e for e in json.loads(next(tmp_path.glob("*.json")).read_text()) if e.get("ph") == "X"
+        ]
         names: dict[str, list[str]] = {}
         for span in spans:
             names.setdefault(span["cat"], []).append(span["name"])
         hops = set() if alone else {f"{link} {end}" for link in LINKS for end in ("put", "take")}
         assert set(names) == {*STAGES, *hops, "loop"}
-        assert all(re.fullmatch(r"decode of 1|(prefill|mixed) of 1, \d+ tokens", n) for n in names["thinker"])
+        assert all(
+            re.fullmatch(r"decode of 1|(prefill|mixed) of 1, \d+ tokens", n)
+            for n in names["thinker"]
+        )
         assert all(re.fullmatch(r"1 streams of [1-8] frames", n) for n in names["code2wav"])
         loop = names["loop"]
         assert loop.count("admit") == ANSWERS * (1 if alone else len(STAGES))
         for stage in STAGES:
-            assert loop.count(f"launch {stage}") == loop.count(f"retire {stage}") == len(names[stage])
+            assert (
+                loop.count(f"launch {stage}") == loop.count(f"retire {stage}") == len(names[stage])
+            )
 
     run(work())

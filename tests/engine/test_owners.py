@@ -1,4 +1,5 @@
-"""Whose prompts a request finds in the caches of the stages: those of its own root, with its own voice."""
+"""Whose prompts a request finds in the caches of the stages: those of its own root, with its own
+voice."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ import pytest
 from stretto.config.engine import HostSettings
 from stretto.engine.announce import Ask, announce
 from stretto.engine.request import Ticket
-from stretto.messages.params import Params
 from stretto.messages.requests import Admit, encode
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.preprocess.pool.packed import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.types import GREEDY, RequestId
@@ -27,7 +28,10 @@ from tests.engine.common import HandDriven, picture, say
 from tests.pipeline import STAGES, announcement
 from tests.solo import CODE0
 
-WORDS = "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few more than that."
+WORDS = (
+    "These are enough words to fill some blocks of the cache, of sixteen tokens each, and a few "
+    "more than that."
+)
 CHATS: dict[str, list[dict[str, Any]]] = {
     "text": [{"role": "user", "content": WORDS}],
     "image": [{"role": "user", "content": [say("Look at this:"), picture(), say(WORDS)]}],
@@ -48,18 +52,27 @@ def driven(tiny_dir: Path) -> Iterator[HandDriven]:
     made.host.close()
 
 
-def first_rows(driven: HandDriven, prompt: Prompt, root: bytes, voice: str | None = None) -> dict[str, int]:
+def first_rows(
+    driven: HandDriven, prompt: Prompt, root: bytes, voice: str | None = None
+) -> dict[str, int]:
     """Where each stage begins to compute a request's rows."""
     driven.launched.clear()
     driven.reports.clear()
     packed = pack(prompt)
     id = RequestId(f"r{next(NUMBERS)}")
-    driven.answer(announcement(id, packed.meta, True, voice, *GREEDILY, 2, 2, cache_root=root), packed.features)
-    return {stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]}
+    driven.answer(
+        announcement(id, packed.meta, True, voice, *GREEDILY, 2, 2, cache_root=root),
+        packed.features,
+    )
+    return {
+        stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]
+    }
 
 
 @pytest.mark.parametrize("kind", CHATS)
-def test_each_stage_finds_rows_of_the_same_root_alone(driven: HandDriven, builder: PromptBuilder, kind: str) -> None:
+def test_each_stage_finds_rows_of_the_same_root_alone(
+    driven: HandDriven, builder: PromptBuilder, kind: str
+) -> None:
     prompt = builder.build(CHATS[kind])
     cold, whole = {"thinker": 0, "talker": 0}, (len(prompt.ids) - 1) // 16 * 16
     assert first_rows(driven, prompt, b"a") == cold
@@ -71,7 +84,9 @@ def test_each_stage_finds_rows_of_the_same_root_alone(driven: HandDriven, builde
     assert first_rows(driven, prompt, b"b") == again
 
 
-def test_voices_are_kept_apart_in_the_talker(driven: HandDriven, builder: PromptBuilder, tiny_dir: Path) -> None:
+def test_voices_are_kept_apart_in_the_talker(
+    driven: HandDriven, builder: PromptBuilder, tiny_dir: Path
+) -> None:
     """What the user said is the same for all of them; what begins the answer is not."""
     config = OmniConfig.read(tiny_dir)
     prompts = [builder.build([{"role": "user", "content": "Hello! " * n}]) for n in range(1, 30)]
@@ -98,11 +113,19 @@ class Line:
         self.sent.append(message)
 
 
-def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None, sender: str = "") -> Admit:
-    line, params, ask = Line(), Params(), Ask(True, None, Params(), None, spoken, owner=owner, sender=sender)
+def told(
+    owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None, sender: str = ""
+) -> Admit:
+    line, params, ask = (
+        Line(),
+        Params(),
+        Ask(True, None, Params(), None, spoken, owner=owner, sender=sender),
+    )
     none, stages = SimpleNamespace(), PIPELINE.paths[ask.capability]
     model = SimpleNamespace(pipeline=PIPELINE, stage_params=stage_params)
-    t = Ticket(RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0)  # type: ignore[arg-type]
+    t = Ticket(
+        RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0
+    )  # type: ignore[arg-type]
     asyncio.run(announce(t, ask, shared))
     [message] = line.sent
     assert isinstance(message, Admit)
@@ -110,11 +133,16 @@ def told(owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None
 
 
 @pytest.mark.parametrize("spoken", [None, (3, 4)], ids=["answered", "read aloud"])
-def test_owners_have_roots_of_their_own_which_do_not_name_them(spoken: tuple[int, ...] | None) -> None:
+def test_owners_have_roots_of_their_own_which_do_not_name_them(
+    spoken: tuple[int, ...] | None,
+) -> None:
     owners = ["key1", "key2", "key11", "a key that should not have come here", "\udc80"]
     roots = [told(owner, spoken=spoken).cache_root for owner in owners]
     assert len({*roots, b""}) == len(owners) + 1
-    assert all(told(owner, spoken=spoken).cache_root == root for owner, root in zip(owners, roots, strict=True))
+    assert all(
+        told(owner, spoken=spoken).cache_root == root
+        for owner, root in zip(owners, roots, strict=True)
+    )
     assert not any(o.encode() in encode(told(o, spoken=spoken)) for o in owners[:-1])
     assert told("", spoken=spoken).cache_root == b"", "nobody in particular"
     assert {told(owner, shared=True, spoken=spoken).cache_root for owner in owners} == {b""}

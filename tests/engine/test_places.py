@@ -1,5 +1,5 @@
-"""A request counts from the moment it is accepted, while its prompt is still being built: against the limit, and for
-whoever waits until all are over."""
+"""A request counts from the moment it is accepted, while its prompt is still being built: against
+the limit, and for whoever waits until all are over."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,8 +14,8 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.protocol import Event, Finished
 from stretto.errors import Busy, Gone
-from stretto.messages.params import Params
 from stretto.messages.requests import Ended
+from stretto.params import Params
 from stretto.preprocess.pool.jobs import BuiltPrompt
 from tests.engine.common import CHATS, collect, run
 

@@ -1,5 +1,5 @@
-"""Texts read aloud by a model without a thinker, through the engine: in one host and over links, alone and beside
-others, all at once and while they are written."""
+"""Texts read aloud by a model without a thinker, through the engine: in one host and over links,
+alone and beside others, all at once and while they are written."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from stretto.config.engine import EngineConfig, Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, CodeFrames, Finished
 from stretto.errors import Invalid
-from stretto.messages.params import Manner, Params
 from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.params import Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.template import Tokenizer
 from stretto.preprocess.text_chunks import Coming, Writing, passages
 from tests.engine.common import run
 
-TEXT = "The rain in the garden is quiet this morning, isn't it? 12 people said: yes.\nOthers did not."
+TEXT = (
+    "The rain in the garden is quiet this morning, isn't it? 12 people said: yes.\nOthers did not."
+)
 PARAMS = Params(greedy_speech=True, max_frames=6, min_frames=6, want_codes=True)
 
 
@@ -39,13 +41,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def clip() -> Conversation:
     out = io.BytesIO()
-    soundfile.write(out, 0.1 * np.random.default_rng(0).standard_normal(24000), 24000, format="WAV", subtype="FLOAT")
+    soundfile.write(
+        out,
+        0.1 * np.random.default_rng(0).standard_normal(24000),
+        24000,
+        format="WAV",
+        subtype="FLOAT",
+    )
     sound = {"data": base64.b64encode(out.getvalue()).decode(), "format": "wav"}
-    content = [{"type": "input_audio", "input_audio": sound}, {"type": "text", "text": "hello there"}]
+    content = [
+        {"type": "input_audio", "input_audio": sound},
+        {"type": "text", "text": "hello there"},
+    ]
     return Conversation.of(json.dumps([{"role": "user", "content": content}]).encode())
 
 
-async def heard(engine: PipelineEngine, text: Any, manner: Manner, **more: Any) -> tuple[list[list[int]], np.ndarray]:
+async def heard(
+    engine: PipelineEngine, text: Any, manner: SpeechStyle, **more: Any
+) -> tuple[list[list[int]], np.ndarray]:
     codes, samples = [], []
     async for event in engine.speak(text, manner=manner, params=PARAMS, **more):
         if isinstance(event, CodeFrames):
@@ -55,7 +68,9 @@ async def heard(engine: PipelineEngine, text: Any, manner: Manner, **more: Any) 
         else:
             assert isinstance(event, Finished)
             if isinstance(text, str):
-                assert event.usage.prompt_tokens == 3 + len(engine.builder.tokenizer.encode(text)), "and its role"
+                assert event.usage.prompt_tokens == 3 + len(
+                    engine.builder.tokenizer.encode(text)
+                ), "and its role"
     return codes, np.concatenate(samples)
 
 
@@ -71,13 +86,13 @@ async def written(*sizes: int) -> AsyncIterator[str]:
 async def answers(folder: Path, config: EngineConfig) -> list[Any]:
     async with PipelineEngine.open(folder, config) as engine:
         voice = await engine.enrol(clip())
-        manner = Manner(language="english", voice=voice)
+        manner = SpeechStyle(language="english", voice=voice)
         alone = await heard(engine, TEXT, manner)
         others = await asyncio.gather(
             heard(engine, TEXT, manner),
             heard(engine, written(5, 1, 1, 20), manner),
             heard(engine, written(*[1] * len(TEXT)), manner),
-            heard(engine, TEXT, Manner(voice=voice)),
+            heard(engine, TEXT, SpeechStyle(voice=voice)),
         )
         for codes, wave in others[:3]:
             assert codes == alone[0]
@@ -88,7 +103,10 @@ async def answers(folder: Path, config: EngineConfig) -> list[Any]:
         with pytest.raises(Invalid, match="does not offer"):
             async for _ in engine.generate([{"role": "user", "content": "Hello"}]):
                 pass
-        for wrong, param in ((Manner("Slowly."), "instructions"), (Manner(voice=b"?"), "voice")):
+        for wrong, param in (
+            (SpeechStyle("Slowly."), "instructions"),
+            (SpeechStyle(voice=b"?"), "voice"),
+        ):
             with pytest.raises(Invalid) as found:
                 await heard(engine, TEXT, wrong)
             assert found.value.param == param
@@ -100,7 +118,11 @@ async def written_nothing() -> AsyncIterator[str]:
 
 
 def test_one_host_equals_processes_equals_sockets(base: Path) -> None:
-    placed: list[tuple[Placement, str]] = [("one", "shm"), ("processes", "shm"), ("processes", "tcp")]
+    placed: list[tuple[Placement, str]] = [
+        ("one", "shm"),
+        ("processes", "shm"),
+        ("processes", "tcp"),
+    ]
     first, *others = [run(answers(base, EngineConfig(placement=p, connector=c))) for p, c in placed]
     for voice, (codes, wave) in others:
         assert voice == first[0]
@@ -110,7 +132,14 @@ def test_one_host_equals_processes_equals_sockets(base: Path) -> None:
 
 def test_tokens_of_a_text_do_not_depend_on_how_it_is_written(base: Path) -> None:
     tokenizer = Tokenizer.open(base)
-    for text in (TEXT, "a", "  two  spaces ", "Tëst  ñ! 3.14 don't\n\n\nstop", "\n\nafter breaks", "e\u0301 e\u0301"):
+    for text in (
+        TEXT,
+        "a",
+        "  two  spaces ",
+        "Tëst  ñ! 3.14 don't\n\n\nstop",
+        "\n\nafter breaks",
+        "e\u0301 e\u0301",
+    ):
         wanted = tokenizer.encode(text.lstrip("\r\n"))
         for size in (1, 2, 3, 7, 100):
             writing = Writing(tokenizer.encode)
@@ -128,7 +157,7 @@ async def in_pieces(text: str, size: int, turns: int = 0) -> AsyncIterator[str]:
 LONG = """ One two. Three "four!" Five, six: 3.14 and so on… (Really?) Yes - or no; abcdefghijklmnopqrstuvwxyz.
 你好。今天天气很好！」再见，and the end.
 
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("most", [6, 12, 24, 50, 1000])
@@ -147,7 +176,8 @@ def test_a_text_that_comes_is_cut_into_the_same_passages(most: int) -> None:
 
 
 def test_who_leaves_a_passage_in_its_middle_loses_nothing() -> None:
-    """Its reader is cancelled at any moment, as when a request ends early, or begins again, as when it was refused."""
+    """Its reader is cancelled at any moment, as when a request ends early, or begins again, as when
+    it was refused."""
 
     async def cut(leave: int) -> list[str]:
         heard: list[str] = []

@@ -1,5 +1,6 @@
-"""Hosts behind agents, as on other machines: exact answers, deaths of each part, strangers, wrong secrets and versions.
-The agents are processes of this machine; what differs on others (addresses, clocks) has tests of its own below."""
+"""Hosts behind agents, as on other machines: exact answers, deaths of each part, strangers, wrong
+secrets and versions. The agents are processes of this machine; what differs on others (addresses,
+clocks) has tests of its own below."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ from stretto.engine.pipeline import Pipeline, by_our_clock
 from stretto.engine.remote_host import RemoteHost, RemoteLauncher
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Connect, Listen, Listening, Ping, Ready, Stats
-from stretto.messages.params import Params
 from stretto.messages.requests import Ended
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.transport.curve import encrypt, key_of
 from stretto.types import RequestId
 from tests.engine.agents import SECRET, ProcessAgent, ProcessStarter, children, gone
@@ -66,13 +67,18 @@ class Impatient(ProcessStarter):
 
     async def start(self, invitation: Invitation, number: int) -> ProcessAgent:
         self.pipelines[0].ping(7)
-        for hello in (b"", b"nonsense", msgspec.msgpack.encode(Hello(__version__, LOCAL, 1, b"x" * 32))):
+        for hello in (
+            b"",
+            b"nonsense",
+            msgspec.msgpack.encode(Hello(__version__, LOCAL, 1, b"x" * 32)),
+        ):
             await stranger(invitation, hello)
         return await ProcessStarter.start(self, invitation, number)
 
 
 async def stranger(invitation: Invitation, hello: bytes) -> None:
-    """Somebody who has the key, say from a leaked file, and not the secret; he is shown the door."""
+    """Somebody who has the key, say from a leaked file, and not the secret; he is shown the
+    door."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         encrypt(dealer, key_of(SECRET, invitation.purpose))
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -105,12 +111,19 @@ async def ready(engine: PipelineEngine) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_exact_far_away_and_after_every_death(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
+def test_exact_far_away_and_after_every_death(
+    tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> None:
     async def check(it: PipelineEngine, chat: str) -> None:
-        same(await collect(it.generate(CHATS[chat], params=SHORT)), expected(models, builder, CHATS[chat], SHORT))
+        same(
+            await collect(it.generate(CHATS[chat], params=SHORT)),
+            expected(models, builder, CHATS[chat], SHORT),
+        )
 
     async def work() -> None:
-        starter = Impatient([OSError("the node has just died")])  # the first start fails, and is tried again
+        starter = Impatient(
+            [OSError("the node has just died")]
+        )  # the first start fails, and is tried again
         it = engine(tiny_dir, starter)
         starter.pipelines = it._pipelines
         await it.start()
@@ -120,7 +133,9 @@ def test_exact_far_away_and_after_every_death(tiny_dir: Path, models: Models, bu
             agents = [a.process.pid for a in starter.agents]
             hosts = [children(pid)[0] for pid in agents]
             told = await dies(it, hosts[0])
-            assert "ended by signal 9" in told or "the other end died" in told, "its agent says so, or its link"
+            assert "ended by signal 9" in told or "the other end died" in told, (
+                "its agent says so, or its link"
+            )
             await gone(agents[0])
             await ready(it)
             await check(it, "text")
@@ -143,7 +158,9 @@ def test_hosts_end_with_the_process_that_keeps_them(tiny_dir: Path) -> None:
     """A node's raylet: Ray ends what it started seconds later."""
 
     async def work() -> None:
-        keeper = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+        keeper = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+        )
         starter = ProcessStarter(keeper=keeper.pid)
         it = engine(tiny_dir, starter, "one")
         await it.start()
@@ -166,11 +183,14 @@ def test_hosts_end_with_their_orchestrator(tiny_dir: Path) -> None:
         "    starter = Free()\n"
         f"    it = engine(Path({str(tiny_dir)!r}), starter, 'one')\n"
         "    await it.start()\n"
-        "    print(*(p for a in starter.agents for p in (a.process.pid, *children(a.process.pid))), flush=True)\n"
+        "    print(*(p for a in starter.agents for p in (a.process.pid, "
+        "*children(a.process.pid))), flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(work())"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         pids = [int(p) for p in process.stdout.readline().split()]
         process.kill()
@@ -194,7 +214,9 @@ class Free(ProcessStarter):
     ],
     ids=["secret", "version"],
 )
-def test_who_does_not_belong_is_one_clear_error(wrong: tuple[bytes, str | None], words: str, tiny_dir: Path) -> None:
+def test_who_does_not_belong_is_one_clear_error(
+    wrong: tuple[bytes, str | None], words: str, tiny_dir: Path
+) -> None:
     async def work() -> None:
         starter = ProcessStarter(wrong={1: wrong})
         it = engine(tiny_dir, starter)
@@ -207,18 +229,24 @@ def test_who_does_not_belong_is_one_clear_error(wrong: tuple[bytes, str | None],
     run(work())
 
 
-def test_an_agent_that_never_dials_is_given_up(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_never_dials_is_given_up(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "START_S", 0.2)
 
     class Silent(ProcessStarter):
         async def start(self, invitation: Invitation, number: int) -> ProcessAgent:
-            process = await asyncio.create_subprocess_exec("sleep", "600", stdout=asyncio.subprocess.PIPE)
+            process = await asyncio.create_subprocess_exec(
+                "sleep", "600", stdout=asyncio.subprocess.PIPE
+            )
             self.agents.append(ProcessAgent(process))
             return self.agents[-1]
 
     async def work() -> None:
         starter = Silent()
-        host = RemoteHost("p0.0", lambda h, m, b: None, lambda h: None, "cpu", starter, 0, SECRET, LOCAL)
+        host = RemoteHost(
+            "p0.0", lambda h, m, b: None, lambda h: None, "cpu", starter, 0, SECRET, LOCAL
+        )
         with pytest.raises(OSError, match="did not dial"):
             await host.start()
         await starter.ended()
@@ -232,8 +260,14 @@ def test_an_agent_that_never_dials_is_given_up(tiny_dir: Path, monkeypatch: pyte
 def test_links_are_told_the_hosts_addresses_and_the_connectors_details() -> None:
     async def work() -> None:
         launcher = ScriptedLauncher()
-        config = EngineConfig(placement="two", connector="mooncake", link_details={"protocol": "rdma", "device": "mlx"})
-        p = Pipeline("p0", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, None, launcher)
+        config = EngineConfig(
+            placement="two",
+            connector="mooncake",
+            link_details={"protocol": "rdma", "device": "mlx"},
+        )
+        p = Pipeline(
+            "p0", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, None, launcher
+        )
         start = asyncio.create_task(p.start())
         while len(launcher.hosts) < 2 or not all(h.started for h in launcher.hosts):
             await asyncio.sleep(0)
@@ -261,22 +295,32 @@ def test_links_are_told_the_hosts_addresses_and_the_connectors_details() -> None
 
 @pytest.mark.parametrize(
     ("connector", "details"),
-    [("tcp", {"protocol": "rdma"}), ("mooncake", {"protocol": "udp"}), ("mooncake", {"secret": "x"})],
+    [
+        ("tcp", {"protocol": "rdma"}),
+        ("mooncake", {"protocol": "udp"}),
+        ("mooncake", {"secret": "x"}),
+    ],
 )
 def test_details_of_links_are_checked(connector: str, details: dict[str, str]) -> None:
     with pytest.raises(Invalid, match="link_details"):
         EngineConfig(connector=connector, link_details=details)
 
 
-@given(st.lists(st.tuples(st.floats(0, 0.2), st.floats(0, 0.2)), min_size=1, max_size=30), st.floats(-1e6, 1e6))
+@given(
+    st.lists(st.tuples(st.floats(0, 0.2), st.floats(0, 0.2)), min_size=1, max_size=30),
+    st.floats(-1e6, 1e6),
+)
 def test_an_offset_is_within_its_error(ways: list[tuple[float, float]], truth: float) -> None:
-    """However long the way there and back: the estimate is as true as it says, and never worse than the best ask."""
+    """However long the way there and back: the estimate is as true as it says, and never worse than
+    the best ask."""
     clock, now = ClockOffset(), 100.0
     for there, back in ways:
         clock.add(now, now + there + back, now + there + truth)
         now += 1.0
         assert abs(clock.offset - truth) <= clock.error + 1e-6
-    assert clock.error <= min(there + back for there, back in ways) / 2 + DRIFT * len(ways) * 2 + 1e-9
+    assert (
+        clock.error <= min(there + back for there, back in ways) / 2 + DRIFT * len(ways) * 2 + 1e-9
+    )
 
 
 def test_an_old_offset_gives_way() -> None:
@@ -290,13 +334,19 @@ def test_an_old_offset_gives_way() -> None:
 
 def test_times_of_a_host_come_by_our_clock() -> None:
     told = Ended(RequestId("r"), "talker", "stop", 105.0, (106.0, 107.5), 0, (105.5,))
-    assert by_our_clock(told, 100.0) == Ended(RequestId("r"), "talker", "stop", 5.0, (6.0, 7.5), 0, (5.5,))
+    assert by_our_clock(told, 100.0) == Ended(
+        RequestId("r"), "talker", "stop", 5.0, (6.0, 7.5), 0, (5.5,)
+    )
     assert by_our_clock(told, 0.0) is told
 
     async def work() -> None:
         heard: list[Ended] = []
-        p = Pipeline("p0", "", PIPELINE, EngineConfig(), lambda m, b: heard.append(m), lambda p, s, e: None)  # type: ignore[arg-type]
-        host = RemoteHost("p0.0", p._message, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL)
+        p = Pipeline(
+            "p0", "", PIPELINE, EngineConfig(), lambda m, b: heard.append(m), lambda p, s, e: None
+        )  # type: ignore[arg-type]
+        host = RemoteHost(
+            "p0.0", p._message, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
+        )
         host._agent_pid = 1
         host.ping(3)
         asked = host._asked_at[3]
@@ -310,10 +360,13 @@ def test_times_of_a_host_come_by_our_clock() -> None:
 
 
 def test_a_peer_whose_coming_is_told_after_its_hello_stays() -> None:
-    """Messages are read before events of connections: the peer is known when its own coming is heard of."""
+    """Messages are read before events of connections: the peer is known when its own coming is
+    heard of."""
 
     async def work() -> None:
-        host = RemoteHost("p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL)
+        host = RemoteHost(
+            "p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
+        )
         wire = remote._Wire(host, "nonce", SECRET, LOCAL)
         hello = Hello.make(wire.invitation, SECRET, LOCAL, 1)
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -336,10 +389,13 @@ def test_a_peer_whose_coming_is_told_after_its_hello_stays() -> None:
 
 
 def test_nothing_goes_before_its_agent_has_said_hello() -> None:
-    """What is asked of a host that is being started must not come before `Configure`, nor count as unanswered."""
+    """What is asked of a host that is being started must not come before `Configure`, nor count as
+    unanswered."""
 
     async def work() -> None:
-        host = RemoteHost("p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL)
+        host = RemoteHost(
+            "p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
+        )
         host._wire = wire = remote._Wire(host, "nonce", SECRET, LOCAL)
         host.ping(1)
         host.send(Ping(2))
@@ -354,7 +410,9 @@ def test_nothing_goes_before_its_agent_has_said_hello() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["socket", "monitor"])
-def test_a_machine_without_sockets_is_tried_again_later(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_sockets_is_tried_again_later(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`OSError`, as of anything that may be had later; and what there was by then is closed."""
     made: list[zmq.Socket[bytes]] = []
     context = zmq.Context.instance()
@@ -372,7 +430,9 @@ def test_a_machine_without_sockets_is_tried_again_later(lacks: str, monkeypatch:
     monkeypatch.setattr(zmq.Socket, "get_monitor_socket", refuse)
 
     async def work() -> None:
-        host = RemoteHost("p.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL)
+        host = RemoteHost(
+            "p.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
+        )
         with pytest.raises(OSError, match="Too many open files"):
             await host.start()
         await host.stop()

@@ -1,5 +1,6 @@
-"""Sessions: whatever was read ahead, however the sound was cut and whatever the caches have lost, an answer is that of
-the plain driver to the whole conversation; and what is left to do after a turn does not grow with its length."""
+"""Sessions: whatever was read ahead, however the sound was cut and whatever the caches have lost,
+an answer is that of the plain driver to the whole conversation; and what is left to do after a turn
+does not grow with its length."""
 
 from __future__ import annotations
 
@@ -24,13 +25,24 @@ from stretto.engine.protocol import AudioChunk, Event
 from stretto.engine.session import INPUT_RATE, Session, oldest_turn
 from stretto.engine.sync import SyncEngine
 from stretto.errors import Gone, Invalid, MediaError, TooLong
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.preprocess import messages as messages_module
 from stretto.preprocess.media import MediaLimits
-from tests.engine.common import Answer, collect, come_to, expected, freed, picture, run, same, say, stats
+from tests.engine.common import (
+    Answer,
+    collect,
+    come_to,
+    expected,
+    freed,
+    picture,
+    run,
+    same,
+    say,
+    stats,
+)
 from tests.pipeline import ONE_HOST, PROCESSES
 
 T = TypeVar("T")
@@ -65,7 +77,9 @@ class Stand:
 
 
 @pytest.fixture(scope="module", params=[ONE_HOST, PROCESSES], ids=["one", "shm"])
-def stand(request: pytest.FixtureRequest, tiny_dir: Path, models: Models, builder: PromptBuilder) -> Iterator[Stand]:
+def stand(
+    request: pytest.FixtureRequest, tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> Iterator[Stand]:
     with SyncEngine(tiny_dir, EngineConfig(placement=request.param)) as sync:
         yield Stand(sync, models, builder)
 
@@ -74,7 +88,8 @@ in_one_host = pytest.mark.parametrize("stand", [ONE_HOST], indirect=True, ids=["
 
 
 def voice(seconds: float, seed: int, burst_at: float | None = None) -> Samples:
-    """Sound with pauses. At `burst_at`, much louder than before: the floor of all its features rises."""
+    """Sound with pauses. At `burst_at`, much louder than before: the floor of all its features
+    rises."""
     rng, n = np.random.default_rng(seed), int(INPUT_RATE * seconds)
     loud = np.repeat(rng.choice([1e-5, 0.01, 0.1], n // 4000 + 1), 4000)[:n]
     wave = loud * np.sin(np.cumsum(rng.uniform(0.02, 0.2, n)))
@@ -102,7 +117,9 @@ async def speak(s: Session, samples: Samples, rng: random.Random) -> None:
     [((0.3,), None), (EIGHT, 0.0), ((26.1,), 25.0), ((60.0,), 41.0), ((200.0,), 0.0)],
     ids=["short", "eight at once", "louder at the end", "long", "very long"],
 )
-def test_sound_in_pieces_is_the_whole_sound(stand: Stand, seconds: tuple[float, ...], burst_at: float | None) -> None:
+def test_sound_in_pieces_is_the_whole_sound(
+    stand: Stand, seconds: tuple[float, ...], burst_at: float | None
+) -> None:
     sounds = [voice(t, i, burst_at) for i, t in enumerate(seconds)]
 
     async def one(samples: Samples, seed: int) -> Answer:
@@ -123,19 +140,24 @@ def test_sound_in_pieces_is_the_whole_sound(stand: Stand, seconds: tuple[float, 
 
 
 def test_what_is_left_after_a_turn_does_not_grow_with_it(stand: Stand) -> None:
-    """In windows to encode, in rows of both stages and in steps; told in the usage, and counted by the stages."""
+    """In windows to encode, in rows of both stages and in steps; told in the usage, and counted by
+    the stages."""
 
     async def after(seconds: float, speech: bool) -> tuple[Answer, dict[str, float]]:
         modalities = ("text", "audio") if speech else ("text",)
         async with stand.engine.session() as s:
             s.expect(modalities=modalities, instructions="Answer briefly.")
-            await speak(s, voice(seconds, int(10 * seconds) + speech, burst_at=0.0), random.Random(1))
+            await speak(
+                s, voice(seconds, int(10 * seconds) + speech, burst_at=0.0), random.Random(1)
+            )
             await s.read()
             before = await stats(stand.engine)
             await s.commit()
             got = await stand.answer(s, modalities=modalities, instructions="Answer briefly.")
             values = await stats(stand.engine)
-        return got, {k: v - before[k] for k, v in values.items() if k.startswith((ROWS, ENCODED, STEPS))}
+        return got, {
+            k: v - before[k] for k, v in values.items() if k.startswith((ROWS, ENCODED, STEPS))
+        }
 
     for speech in (True, False):
         for seconds in (13.0, 197.0):
@@ -152,7 +174,8 @@ def test_what_is_left_after_a_turn_does_not_grow_with_it(stand: Stand) -> None:
 
 
 def test_turns_remember_the_earlier_ones(stand: Stand) -> None:
-    """Each slice is a turn; text and pictures come between. Only what is new is sent and encoded."""
+    """Each slice is a turn; text and pictures come between. Only what is new is sent and
+    encoded."""
     first, second = voice(9.0, 21), voice(12.0, 22)
 
     async def talk() -> list[Answer]:
@@ -201,7 +224,8 @@ def test_what_was_read_ahead_for_another_answer_is_read_again(stand: Stand) -> N
 
 @in_one_host
 def test_an_answer_that_is_closed_leaves_nothing_and_the_next_is_the_same(stand: Stand) -> None:
-    """A guess at the end of the turn, given up when speech goes on; and sound that is forgotten while it is read."""
+    """A guess at the end of the turn, given up when speech goes on; and sound that is forgotten
+    while it is read."""
     samples, more = voice(10.0, 41), voice(3.0, 42)
 
     async def talk() -> Answer:
@@ -261,8 +285,11 @@ def test_a_restarted_host_is_told_again(stand: Stand) -> None:
     assert asked == 3, "three windows were sent before it died"
 
 
-def test_idle_sessions_give_their_memory_to_others(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
-    """Three conversations take turns where one has room: each finds nothing of its own left, and goes on exactly."""
+def test_idle_sessions_give_their_memory_to_others(
+    tiny_dir: Path, models: Models, builder: PromptBuilder
+) -> None:
+    """Three conversations take turns where one has room: each finds nothing of its own left, and
+    goes on exactly."""
     turns = {n: [voice(9.5, 80 + n), voice(1.0, 90 + n)] for n in range(3)}
     host = HostSettings(blocks={"thinker": 14, "talker": 14}, max_context=14 * BLOCK)
 
@@ -289,7 +316,9 @@ def test_idle_sessions_give_their_memory_to_others(tiny_dir: Path, models: Model
         assert two.end.usage.cached_tokens < WINDOW, "it was given away"
 
 
-def alone(tiny_dir: Path, work: Callable[[Session], Coroutine[Any, Any, None]], **config: Any) -> None:
+def alone(
+    tiny_dir: Path, work: Callable[[Session], Coroutine[Any, Any, None]], **config: Any
+) -> None:
     """A session of an engine that was never started: what needs no stage."""
 
     async def go() -> None:
@@ -299,8 +328,11 @@ def alone(tiny_dir: Path, work: Callable[[Session], Coroutine[Any, Any, None]], 
     run(go())
 
 
-def test_an_answer_waits_for_what_is_being_read(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All came at once, and the answer is wanted at once: it does not do the same work beside it."""
+def test_an_answer_waits_for_what_is_being_read(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All came at once, and the answer is wanted at once: it does not do the same work beside
+    it."""
     order: list[str] = []
     sent: list[int] = []
 
@@ -342,7 +374,10 @@ def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
     async def work(s: Session) -> None:
         await s.add({"role": "system", "content": "Answer in a few words."}, id="system")
         for turn in range(12):
-            await s.add({"role": "user", "content": "What is the weather like in the city? " * 2}, id=f"q{turn}")
+            await s.add(
+                {"role": "user", "content": "What is the weather like in the city? " * 2},
+                id=f"q{turn}",
+            )
             await s.add({"role": "assistant", "content": "Fine."}, id=f"a{turn}")
             prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
             assert len(prompt.ids) <= 7 / 8 * 256
@@ -353,8 +388,11 @@ def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
         assert s.dropped[:2] == ("q0", "a0")
         assert [i.id for i in s.items[:2]] == ["system", f"q{len(s.dropped) // 2}"]
         assert len(prompt.ids) <= 3 / 4 * 256
-        # A turn that leaves no room for others is alone with the system's words, and refused if it is too long itself.
-        await s.add({"role": "user", "content": "What is the weather like in the city? " * 40}, id="long")
+        # A turn that leaves no room for others is alone with the system's words, and refused if it
+        # is too long itself.
+        await s.add(
+            {"role": "user", "content": "What is the weather like in the city? " * 40}, id="long"
+        )
         prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
         assert [i.id for i in s.items] == ["system", "long"]
         with pytest.raises(TooLong):
@@ -365,7 +403,16 @@ def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
 
 def test_the_oldest_turn(tiny_dir: Path) -> None:
     async def work(s: Session) -> None:
-        roles = ["developer", "assistant", "user", "user", "assistant", "system", "user", "assistant"]
+        roles = [
+            "developer",
+            "assistant",
+            "user",
+            "user",
+            "assistant",
+            "system",
+            "user",
+            "assistant",
+        ]
         for i, role in enumerate(roles):
             await s.add({"role": role, "content": "Hm."}, id=str(i))
         assert [i.id for i in oldest_turn(s.items)] == ["1", "2", "3", "4"]
@@ -382,10 +429,15 @@ def test_the_oldest_turn(tiny_dir: Path) -> None:
     alone(tiny_dir, work)
 
 
-def test_a_stranger_s_pictures_are_decoded_elsewhere(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in this process: one that takes long, or much memory, is nobody else's trouble. What the engine is then told
-    is the same."""
-    message = {"role": "user", "content": [picture(), {"type": "audio", "data": voice(0.1, 1)}, picture(seed=2)]}
+def test_a_stranger_s_pictures_are_decoded_elsewhere(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in this process: one that takes long, or much memory, is nobody else's trouble. What the
+    engine is then told is the same."""
+    message = {
+        "role": "user",
+        "content": [picture(), {"type": "audio", "data": voice(0.1, 1)}, picture(seed=2)],
+    }
     bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
     async def go() -> None:
@@ -401,7 +453,9 @@ def test_a_stranger_s_pictures_are_decoded_elsewhere(tiny_dir: Path, monkeypatch
                 assert [p.digest for p in got.pieces()] == [p.digest for p in want.pieces()]
                 assert all(p.values is not None for p in got.pieces())
                 with pytest.raises(MediaError) as e:
-                    await s.add({"role": "user", "content": [{"type": "text", "text": "Look."}, bad]})
+                    await s.add(
+                        {"role": "user", "content": [{"type": "text", "text": "Look."}, bad]}
+                    )
                 assert e.value.param == "messages[0].content[1]"
                 assert not s.items
         finally:
@@ -411,7 +465,8 @@ def test_a_stranger_s_pictures_are_decoded_elsewhere(tiny_dir: Path, monkeypatch
 
 
 def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:
-    """What a single request may hold of media does not bound what a session has heard in its time."""
+    """What a single request may hold of media does not bound what a session has heard in its
+    time."""
 
     async def work(s: Session) -> None:
         for turn in range(MediaLimits().media + 3):
@@ -441,7 +496,12 @@ def test_bad_input_is_named_and_changes_nothing(tiny_dir: Path) -> None:
         with pytest.raises(Invalid, match="already"):
             await s.add({"role": "user", "content": "Hm."}, id=item.id)
         with pytest.raises(MediaError):
-            await s.add({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}]})
+            await s.add(
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}],
+                }
+            )
         with pytest.raises(Invalid, match="no item"):
             await s.remove("nobody")
         assert s.items == (item,)
@@ -449,7 +509,9 @@ def test_bad_input_is_named_and_changes_nothing(tiny_dir: Path) -> None:
     alone(tiny_dir, work)
 
 
-def test_sound_that_is_never_committed_is_bounded(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sound_that_is_never_committed_is_bounded(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stretto.engine.session.MAX_PENDING_S", 1.0)
 
     async def work(s: Session) -> None:

@@ -1,4 +1,5 @@
-"""Hosts that die again and again are started again, later and later, by a clock of the test's own."""
+"""Hosts that die again and again are started again, later and later, by a clock of the test's
+own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from tests.virtual import Virtual, run_virtual
 
 
 def pipeline_of(launcher: ScriptedLauncher) -> Pipeline:
-    return Pipeline("p", "", PIPELINE, EngineConfig(), lambda m, b: None, lambda p, s, e: None, launcher=launcher)
+    return Pipeline(
+        "p",
+        "",
+        PIPELINE,
+        EngineConfig(),
+        lambda m, b: None,
+        lambda p, s, e: None,
+        launcher=launcher,
+    )
 
 
 async def started(launcher: ScriptedLauncher, count: int) -> ScriptedHost:
@@ -39,8 +48,8 @@ async def up(host: ScriptedHost) -> None:
 
 
 def test_a_host_that_dies_again_and_again_waits_longer_each_time() -> None:
-    """Else a card that is out of order, or a full disk, would have processes started as fast as the machine can. One
-    that had come back begins anew."""
+    """Else a card that is out of order, or a full disk, would have processes started as fast as the
+    machine can. One that had come back begins anew."""
 
     async def work(clock: Virtual) -> None:
         launcher = ScriptedLauncher()
@@ -88,7 +97,9 @@ def test_a_host_that_never_comes_up_is_given_up() -> None:
     run_virtual(work)
 
 
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")]
+)
 def test_a_host_that_cannot_be_started_now_is_started_later(error: Exception) -> None:
     async def work(clock: Virtual) -> None:
         launcher = ScriptedLauncher(failures=[error])
@@ -102,7 +113,9 @@ def test_a_host_that_cannot_be_started_now_is_started_later(error: Exception) ->
     run_virtual(work)
 
 
-def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def refuse(*words: object, **options: object) -> NoReturn:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 

@@ -1,4 +1,5 @@
-"""Each overlap can be switched off on its own, and nothing but time changes: the same text, codes and samples."""
+"""Each overlap can be switched off on its own, and nothing but time changes: the same text, codes
+and samples."""
 
 import asyncio
 from dataclasses import replace
@@ -8,10 +9,10 @@ import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.engine.engine import PipelineEngine
-from stretto.messages.params import ChunkSizes, Params
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import ChunkSizes, Params
 from tests.engine.common import CHATS, Answer, collect, expected, run, same
 from tests.pipeline import ONE_HOST, PROCESSES
 
@@ -22,7 +23,9 @@ CASES = {
     "audio": replace(PARAMS, packets=ChunkSizes(4, 25, None), max_frames=11),
     "image": replace(PARAMS, greedy_speech=True, packets=ChunkSizes(4000, 4000, None)),
 }
-OFF = {  # links exist only between processes; on a CPU the three about copies must still be accepted and harmless
+# links exist only between processes; on a CPU the three about copies must still be accepted and
+# harmless
+OFF = {
     "zero_copy_encode": (PROCESSES, HostSettings(switches={"zero_copy_encode": False})),
     "copies": (
         PROCESSES,
@@ -41,16 +44,21 @@ def wanted(tiny_dir: Path, models: Models) -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("off", OFF)
-def test_the_output_is_the_same_without_it(off: str, tiny_dir: Path, wanted: dict[str, Answer]) -> None:
+def test_the_output_is_the_same_without_it(
+    off: str, tiny_dir: Path, wanted: dict[str, Answer]
+) -> None:
     placement, host = OFF[off]
 
     async def work() -> None:
-        async with PipelineEngine.open(tiny_dir, EngineConfig(placement=placement, host=host)) as engine:
+        async with PipelineEngine.open(
+            tiny_dir, EngineConfig(placement=placement, host=host)
+        ) as engine:
             kinds = list(CASES)
             together = [collect(engine.generate(CHATS[k], params=CASES[k])) for k in kinds]
             for kind, got in zip(kinds, await asyncio.gather(*together), strict=True):
                 same(got, wanted[kind])
-            # Alone, and with a prompt that was seen before: only the switch decides whether it is reused.
+            # Alone, and with a prompt that was seen before: only the switch decides whether it is
+            # reused.
             again = await collect(engine.generate(CHATS["audio"], params=CASES["audio"]))
             same(again, wanted["audio"])
             assert again.end is not None

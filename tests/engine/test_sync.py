@@ -1,5 +1,5 @@
-"""The engine without an event loop, over one whose events are scripted: how far it runs ahead of its caller, and that
-nothing is left running or waiting, however it ends."""
+"""The engine without an event loop, over one whose events are scripted: how far it runs ahead of
+its caller, and that nothing is left running or waiting, however it ends."""
 
 import asyncio
 import threading
@@ -17,7 +17,8 @@ LIMIT_S = 30.0  # for what takes no time unless it hangs
 
 
 class Scripted:
-    """Its events are numbers; it notes how many were taken of a request, and how requests and itself ended."""
+    """Its events are numbers; it notes how many were taken of a request, and how requests and
+    itself ended."""
 
     refuses: type[Exception] | None = None
 
@@ -34,7 +35,9 @@ class Scripted:
     async def close(self) -> None:
         self.closed += 1
 
-    async def generate(self, messages: object, count: int = 1000, error: Exception | None = None) -> AsyncIterator[int]:
+    async def generate(
+        self, messages: object, count: int = 1000, error: Exception | None = None
+    ) -> AsyncIterator[int]:
         try:
             for i in range(count):
                 await asyncio.sleep(0)
@@ -99,7 +102,8 @@ def test_errors_come_through_behind_what_came_before_them() -> None:
 
 
 def test_what_is_open_at_the_end_is_gone() -> None:
-    """One that waits for room, one that waits for an event in another thread, one that begins too late."""
+    """One that waits for room, one that waits for an event in another thread, one that begins too
+    late."""
     ends: list[BaseException] = []
 
     def listen(events: Iterator[Any]) -> None:

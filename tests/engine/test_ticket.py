@@ -1,5 +1,5 @@
-"""What a caller sees of a request, from reports alone: text up to the stop string however it was cut, sound that tiles,
-one end."""
+"""What a caller sees of a request, from reports alone: text up to the stop string however it was
+cut, sound that tiles, one end."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -15,10 +15,10 @@ from stretto.engine.protocol import AudioChunk, Finished, TextDelta, TimelineSpa
 from stretto.engine.request import Ticket
 from stretto.errors import Bug, StageDead
 from stretto.family import MediaTokens
-from stretto.messages.params import Params
 from stretto.messages.requests import Cancel, Ended, Finish, Throttle
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import Params
 from stretto.preprocess.prompt import Prompt
 from stretto.types import RequestId
 from tests.pipeline import STAGES
@@ -54,7 +54,9 @@ MODEL: Any = SimpleNamespace(
 )
 
 
-def ticket(stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES, least: int = 0) -> tuple[Ticket, Line]:
+def ticket(
+    stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES, least: int = 0
+) -> tuple[Ticket, Line]:
     line = Line()
     prompt, params = Prompt((0, 1, 1, 2, 2, 3)), Params(stop=stop, min_text_tokens=least)
     return Ticket(ID, None, line, MODEL, stages, prompt, params, 7, Letters(), 0.0), line  # type: ignore[arg-type]
@@ -89,8 +91,9 @@ def test_a_timeline_is_made_when_somebody_looks_at_it(monkeypatch: pytest.Monkey
 
 
 def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:
-    """The text before the stop string that is complete first behind the first `least` characters (of those before the
-    longest), how many characters were made for it, and why it ended; it would go on else."""
+    """The text before the stop string that is complete first behind the first `least` characters
+    (of those before the longest), how many characters were made for it, and why it ended; it would
+    go on else."""
     for stop in range(least + 1, len(text) + 1):
         whole = [len(s) for s in stops if text[:stop].endswith(s)]
         if whole:
@@ -104,7 +107,9 @@ def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int,
     st.lists(st.integers(1, 5), min_size=24, max_size=24),
     st.integers(0, 8),
 )
-@example("abcdex", ["dex", "bcdex"], [5] * 24, 0)  # the shorter must not hide what the longer holds back
+@example(
+    "abcdex", ["dex", "bcdex"], [5] * 24, 0
+)  # the shorter must not hide what the longer holds back
 @example("abcd", ["abcd", "c"], [1] * 24, 0)
 @example("abcd", ["abcd", "c"], [4] * 24, 0)
 @example("abab", ["b"], [4] * 24, 1)
@@ -113,8 +118,8 @@ def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int,
 def test_text_ends_before_the_first_stop_string_however_it_comes(
     text: str, stops: list[str], sizes: list[int], least: int
 ) -> None:
-    """The answer is the tokens up to the one that completes the stop string; those made beyond it, before the thinker
-    heard of it, are not told and not counted, and do not say how it ended."""
+    """The answer is the tokens up to the one that completes the stop string; those made beyond it,
+    before the thinker heard of it, are not told and not counted, and do not say how it ended."""
     t, line = ticket(tuple(stops), ("thinker",), least)
     want, made, reason = until_stop(text, tuple(stops), least)
     shown, rest, ids = "", text, []
@@ -184,7 +189,8 @@ def test_it_is_over_when_the_last_stage_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("began", "throttled", "now", "pace"), [(None, False, 9.0, None), (1.0, True, 9.0, None), (1.0, False, 2.0, None),
+    ("began", "throttled", "now", "pace"), [(None, False, 9.0, None), (1.0, True, 9.0, None), (1.0,
+    False, 2.0, None),
     (1.0, False, 3.0, 0.5)],
 )  # fmt: skip
 def test_pace_is_told_by_streams_that_are_under_way(
@@ -197,7 +203,8 @@ def test_pace_is_told_by_streams_that_are_under_way(
 
 
 def test_a_slow_listener_does_not_slow_the_pace() -> None:
-    """Neither while it leaves sound waiting, nor when it comes back, nor when all is made and waits to be fetched."""
+    """Neither while it leaves sound waiting, nor when it comes back, nor when all is made and waits
+    to be fetched."""
     t, line = ticket()
     t.add_sound(0, 1, np.zeros(3 * SAMPLE_RATE_OUT, np.float32), ROOM_S)
     assert line.sent == [Throttle(ID, True)]

@@ -1,4 +1,5 @@
-"""The overlap of the stages, seen in the order of events of one request. No time is asserted, only what came first."""
+"""The overlap of the stages, seen in the order of events of one request. No time is asserted, only
+what came first."""
 
 from dataclasses import replace
 from itertools import count
@@ -10,7 +11,6 @@ from stretto.config.engine import HostSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import TimelineSpan
 from stretto.messages.hosts import Ping, Stats
-from stretto.messages.params import ChunkSizes, Params
 from stretto.messages.requests import Cancel, Ended, Pcm, Text, Working
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OPENING_S, OmniConfig
@@ -19,6 +19,7 @@ from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.speech.talker_stage import FRAME_S
 from stretto.observe.trace import TraceEvents
+from stretto.params import ChunkSizes, Params
 from stretto.preprocess.pool.packed import pack
 from stretto.stage.pacing import Rhythm
 from stretto.types import GREEDY, RequestId
@@ -29,7 +30,12 @@ from tests.solo import CODE0
 
 def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     params = Params(
-        max_text_tokens=40, ignore_eos=True, min_frames=44, max_frames=44, greedy_speech=True, packets=ChunkSizes(1, 1)
+        max_text_tokens=40,
+        ignore_eos=True,
+        min_frames=44,
+        max_frames=44,
+        greedy_speech=True,
+        packets=ChunkSizes(1, 1),
     )
 
     async def work() -> tuple[TimelineSpan, ...]:
@@ -40,10 +46,18 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
 
     spans = run(work())
     outputs = [s for s in spans if s.name != "prompt"]
-    lanes = {lane: sorted(s.stop for s in outputs if s.lane == lane) for lane in (*STAGES, "packets")}
-    assert [len(lanes[lane]) for lane in ("thinker", "talker")] == [39, 43]  # the first is its prompt's last chunk
+    lanes = {
+        lane: sorted(s.stop for s in outputs if s.lane == lane) for lane in (*STAGES, "packets")
+    }
+    assert [len(lanes[lane]) for lane in ("thinker", "talker")] == [
+        39,
+        43,
+    ]  # the first is its prompt's last chunk
     # The first output of each stage comes after the one before it in the pipeline ...
-    prompts = [max(s.stop for s in spans if s.lane == lane and s.name == "prompt") for lane in ("thinker", "talker")]
+    prompts = [
+        max(s.stop for s in spans if s.lane == lane and s.name == "prompt")
+        for lane in ("thinker", "talker")
+    ]
     first = [*prompts, lanes["code2wav"][0], lanes["packets"][0]]
     assert first == sorted(first)
     # ... and all of them come before the thinker's last token: three stages were at work at once.
@@ -51,15 +65,17 @@ def test_the_first_packet_is_out_before_the_last_token(tiny_dir: Path) -> None:
     heard = [t for t in lanes["packets"] if t < lanes["thinker"][-1]]
     assert len(heard) > 10
 
-    events = TraceEvents().of("request", [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in spans])
+    events = TraceEvents().of(
+        "request", [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in spans]
+    )
     drawn = {e["cat"]: e["ts"] for e in reversed(events) if e["ph"] == "X"}
     assert set(drawn) == {*STAGES, "packets"}
     assert drawn["packets"] < 1e6 * lanes["thinker"][-1]
 
 
 def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, models: Models) -> None:
-    """Twenty seconds of sound: each chunk of rows that the thinker has done goes into the talker's prompt while the
-    thinker is at the next."""
+    """Twenty seconds of sound: each chunk of rows that the thinker has done goes into the talker's
+    prompt while the thinker is at the next."""
     chunk, config = 48, OmniConfig.read(tiny_dir)
     builder = PromptBuilder.open(tiny_dir, config)
     messages = [{"role": "user", "content": [sound(seconds=20.0), say("What was that?")]}]
@@ -84,11 +100,17 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     assert any(t < ended["thinker"].marks[0] for t in ended["talker"].chunks[1:])
 
     order = driven.launched
-    last = next(i for i, (stage, _, stop) in enumerate(order) if stage == "thinker" and stop == len(prompt.ids))
+    last = next(
+        i
+        for i, (stage, _, stop) in enumerate(order)
+        if stage == "thinker" and stop == len(prompt.ids)
+    )
     before = [(start, stop) for stage, start, stop in order[:last] if stage == "talker"]
     thinking = [(start, stop) for stage, start, stop in order[: last + 1] if stage == "thinker"]
     assert len(thinking) > 4, "the thinker's prompt must come in chunks"
-    assert max(stop for _, stop in before) > users[0] + chunk, "media rows go on before the prompt is complete"
+    assert max(stop for _, stop in before) > users[0] + chunk, (
+        "media rows go on before the prompt is complete"
+    )
     # No row of the talker's runs before the thinker has launched the row that it is made of.
     done = 0
     for stage, start, stop in order:
@@ -105,7 +127,8 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
 
 
 def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> None:
-    """While no time passes only their number decides; the talker gets the same text as one by one."""
+    """While no time passes only their number decides; the talker gets the same text as one by
+    one."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     prompt = builder.build(CHATS["text"])
     greedy = [replace(s, temperature=0.0) for s in (GREEDY, CODE0, RESIDUAL)]
@@ -116,7 +139,10 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     assert driven.host.stages["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
-            announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20), packed.features
+            announcement(
+                RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20
+            ),
+            packed.features,
         )
     finally:
         driven.host.close()
@@ -127,13 +153,15 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     want = expected(models, builder, CHATS["text"], params)
     assert ids[: len(want.ids) - 1] == want.ids[:-1]  # the plain driver may end sooner
     frames = [m.frames for m, _ in driven.reports if isinstance(m, Pcm)]
-    assert frames[0] == 2, "a CPU's first packet waits a while for a second frame until one was quick"
+    assert frames[0] == 2, (
+        "a CPU's first packet waits a while for a second frame until one was quick"
+    )
     assert frames[-1] == 7
 
 
 def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) -> None:
-    """Its frames go through the encoder in parts: a question that came after it is answered in between. One that is
-    cancelled meanwhile leaves nothing."""
+    """Its frames go through the encoder in parts: a question that came after it is answered in
+    between. One that is cancelled meanwhile leaves nothing."""
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     film = {"type": "video", "data": np.zeros((20, 320, 320, 3), np.uint8), "fps": 2.0}
     messages = [{"role": "user", "content": [film, say("What is it?")]}]
@@ -142,19 +170,29 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
     driven = HandDriven(tiny_dir, HostSettings())
     host, parts = (
         driven.host,
-        sum(1 for _ in models.thinker.visual.encoding([v.values for v in seen.videos], [v.grid for v in seen.videos])),
+        sum(
+            1
+            for _ in models.thinker.visual.encoding(
+                [v.values for v in seen.videos], [v.grid for v in seen.videos]
+            )
+        ),
     )
     assert parts > 4
     host.stages["thinker"].encoders.clock = count().__next__  # a part takes one tick
     try:
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
             packed = pack(prompt)
-            host.handle(announcement(RequestId(id), packed.meta, False, None, *greedy, 3, 0), packed.features)
+            host.handle(
+                announcement(RequestId(id), packed.meta, False, None, *greedy, 3, 0),
+                packed.features,
+            )
         host.loop.round()
         host.handle(Cancel(RequestId("left")), b"")
         while len(ended := [m.request for m, _ in driven.reports if isinstance(m, Ended)]) < 2:
             worked = [m.request for m, _ in driven.reports if isinstance(m, Working)]
-            assert "text" in ended or worked.count("video") < parts / 2, "most of the time is the other request's"
+            assert "text" in ended or worked.count("video") < parts / 2, (
+                "most of the time is the other request's"
+            )
             host.loop.round()
         assert ended == ["text", "video"]
         assert not host.stages["thinker"].encoders.requests
@@ -166,5 +204,7 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
         host.close()
     params = Params(max_text_tokens=3)
     for id, chat in (("text", CHATS["text"]), ("video", messages)):
-        ids = [i for m, _ in driven.reports if isinstance(m, Text) and m.request == id for i in m.ids]
+        ids = [
+            i for m, _ in driven.reports if isinstance(m, Text) and m.request == id for i in m.ids
+        ]
         assert ids == expected(models, builder, chat, params, speak=False).ids

@@ -1,4 +1,5 @@
-"""Who is taken for stalled, by a clock of the test's own: requests, and the hosts that serve them."""
+"""Who is taken for stalled, by a clock of the test's own: requests, and the hosts that serve
+them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from stretto.engine.pipeline import Pipeline
 from stretto.engine.request import Ticket
 from stretto.engine.stall_watch import Watch
 from stretto.messages.hosts import Ping, Stats
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import Params
 from stretto.registry import open_model
 from stretto.types import RequestId
 from tests.engine.scripted import ScriptedHost, ScriptedLauncher
@@ -26,18 +27,22 @@ STALL_S = 20.0
 
 
 class Watched:
-    """A pipeline whose one host is scripted, a request that it works at, and the watch over both."""
+    """A pipeline whose one host is scripted, a request that it works at, and the watch over
+    both."""
 
     def __init__(self, model: Path) -> None:
         config, launcher = EngineConfig(stall_s=STALL_S), ScriptedLauncher()
-        self.pipeline = Pipeline("p", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, launcher=launcher)
+        self.pipeline = Pipeline(
+            "p", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, launcher=launcher
+        )
         self.pipeline.supervisor.hosts = [self.pipeline.supervisor.make_host(0)]
         [self.host] = launcher.hosts
         assert isinstance(self.host, ScriptedHost)
         self.host.started, self.host.state = True, "ready"
         nothing: Any = None
         self.ticket = Ticket(
-            RequestId("r"), None, self.pipeline, open_model(model), STAGES, nothing, Params(), 0, nothing, 0.0
+            RequestId("r"), None, self.pipeline, open_model(model), STAGES, nothing, Params(), 0,
+            nothing, 0.0
         )  # fmt: skip
         self.ticket.samples = 100
         self.watch = Watch({self.ticket.id: self.ticket}, [self.pipeline], config)
@@ -49,7 +54,9 @@ class Watched:
         self.ticket.progressed = clock.now
 
 
-async def watching(watched: Watched, clock: Virtual, seconds: float, every: float | None = None) -> None:
+async def watching(
+    watched: Watched, clock: Virtual, seconds: float, every: float | None = None
+) -> None:
     """So long, in which the host is heard `every` so often (None: never)."""
     end = clock.now + seconds
     while clock.now < end:
@@ -58,9 +65,14 @@ async def watching(watched: Watched, clock: Virtual, seconds: float, every: floa
             watched.hear(clock)
 
 
-@pytest.mark.parametrize("stood_still", [0.0, 10 * STALL_S], ids=["all the time", "but stood still"])
-def test_a_loop_that_stood_still_reads_what_came_before_it_judges(tiny_dir: Path, stood_still: float) -> None:
-    """A laptop was closed, or the engine's process was stopped: the hosts did answer, and nobody has read it yet."""
+@pytest.mark.parametrize(
+    "stood_still", [0.0, 10 * STALL_S], ids=["all the time", "but stood still"]
+)
+def test_a_loop_that_stood_still_reads_what_came_before_it_judges(
+    tiny_dir: Path, stood_still: float
+) -> None:
+    """A laptop was closed, or the engine's process was stopped: the hosts did answer, and nobody
+    has read it yet."""
 
     async def work(clock: Virtual) -> None:
         watched = Watched(tiny_dir)

@@ -1,7 +1,9 @@
-"""A family with the two kinds of stage that the package brings along: one that writes token by token, and a vocoder.
+"""A family with the two kinds of stage that the package brings along: one that writes token by
+token, and a vocoder.
 
-Its models only add. A token is the sum of all tokens before it, read from the KV cache by way of the block tables that
-the pass is given; a sample is the sum of all frames so far, kept in the slot of its stream."""
+Its models only add. A token is the sum of all tokens before it, read from the KV cache by way of
+the block tables that the pass is given; a sample is the sum of all frames so far, kept in the slot
+of its stream."""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class SumAdapter:
 
     def __init__(self, c: StageContext, blocks: int) -> None:
         s = c.settings
-        self.cache = KVCache(1, blocks + 1, 1, s.block_size, 1, c.device, torch.float64)  # block 0 is nobody's
+        self.cache = KVCache(
+            1, blocks + 1, 1, s.block_size, 1, c.device, torch.float64
+        )  # block 0 is nobody's
         self.rows = DeviceRows(s.max_rows, -(-s.max_context // s.block_size), VOCAB, self.cache)
         self.next = torch.zeros(s.max_rows + 1, dtype=torch.int64)
         self.inputs: dict[RequestId, Any] = {}
@@ -64,12 +68,18 @@ class SumAdapter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.next[rows].double()[:, None], positions.float().expand(3, -1)
 
-    def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[None]:
+    def host_input(
+        self, request: StageRequest, start: int, stop: int, fresh: int
+    ) -> HostInput[None]:
         x = torch.tensor(request.ids[start:stop], dtype=torch.float64)[:, None]
         return HostInput(x, torch.arange(start, stop, dtype=torch.float32).expand(3, -1))
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, None]]
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        paging: Paging,
+        extras: list[tuple[int, int, None]],
     ) -> tuple[torch.Tensor, SideRows]:
         keys = self.cache.data[0, 0, :, 0, :, 0]  # [blocks, places in a block]
         keys.view(-1)[paging.slots] = x[:, 0]
@@ -82,11 +92,15 @@ class SumAdapter:
         ]
         return torch.stack(sums)[:, None], SideRows()
 
-    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
+    def pick(
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+    ) -> Picked:
         self.next[rows] = hidden[:, 0].long() % VOCAB
         return Picked(self.next[rows][:, None])
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
+    def fused_step(
+        self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+    ) -> Picked:
         raise NotImplementedError
 
 
@@ -123,7 +137,9 @@ class PoetStage:
         return self.core.runner.stream
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
-        self.core.submit(RequestSpec(a.request, params.count, cache_root=a.cache_root), params, prompt.ids)
+        self.core.submit(
+            RequestSpec(a.request, params.count, cache_root=a.cache_root), params, prompt.ids
+        )
         self.requests[a.request] = Poem(params.passes_on, StageTimings(time.monotonic()))
 
     def accept(self, arrival: Arrival) -> None:
@@ -162,7 +178,9 @@ class PoetStage:
             yield ToEngine(Text(id, (o.token,)))
             if poem.passes_on:
                 mark = Mark.MORE if o.reason is None else Mark.REQUEST_END
-                yield ToLink(LINK, id, Numbers(Span(poem.sent, poem.sent + 1), torch.tensor([o.token])), mark)
+                yield ToLink(
+                    LINK, id, Numbers(Span(poem.sent, poem.sent + 1), torch.tensor([o.token])), mark
+                )
                 poem.sent += 1
         if o.reason is not None:
             poem.timings.cached = o.cached
@@ -192,7 +210,9 @@ class Organ:
     def state(self, slots: int, max_frames: int) -> OrganState:
         return OrganState(slots)
 
-    def step(self, state: OrganState, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, state: OrganState, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
         there = torch.arange(codes.shape[2])[None] < lengths[:, None]
         sums = state.totals[slots, None] + (codes[:, 0] * there).cumsum(1)
         state.totals[slots] = sums[:, -1]
@@ -267,7 +287,12 @@ def build(stages: Sequence[str], c: StageContext) -> dict[str, Stage]:
 def open_song(directory: Path) -> ToyModel:
     names = ("poet", "organ")
     stages = (StageSpec("poet", decides="text"), StageSpec("organ", decides="audio"))
-    spec = PipelineSpec("tests.families.song:build", stages, (LinkSpec(*names),), {"text": names[:1], "speech": names})
+    spec = PipelineSpec(
+        "tests.families.song:build",
+        stages,
+        (LinkSpec(*names),),
+        {"text": names[:1], "speech": names},
+    )
     return ToyModel(spec, ModelInfo(directory.name, ("plain",), "plain", 8000, 4096), VOCAB)
 
 

@@ -1,4 +1,5 @@
-"""The package's own kinds of stage serve any model: batches, chunked prompts, preemption and prefix cache included."""
+"""The package's own kinds of stage serve any model: batches, chunked prompts, preemption and prefix
+cache included."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from stretto import registry
 from stretto.config.engine import EngineConfig, HostSettings, Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.template import Tokenizer
 from tests.families.song import expected
 
@@ -23,13 +24,18 @@ WORDS = "The rain in the garden is quiet this morning, and all the birds are qui
 
 
 @pytest.mark.parametrize("placement", ["one", "processes"])
-def test_sums_stay_sums(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Placement) -> None:
+def test_sums_stay_sums(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Placement
+) -> None:
     monkeypatch.setitem(registry.FAMILIES, "toy_song", "tests.families.song:open_song")
     shutil.copy(tiny_dir / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "toy_song"}))
     tokenizer = Tokenizer.open(tmp_path)
-    # Blocks for half of what six requests need at once: some are preempted. Prompts take several steps.
-    host = HostSettings(block_size=4, blocks={"poet": 32}, max_rows=4, max_context=96, prefill_chunk=8)
+    # Blocks for half of what six requests need at once: some are preempted. Prompts take several
+    # steps.
+    host = HostSettings(
+        block_size=4, blocks={"poet": 32}, max_rows=4, max_context=96, prefill_chunk=8
+    )
     questions = [WORDS * 2 + str(i) for i in range(6)]
 
     async def ask(engine: PipelineEngine, question: str) -> Finished:

@@ -1,4 +1,5 @@
-"""A pipeline that cannot be is refused when its family is read, and one whose parts do not agree when it is asked."""
+"""A pipeline that cannot be is refused when its family is read, and one whose parts do not agree
+when it is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from stretto.engine.announce import Ask, announce
 from stretto.engine.request import Ticket
 from stretto.errors import Bug
 from stretto.family import LinkSpec, PipelineSpec, StageSpec
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.pool.packed import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.types import RequestId
@@ -22,7 +23,9 @@ LINK, PATHS = LinkSpec("a", "b"), {"text": ("a",), "speech": ("a", "b")}
 
 
 def spec(**changes: Any) -> PipelineSpec:
-    return PipelineSpec(**{"build": "m:f", "stages": (A, B), "links": (LINK,), "paths": PATHS, **changes})
+    return PipelineSpec(
+        **{"build": "m:f", "stages": (A, B), "links": (LINK,), "paths": PATHS, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,11 +56,24 @@ def test_a_spec_answers_what_the_engine_asks() -> None:
 
 def test_a_family_tells_exactly_the_stages_on_the_way() -> None:
     sent: list[Any] = []
-    pipeline: Any = SimpleNamespace(hosts_of=lambda stages: [stages], send=lambda *message: sent.append(message))
+    pipeline: Any = SimpleNamespace(
+        hosts_of=lambda stages: [stages], send=lambda *message: sent.append(message)
+    )
     for told in ({}, {"a": Params(), "b": Params()}):
         model: Any = SimpleNamespace(pipeline=spec(), stage_params=lambda wanted, told=told: told)
         words: Any = None
-        t = Ticket(RequestId("r"), None, pipeline, model, ("a",), pack(Prompt((1,))), Params(), 7, words, 0.0)
+        t = Ticket(
+            RequestId("r"),
+            None,
+            pipeline,
+            model,
+            ("a",),
+            pack(Prompt((1,))),
+            Params(),
+            7,
+            words,
+            0.0,
+        )
         with pytest.raises(Bug, match="tells stages"):
             asyncio.run(announce(t, Ask(False, None, Params(), None), False))
     assert not sent

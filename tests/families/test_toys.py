@@ -1,4 +1,5 @@
-"""Other families run through the real engine, in one host and in processes, without a change in the package."""
+"""Other families run through the real engine, in one host and in processes, without a change in the
+package."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from stretto.config.engine import EngineConfig, Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import Bug, CheckpointError, Invalid, StageDead
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.preprocess.template import Tokenizer
@@ -26,7 +27,9 @@ WORDS = "The rain in the garden is quiet this morning."
 
 
 @pytest.fixture(params=["toy_two", "toy_four"])
-def toy(request: pytest.FixtureRequest, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def toy(
+    request: pytest.FixtureRequest, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A checkpoint of the family: a tokenizer, and a config that names it."""
     family = request.param
     opener = {"toy_two": "open_two", "toy_four": "open_four"}[family]
@@ -51,10 +54,14 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
         config = EngineConfig(placement=placement, prompts=PoolSettings())
         async with PipelineEngine.open(toy, config) as engine:
             assert list(engine.progress.stages) == stages
-            answers = await asyncio.gather(*(collect(engine, params=Params(max_text_tokens=7)) for _ in range(5)))
+            answers = await asyncio.gather(
+                *(collect(engine, params=Params(max_text_tokens=7)) for _ in range(5))
+            )
             for events in answers:
                 check(events)
-            [*text, end] = await collect(engine, params=Params(max_text_tokens=7), modalities=("text",))
+            [*text, end] = await collect(
+                engine, params=Params(max_text_tokens=7), modalities=("text",)
+            )
             assert isinstance(end, Finished)
             assert end.audio is None
             assert [i for e in text if isinstance(e, TextDelta) for i in e.ids] == ids
@@ -71,7 +78,9 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
         for change in CHANGES[toy.name].values():
             numbers = [change(n) for n in numbers]
         heard = np.concatenate([e.samples for e in events if isinstance(e, AudioChunk)])
-        np.testing.assert_array_equal(heard, np.repeat(np.array(numbers, np.float32) / np.float32(1e4), SAMPLES))
+        np.testing.assert_array_equal(
+            heard, np.repeat(np.array(numbers, np.float32) / np.float32(1e4), SAMPLES)
+        )
         end = events[-1]
         assert isinstance(end, Finished)
         assert (end.text, end.audio, end.usage.frames) == ("stop", "stop", 7)
@@ -83,7 +92,11 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
 @pytest.mark.parametrize(
     ("opener", "message"),
     [
-        ("open_wrong", r"stage voice receives by \['writer>horn'\]; the pipeline's links are \['writer>voice'\]"),
+        (
+            "open_wrong",
+            r"stage voice receives by \['writer>horn'\]; the pipeline's links are "
+            r"\['writer>voice'\]",
+        ),
         ("open_too_few", r"build_too_few made the stages .*; the stages of this host are"),
     ],
 )
@@ -102,21 +115,31 @@ def test_stages_that_do_not_fit_the_pipeline_are_refused_at_the_start(
 
 
 @pytest.mark.parametrize("toy", ["toy_two"], indirect=True)
-def test_a_builder_that_breaks_on_a_request_fails_it_alone(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The prompt worker lives on, whether it was doing the job itself or a child of it; the log says what broke."""
+def test_a_builder_that_breaks_on_a_request_fails_it_alone(
+    toy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt worker lives on, whether it was doing the job itself or a child of it; the log
+    says what broke."""
 
     async def work() -> None:
         pool = PromptPool(toy, "tests.families.toys:ToyBuilder", PoolSettings())
         await pool.start()
         try:
-            for content in (7, [{"type": "image_url", "image_url": {"url": "data:"}}]):  # the toy expects words
+            for content in (
+                7,
+                [{"type": "image_url", "image_url": {"url": "data:"}}],
+            ):  # the toy expects words
                 with pytest.raises(Bug, match="the prompt cannot be built"):
-                    await pool.build(Conversation.of(json.dumps([{"role": "user", "content": content}]).encode()))
+                    await pool.build(
+                        Conversation.of(json.dumps([{"role": "user", "content": content}]).encode())
+                    )
                 err = ""
                 while "TypeError" not in err:  # the worker's log has a thread of its own
                     err += capfd.readouterr().err
                     await asyncio.sleep(0)
-            built = await pool.build(Conversation.of(json.dumps([{"role": "user", "content": WORDS}]).encode()))
+            built = await pool.build(
+                Conversation.of(json.dumps([{"role": "user", "content": WORDS}]).encode())
+            )
             assert list(built.packed.ids) == Tokenizer.open(toy).encode(WORDS)
             assert pool.worker.restarts == 0
         finally:
@@ -129,7 +152,10 @@ def test_a_checkpoint_of_no_known_family_is_named(tmp_path: Path) -> None:
     for text, message in (
         ("{}", "model_type must be text"),
         ("[]", "must be a JSON object"),
-        ('{"model_type": "unheard_of"}', "no family for model_type 'unheard_of'; known are .*qwen3_omni_moe"),
+        (
+            '{"model_type": "unheard_of"}',
+            "no family for model_type 'unheard_of'; known are .*qwen3_omni_moe",
+        ),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=message):

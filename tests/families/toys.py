@@ -1,6 +1,7 @@
 """Families of two and of four stages, in a few dozen lines each: what it takes to add one.
 
-Their stages compute nothing but sums, so that an answer can be told from its prompt; all else is the real engine's."""
+Their stages compute nothing but sums, so that an answer can be told from its prompt; all else is
+the real engine's."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Work:
 
 
 class ToyStage:
-    """Takes numbers, changes each, and passes it on: as text from the first stage, as samples from the last."""
+    """Takes numbers, changes each, and passes it on: as text from the first stage, as samples from
+    the last."""
 
     params, cheap, due_ns, stream = ToyParams, False, None, None
 
@@ -138,10 +140,14 @@ class ToyStage:
         if not self.receives:
             self.outputs.append(ToEngine(Text(id, (number,))))
         if self.on and work.params.passes_on:
-            self.outputs.append(ToLink(self.on, id, Numbers(Span(work.done, work.done + 1), torch.tensor([number]))))
+            self.outputs.append(
+                ToLink(self.on, id, Numbers(Span(work.done, work.done + 1), torch.tensor([number])))
+            )
         elif not self.on:
             samples = np.full(SAMPLES, number / 1e4, np.float32)
-            self.outputs.append(ToEngine(Pcm(id, SAMPLES * work.done, work.done + 1), samples.tobytes()))
+            self.outputs.append(
+                ToEngine(Pcm(id, SAMPLES * work.done, work.done + 1), samples.tobytes())
+            )
         work.done += 1
 
     def accept(self, arrival: Arrival) -> None:
@@ -155,7 +161,12 @@ class ToyStage:
 
 CHANGES: dict[str, dict[str, Callable[[int], int]]] = {
     "toy_two": {"writer": lambda n: n, "voice": lambda n: n + 1},
-    "toy_four": {"writer": lambda n: n, "planner": lambda n: 2 * n, "singer": lambda n: n + 3, "horn": lambda n: 5 * n},
+    "toy_four": {
+        "writer": lambda n: n,
+        "planner": lambda n: 2 * n,
+        "singer": lambda n: n + 3,
+        "horn": lambda n: 5 * n,
+    },
 }
 
 
@@ -204,7 +215,9 @@ class ToyModel:
 
     def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
         path = self.pipeline.paths[wanted.capability]
-        return {stage: ToyParams(wanted.params.max_text_tokens, stage != path[-1]) for stage in path}
+        return {
+            stage: ToyParams(wanted.params.max_text_tokens, stage != path[-1]) for stage in path
+        }
 
 
 def open_toy(directory: Path, family: str, function: str) -> ToyModel:
@@ -216,7 +229,9 @@ def open_toy(directory: Path, family: str, function: str) -> ToyModel:
         StageSpec(rest[-1], decides="audio"),
     )
     links = tuple(LinkSpec(a, b) for a, b in pairwise(names))
-    spec = PipelineSpec(f"tests.families.toys:{function}", stages, links, {"text": names[:1], "speech": names})
+    spec = PipelineSpec(
+        f"tests.families.toys:{function}", stages, links, {"text": names[:1], "speech": names}
+    )
     return ToyModel(spec, ModelInfo(directory.name, ("plain",), "plain", 8000, 4096))
 
 

@@ -10,13 +10,13 @@ import pytest
 from stretto.config.engine import EngineConfig
 from stretto.config.preprocess import PoolSettings
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from tests.server.conftest import Running
 
 
 @pytest.fixture(scope="session")
 def real(tiny_dir: Path) -> Iterator[Running]:
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
         await engine.start()
         return engine

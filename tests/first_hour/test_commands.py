@@ -26,14 +26,33 @@ from tests.preprocess.samples import video_file
 ROOT = Path(__file__).parents[2]
 
 
-def test_generate_hears_sees_and_reads_from_a_pipe(tiny_dir: Path, tmp_path: Path, monkeypatch) -> None:
+def test_generate_hears_sees_and_reads_from_a_pipe(
+    tiny_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
     soundfile.write(tmp_path / "a b.wav", np.zeros(16000, np.float32), 16000)
     Image.new("RGB", (64, 64)).save(tmp_path / "p.png")
     (tmp_path / "v.mp4").write_bytes(video_file(num_frames=4))
     monkeypatch.setattr("sys.stdin", io.StringIO("What is this?\n"))
-    words = ["generate", str(tiny_dir), "--audio", str(tmp_path / "a b.wav"), "--image", str(tmp_path / "p.png")]
+    words = [
+        "generate",
+        str(tiny_dir),
+        "--audio",
+        str(tmp_path / "a b.wav"),
+        "--image",
+        str(tmp_path / "p.png"),
+    ]
     words += ["--video", str(tmp_path / "v.mp4")]
-    words += ["--system", "Be brief.", "--text", "-", "--max-tokens", "3", "--text-only", "--device", "cpu"]
+    words += [
+        "--system",
+        "Be brief.",
+        "--text",
+        "-",
+        "--max-tokens",
+        "3",
+        "--text-only",
+        "--device",
+        "cpu",
+    ]
     assert main([*words, "--json", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
     assert len(report["text_ids"]) <= 3
@@ -52,7 +71,9 @@ def test_generate_hears_sees_and_reads_from_a_pipe(tiny_dir: Path, tmp_path: Pat
         (["--text", "hi", "--max-tokens", "0"], "max_text_tokens is out of range"),
     ],
 )
-def test_generate_says_what_it_misses(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_says_what_it_misses(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", "no-model", *words]) == 2
     assert says in capsys.readouterr().err
 
@@ -82,7 +103,9 @@ def test_commands_of_the_documents_are_understood(name: str) -> None:
 
 
 def test_the_readme_names_the_build_of_torch_that_is_installed() -> None:
-    (default,) = re.findall(r"TORCH:=?-?(torch==[\d.]+)", (ROOT / "scripts" / "setup.sh").read_text())
+    (default,) = re.findall(
+        r"TORCH:=?-?(torch==[\d.]+)", (ROOT / "scripts" / "setup.sh").read_text()
+    )
     assert f"(default `{default}`" in (ROOT / "README.md").read_text()
 
 
@@ -95,7 +118,9 @@ def test_talk_understands_exit_and_overwrites_nothing(tmp_path: Path) -> None:
         asked.append(body)
         return iter([Words("Hi.")])
 
-    talk = Talk(ask, ListedModel("m"), out, lambda prompt: next(lines), NoSound("none"), save=tmp_path)
+    talk = Talk(
+        ask, ListedModel("m"), out, lambda prompt: next(lines), NoSound("none"), save=tmp_path
+    )
     assert talk.run() == 0
     assert len(asked) == 1
     talk.keep(24000, b"\0\0" * 2400)

@@ -25,7 +25,9 @@ def run(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name))
 
 
-def test_text(real: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text(
+    real: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("client_text.py", real.url, monkeypatch=monkeypatch)
     assert capsys.readouterr().out.strip()
 

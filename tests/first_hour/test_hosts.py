@@ -27,7 +27,9 @@ async def until(fulfilled) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_host_that_never_comes_up_is_given_up(tiny_dir: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+def test_a_host_that_never_comes_up_is_given_up(
+    tiny_dir: Path, tmp_path: Path, monkeypatch, caplog
+) -> None:
     """Killed by the system, say, for its memory. (Here it kills itself.)"""
     starts = tmp_path / "starts"
     script = tmp_path / "python"
@@ -47,18 +49,23 @@ def test_a_host_that_never_comes_up_is_given_up(tiny_dir: Path, tmp_path: Path, 
 
     run(work())
     assert len(starts.read_text().split()) == FIRST_STARTS
-    assert all(f"(stages {STAGES})" in r.getMessage() for r in caplog.records if "died" in r.getMessage())
+    assert all(
+        f"(stages {STAGES})" in r.getMessage() for r in caplog.records if "died" in r.getMessage()
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_a_gpu_that_torch_cannot_use_is_tried_once(tiny_dir: Path, monkeypatch, caplog) -> None:
-    """A build of PyTorch without CUDA beside a GPU, or no driver: a permanent error that only the host can find."""
+    """A build of PyTorch without CUDA beside a GPU, or no driver: a permanent error that only the
+    host can find."""
     monkeypatch.setattr(engine_module, "cards", lambda: ("0",))
 
     async def work() -> None:
         engine = PipelineEngine(tiny_dir, EngineConfig(host=HostSettings(device="cuda")))
         try:
-            with pytest.raises(StrettoError, match=r"cannot be used: PyTorch .*; --device cpu runs without a GPU"):
+            with pytest.raises(
+                StrettoError, match=r"cannot be used: PyTorch .*; --device cpu runs without a GPU"
+            ):
                 await engine.start()
             assert engine.progress.state == "dead"
             assert "cannot be used: PyTorch" in str(engine.progress.error)
@@ -78,8 +85,13 @@ def test_a_host_that_dies_is_named_and_its_return_is_told(tiny_dir: Path, caplog
             series = 'stretto_host_restarts_total{host="thinker+talker+code2wav"}'
             assert engine.metrics()[series] == 0
             os.kill(engine.pids[0] or 0, signal.SIGTERM)
-            await until(lambda: engine.progress.state == "dead" and "SIGTERM" in str(engine.progress.error))
-            assert engine.progress.error == f"host p0.0 died: it was killed by SIGTERM (stages {STAGES})"
+            await until(
+                lambda: engine.progress.state == "dead" and "SIGTERM" in str(engine.progress.error)
+            )
+            assert (
+                engine.progress.error
+                == f"host p0.0 died: it was killed by SIGTERM (stages {STAGES})"
+            )
             await until(lambda: engine.metrics()[series] == 1)
             assert engine.progress.state == "ready"
             assert engine.progress.error is None

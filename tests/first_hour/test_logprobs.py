@@ -36,23 +36,30 @@ def test_whole(real: Running) -> None:
 
 
 def test_streamed(real: Running) -> None:
-    """The same figures, each with the words that it is about or, if they were held back, after them."""
+    """The same figures, each with the words that it is about or, if they were held back, after
+    them."""
     whole = create(real, logprobs=True, top_logprobs=2).choices[0]
     told, text = [], ""
     for chunk in create(real, logprobs=True, top_logprobs=2, stream=True):
         (choice,) = chunk.choices
         text += choice.delta.content or ""
         told += choice.logprobs.content if choice.logprobs else []
-        assert len(b"".join(bytes(t.bytes) for t in told)) >= len(text.encode().replace("�".encode(), b""))
+        assert len(b"".join(bytes(t.bytes) for t in told)) >= len(
+            text.encode().replace("�".encode(), b"")
+        )
     assert text == whole.message.content
     assert [t.token for t in told] == [t.token for t in whole.logprobs.content]
-    assert [t.logprob for t in told] == pytest.approx([t.logprob for t in whole.logprobs.content], abs=1e-4)
+    assert [t.logprob for t in told] == pytest.approx(
+        [t.logprob for t in whole.logprobs.content], abs=1e-4
+    )
 
 
 def test_several_answers_spoken_ones_and_stops(real: Running) -> None:
     several = create(real, logprobs=True, n=2, max_tokens=5, temperature=1).choices
     assert all(c.logprobs.content and c.logprobs.content[0].top_logprobs == [] for c in several)
-    spoken = create(real, logprobs=True, modalities=["text", "audio"], audio={"voice": "ethan", "format": "wav"})
+    spoken = create(
+        real, logprobs=True, modalities=["text", "audio"], audio={"voice": "ethan", "format": "wav"}
+    )
     said = b"".join(bytes(t.bytes) for t in spoken.choices[0].logprobs.content)
     assert said.decode(errors="replace") == spoken.choices[0].message.audio.transcript
     text = create(real, temperature=0).choices[0].message.content
@@ -72,7 +79,9 @@ def test_the_end_token_is_not_told(real: Running, tiny_config: OmniConfig) -> No
 
 def test_words_that_are_dropped_have_tokens_all_the_same(real: Running) -> None:
     """The token that completes a stop string adds nothing to the answer, and comes with its end."""
-    tokens = [t.token for t in create(real, temperature=0, logprobs=True).choices[0].logprobs.content]
+    tokens = [
+        t.token for t in create(real, temperature=0, logprobs=True).choices[0].logprobs.content
+    ]
     stop = next(t for i, t in enumerate(tokens) if i and t.strip() and t not in "".join(tokens[:i]))
     whole = create(real, temperature=0, logprobs=True, stop=stop).choices[0]
     told = []

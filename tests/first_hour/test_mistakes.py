@@ -1,4 +1,5 @@
-"""What people type by mistake, as they type it: one sentence, a status, no traceback, nothing started in vain."""
+"""What people type by mistake, as they type it: one sentence, a status, no traceback, nothing
+started in vain."""
 
 from __future__ import annotations
 
@@ -52,12 +53,15 @@ def test_serve_on_a_gpu_without_one(tiny_dir: Path) -> None:
 def test_a_build_of_torch_without_cuda_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(
-        Invalid, match=r"was built without CUDA; install a build with CUDA \(pip install .*--device cpu"
+        Invalid,
+        match=r"was built without CUDA; install a build with CUDA \(pip install .*--device cpu",
     ):
         check_device("cuda")
 
 
-@pytest.mark.parametrize(("name", "says"), [("gpu", "there is no device 'gpu'"), ("meta", "only cpu and cuda")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("gpu", "there is no device 'gpu'"), ("meta", "only cpu and cuda")]
+)
 def test_a_device_that_is_none(name: str, says: str) -> None:
     with pytest.raises(Invalid, match=says):
         check_device(name)
@@ -73,7 +77,8 @@ def test_a_device_that_is_none(name: str, says: str) -> None:
         (("--stall-s", "nan"), "stall_s must be a finite number, got nan"),
         (("--queue-timeout", "inf"), "queue_timeout must be a finite number, got inf"),
         (("--max-model-len", "9999999"), "the model has only 8192 positions"),
-        (("--host", "no.such.host.invalid", "--port", "0"), "cannot listen on no.such.host.invalid"),
+        (("--host", "no.such.host.invalid", "--port", "0"),
+        "cannot listen on no.such.host.invalid"),
         (("--port", "TAKEN"), "--port 0 any free one"),
         (("--ssl-certfile", "none.pem", "--ssl-keyfile", "none.key", "--port", "0"), "none.pem"),
         (("--max-row", "3", "--prot", "1"), "did you mean --port"),
@@ -82,7 +87,9 @@ def test_a_device_that_is_none(name: str, says: str) -> None:
 def test_serve_refuses_at_once(words: tuple[str, ...], says: str, tiny_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = typed("serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu")
+        done = typed(
+            "serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu"
+        )
     check_told(done, says)
     assert "starting" not in done.stderr  # no process was started for this
 
@@ -91,7 +98,9 @@ def test_serve_with_too_few_files(tiny_dir: Path) -> None:
     words = shlex.join([*STRETTO, "serve", str(tiny_dir), "--device", "cpu", "--port", "0"])
     command = ["bash", "-c", f"ulimit -n 100; exec {words}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    check_told(done, "this process may open 100 files, and a server needs 256: raise `ulimit -n`", 1)
+    check_told(
+        done, "this process may open 100 files, and a server needs 256: raise `ulimit -n`", 1
+    )
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -103,7 +112,9 @@ def test_serve_without_the_model_it_names(tmp_path: Path) -> None:
 
 def test_a_stated_context_is_not_shortened() -> None:
     check_model(EngineConfig(), ("a",), 4096)  # the default follows the model
-    with pytest.raises(Invalid, match="max_model_len is 8192, but the model has only 4096 positions"):
+    with pytest.raises(
+        Invalid, match="max_model_len is 8192, but the model has only 4096 positions"
+    ):
         check_model(EngineConfig(), ("a",), 4096, {"max_model_len"})
 
 
@@ -148,7 +159,9 @@ def test_speak_refuses_before_it_loads(
 
 def test_generate_into_head(tiny_dir: Path) -> None:
     words = ["generate", str(tiny_dir), "--text", "hi", "--text-only", *SMALL]
-    with subprocess.Popen([*STRETTO, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*STRETTO, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -159,10 +172,14 @@ def test_generate_into_head(tiny_dir: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
-@pytest.mark.parametrize("words", [("serve", "TINY", "--port", "0"), ("generate", "TINY", "--text", "hi")])
+@pytest.mark.parametrize(
+    "words", [("serve", "TINY", "--port", "0"), ("generate", "TINY", "--text", "hi")]
+)
 def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
     command = [*STRETTO, *(str(tiny_dir) if w == "TINY" else w for w in words), "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not has_begun(begun := [int(pid) for pid in children.read_text().split()]):
             assert process.poll() is None
@@ -180,7 +197,17 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
 def test_sigterm_while_it_loads(tiny_dir: Path) -> None:
     """As a supervisor sends it: to the server alone."""
-    command = [*STRETTO, "serve", str(tiny_dir), "--port", "0", "--device", "cpu", "--placement", "two"]
+    command = [
+        *STRETTO,
+        "serve",
+        str(tiny_dir),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--placement",
+        "two",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not has_begun(begun := [int(pid) for pid in children.read_text().split()]):
@@ -213,7 +240,9 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("when", ["stretto.cli", "stretto.server.logs", "stretto.registry", "stretto.server.run"])
+@pytest.mark.parametrize(
+    "when", ["stretto.cli", "stretto.server.logs", "stretto.registry", "stretto.server.run"]
+)
 def test_a_signal_before_the_server_listens_to_any(when: str, number: int, tiny_dir: Path) -> None:
     words = ["serve", str(tiny_dir), "--device", "cpu", "--port", "0"]
     command = [sys.executable, "-c", EARLY, when, str(int(number)), *words]
@@ -222,13 +251,16 @@ def test_a_signal_before_the_server_listens_to_any(when: str, number: int, tiny_
 
 
 def has_begun(children: list[int]) -> bool:
-    """Whether there is a host, and all children are programs of their own by now, not only forked."""
+    """Whether there is a host, and all children are programs of their own by now, not only
+    forked."""
     try:
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children]
     except OSError:
         return False  # one has ended
     hosts = [b"stretto.stage.host.process" in c for c in commands]
-    return any(hosts) and all(h or b"stretto.preprocess.pool.worker" in c for h, c in zip(hosts, commands, strict=True))
+    return any(hosts) and all(
+        h or b"stretto.preprocess.pool.worker" in c for h, c in zip(hosts, commands, strict=True)
+    )
 
 
 def test_tiny_overwrites_nothing(tmp_path: Path) -> None:

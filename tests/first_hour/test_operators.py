@@ -1,4 +1,5 @@
-"""What operators look at: metrics that explain themselves, a dashboard without holes, logs for machines, keys."""
+"""What operators look at: metrics that explain themselves, a dashboard without holes, logs for
+machines, keys."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 
 
 def scrape(running: Running) -> str:
-    reply = running.ask("/v1/chat/completions", {**ASK, "modalities": ["text", "audio"], "max_audio_frames": 2})
+    reply = running.ask(
+        "/v1/chat/completions", {**ASK, "modalities": ["text", "audio"], "max_audio_frames": 2}
+    )
     assert reply.status == 200
     return running.ask("/metrics").body.decode()
 
@@ -43,7 +46,11 @@ def test_every_number_has_a_help_text_and_a_unit(real: Running) -> None:
             assert name.endswith(("_seconds", "_rtf")), name  # a share has no unit
         if kind == "counter":
             assert name.endswith("_total"), name
-    engine = {n for n in kinds if n.startswith(("stretto_stage_", "stretto_host_", "stretto_engine_", "stretto_link_"))}
+    engine = {
+        n
+        for n in kinds
+        if n.startswith(("stretto_stage_", "stretto_host_", "stretto_engine_", "stretto_link_"))
+    }
     assert engine <= set(HELP)
 
 
@@ -51,12 +58,17 @@ def test_what_operators_ask_for_is_there(real: Running) -> None:
     told = scrape(real)
     values = dict(re.findall(r"^(\S+?)(?:\{.*\})? (\S+)$", told, re.M))
     for name in (
-        "stretto_prompt_tokens_total", "stretto_generation_tokens_total", "stretto_inter_token_seconds_count",
+        "stretto_prompt_tokens_total", "stretto_generation_tokens_total",
+        "stretto_inter_token_seconds_count",
         "stretto_queue_wait_seconds_count", "stretto_build_info", "process_resident_memory_bytes",
         "stretto_host_memory_bytes",
     ):  # fmt: skip
         assert float(values[name]) > 0, name
-    for name in ("stretto_prompt_cached_tokens_total", "stretto_host_restarts_total", "stretto_num_requests_waiting"):
+    for name in (
+        "stretto_prompt_cached_tokens_total",
+        "stretto_host_restarts_total",
+        "stretto_num_requests_waiting",
+    ):
         assert name in values
 
 
@@ -66,18 +78,36 @@ def test_the_dashboard_asks_for_numbers_that_exist(real: Running) -> None:
     asked = {m for e in exprs for m in re.findall(r"(?:stretto|process)_\w+", e)}
     told = set(re.findall(r"^((?:stretto|process)_\w+)", scrape(real), re.M))
     assert asked <= told
-    assert {"stretto_stage_blocks_available", "stretto_stage_waiting", "stretto_stage_device_seconds_bucket"} <= asked
+    assert {
+        "stretto_stage_blocks_available",
+        "stretto_stage_waiting",
+        "stretto_stage_device_seconds_bucket",
+    } <= asked
     assert len({p["id"] for p in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 # ---- logs
 
 
-def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every_line(tiny_dir: Path) -> None:
+def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every_line(
+    tiny_dir: Path,
+) -> None:
     """Server and host, log lines and banners alike."""
-    command = [sys.executable, "-m", "stretto", "serve", str(tiny_dir), "--port", "0", "--log-format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto",
+        "serve",
+        str(tiny_dir),
+        "--port",
+        "0",
+        "--log-format",
+        "json",
+    ]
     env = {**os.environ, "STRETTO_LOG": "INFO"}
-    done = subprocess.run([*command, "--device", "cuda:77"], capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(
+        [*command, "--device", "cuda:77"], capture_output=True, text=True, check=False, env=env
+    )
     assert done.returncode == 2
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert sum("is placed on cuda:77" in line["message"] for line in lines) == 1
@@ -110,7 +140,11 @@ def test_the_settings_of_the_documented_service(tmp_path: Path) -> None:
     (tmp_path / "stretto.yaml").write_text(block)
     model, _, server = settle({"config": tmp_path / "stretto.yaml"}, {})
     assert model == "Qwen/Qwen3-Omni-30B-A3B-Instruct"
-    assert (server.api_key_file, server.log_format, server.drain_timeout) == ("/etc/stretto.keys", "json", 30)
+    assert (server.api_key_file, server.log_format, server.drain_timeout) == (
+        "/etc/stretto.keys",
+        "json",
+        30,
+    )
 
 
 # ---- keys
@@ -120,7 +154,9 @@ def bearer(key: str) -> Headers:
     return Headers({"authorization": f"Bearer {key}"})
 
 
-def test_keys_are_exchanged_while_the_server_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_are_exchanged_while_the_server_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file, now = tmp_path / "keys", [0.0]
     file.write_text("# ours\nold-key\nsteady\n")
     keys = Keys.of(("fixed",), str(file), lambda: now[0])
@@ -136,7 +172,9 @@ def test_keys_are_exchanged_while_the_server_runs(tmp_path: Path, caplog: pytest
     assert keys.owner(bearer("new-key"))
     assert keys.owner(bearer("steady")) == steady  # the same, in another line
 
-    file.write_text("")  # half written, or a mistake: nobody gets in by it, and nobody is locked out
+    file.write_text(
+        ""
+    )  # half written, or a mistake: nobody gets in by it, and nobody is locked out
     now[0] += 2
     assert keys.owner(bearer("new-key"))
     with pytest.raises(Refused):

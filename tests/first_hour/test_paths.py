@@ -33,7 +33,9 @@ def test_a_path_that_is_not_there(path: str, meant: str | None, running: Running
     assert reply.error["code"] == "not_found"
     assert f"there is no POST {path}" in reply.error["message"]
     # Nothing here is like embeddings: no guess is made.
-    hint = f"did you mean {meant}?" if meant is not None else "GET /openapi.json tells what there is"
+    hint = (
+        f"did you mean {meant}?" if meant is not None else "GET /openapi.json tells what there is"
+    )
     assert reply.error["message"].endswith(f"; {hint}")
 
 

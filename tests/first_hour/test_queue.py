@@ -1,4 +1,5 @@
-"""More calls at once than the server answers at once: they wait their turn, and are told how long it took."""
+"""More calls at once than the server answers at once: they wait their turn, and are told how long
+it took."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from stretto.config.server import ServerConfig
 from stretto.errors import CheckpointError, StrettoError
 from stretto.family import Wanted
 from stretto.hub import find_model
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.registry import open_model, write_tiny
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
@@ -39,7 +39,8 @@ GIB = 1 << 30
 
 @pytest.fixture
 def cache(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache as a download leaves it, with the tiny checkpoint as org/tiny; there is no network."""
+    """The hub's cache as a download leaves it, with the tiny checkpoint as org/tiny; there is no
+    network."""
     snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("0" * 40)
     shutil.copytree(tiny_dir, snapshot)
     (tmp_path / "models--org--tiny" / "refs").mkdir()
@@ -55,8 +56,13 @@ def test_a_name_is_found_in_the_cache(cache: Path) -> None:
     assert find_model(cache) == cache
 
 
-def test_a_name_that_is_nowhere_says_what_to_run(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "--text", "hi", "--device", "cpu"]) == 1
+def test_a_name_that_is_nowhere_says_what_to_run(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["generate", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "--text", "hi", "--device", "cpu"])
+        == 1
+    )
     told = capsys.readouterr().err
     assert "hf download Qwen/Qwen3-Omni-30B-A3B-Instruct" in told
     assert "Traceback" not in told
@@ -71,7 +77,9 @@ def test_serve_by_name_without_a_network(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_name_that_is_not_here_is_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_here_is_downloaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def download(name: str, local_files_only: bool = False, allow_patterns: Any = ()) -> str:
         if local_files_only:
             raise LocalEntryNotFoundError("not in the cache")
@@ -117,8 +125,10 @@ def test_the_checkpoints_own_sampling_is_the_default(changed: tuple[Path, Path])
     directory, file = changed
     assert open_model(directory).info.defaults == Params()  # without a file
     file.write_text(json.dumps({
-        "do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 2048, "eos_token_id": [1],
-        "talker_temperature": 0.5, "talker_top_k": 7, "talker_top_p": 0.8, "talker_repetition_penalty": 1.2,
+        "do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 2048,
+        "eos_token_id": [1],
+        "talker_temperature": 0.5, "talker_top_k": 7, "talker_top_p": 0.8,
+        "talker_repetition_penalty": 1.2,
         "talker_max_new_tokens": 100,
     }))  # fmt: skip
     model = open_model(directory)
@@ -128,7 +138,12 @@ def test_the_checkpoints_own_sampling_is_the_default(changed: tuple[Path, Path])
     assert defaults.max_frames == 99
     told = model.stage_params(Wanted("speech", defaults, 3))
     code0 = told["talker"].code0  # type: ignore[attr-defined]
-    assert (code0.temperature, code0.top_k, code0.top_p, code0.repetition_penalty) == (0.5, 7, 0.8, 1.2)
+    assert (code0.temperature, code0.top_k, code0.top_p, code0.repetition_penalty) == (
+        0.5,
+        7,
+        0.8,
+        1.2,
+    )
 
 
 def test_a_checkpoint_that_does_not_draw(changed: tuple[Path, Path]) -> None:
@@ -144,7 +159,9 @@ def test_a_checkpoint_that_does_not_draw(changed: tuple[Path, Path]) -> None:
 def test_a_model_that_reads_has_its_own_sampling_too(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tts", 0, "qwen3-tts")
     file = tmp_path / "tts" / "generation_config.json"
-    assert open_model(tmp_path / "tts").info.defaults == replace(Params(), max_frames=8191)  # the rest is as ours
+    assert open_model(tmp_path / "tts").info.defaults == replace(
+        Params(), max_frames=8191
+    )  # the rest is as ours
     file.write_text(json.dumps({
         "do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.2,
         "max_new_tokens": 100, "subtalker_temperature": 0.4, "subtalker_top_k": 3,
@@ -152,7 +169,10 @@ def test_a_model_that_reads_has_its_own_sampling_too(tmp_path: Path) -> None:
     model = open_model(tmp_path / "tts")
     assert model.info.defaults.max_frames == 99
     talker: Any = model.stage_params(Wanted("reading", model.info.defaults, 3))["talker"]
-    drawn = [(s.temperature, s.top_k, s.top_p, s.repetition_penalty) for s in (talker.code0, talker.residual)]
+    drawn = [
+        (s.temperature, s.top_k, s.top_p, s.repetition_penalty)
+        for s in (talker.code0, talker.residual)
+    ]
     assert drawn == [(0.5, 7, 0.8, 1.2), (0.4, 3, 1.0, 1.0)]
     stated = replace(model.info.defaults, speech_temperature=0.3)  # as a request does
     talker = model.stage_params(Wanted("reading", stated, 3))["talker"]
@@ -179,15 +199,31 @@ def test_requests_say_how_speech_is_drawn_and_models_say_their_defaults() -> Non
 
 
 def check_fields(running: Running, engine: ScriptedEngine) -> None:
-    ask = {"messages": [{"role": "user", "content": "hi"}], "speech_temperature": 0.3, "max_tokens": 5}
+    ask = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "speech_temperature": 0.3,
+        "max_tokens": 5,
+    }
     assert running.ask("/v1/chat/completions", ask).status == 200
     p = engine.calls[-1]["params"]
-    assert (p.temperature, p.speech_temperature, p.speech_top_k, p.max_text_tokens) == (0.6, 0.3, 9, 5)
+    assert (p.temperature, p.speech_temperature, p.speech_top_k, p.max_text_tokens) == (
+        0.6,
+        0.3,
+        9,
+        5,
+    )
     read = {"input": "hi", "voice": "ethan", "speech_top_p": 0.7, "response_format": "wav"}
     assert running.ask("/v1/audio/speech", read).status == 200
-    assert (engine.calls[-1]["params"].speech_top_p, engine.calls[-1]["params"].speech_top_k) == (0.7, 9)
+    assert (engine.calls[-1]["params"].speech_top_p, engine.calls[-1]["params"].speech_top_k) == (
+        0.7,
+        9,
+    )
     defaults = running.ask("/v1/models").json["data"][0]["defaults"]
-    assert (defaults["temperature"], defaults["speech_top_k"], defaults["max_tokens"]) == (0.6, 9, 1024)
+    assert (defaults["temperature"], defaults["speech_top_k"], defaults["max_tokens"]) == (
+        0.6,
+        9,
+        1024,
+    )
 
 
 # ---- the card
@@ -198,7 +234,9 @@ def test_rows_follow_from_the_memory_beside_the_weights(spare: int, rows: int) -
     assert rows_for(spare * GIB) == rows
 
 
-def test_defaults_follow_from_the_card_unless_they_are_stated(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_follow_from_the_card_unless_they_are_stated(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, server = EngineConfig(host=HostSettings(device="cuda")), ServerConfig()
     monkeypatch.setattr(sizing, "card_memory", lambda device: 140 * GIB)
     sized, front = fit_card(engine, server, tiny_dir, {"device"})
@@ -206,7 +244,10 @@ def test_defaults_follow_from_the_card_unless_they_are_stated(tiny_dir: Path, mo
     assert sized.max_requests == front.engine_requests >= 256 + 128
     stated = replace(engine, host=replace(engine.host, max_rows=40))
     sized, front = fit_card(
-        stated, replace(server, max_concurrent=7, max_live=9), tiny_dir, {"max_rows", "max_concurrent", "max_live"}
+        stated,
+        replace(server, max_concurrent=7, max_live=9),
+        tiny_dir,
+        {"max_rows", "max_concurrent", "max_live"},
     )
     assert (sized.host.max_rows, front.max_concurrent, front.max_live) == (40, 7, 9)
 

@@ -1,5 +1,5 @@
-"""Answers that must be JSON, follow a schema or call a function, as clients ask for them. The model's weights are
-random: what comes out right is right because of the grammar."""
+"""Answers that must be JSON, follow a schema or call a function, as clients ask for them. The
+model's weights are random: what comes out right is right because of the grammar."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 
 from stretto.config.preprocess import PoolSettings
 from stretto.errors import Invalid
-from stretto.messages.params import MAX_GRAMMAR, Params
 from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.params import MAX_GRAMMAR, Params
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.template import ChatTemplate
 from stretto.server.openai.grammar import SPACE
@@ -51,12 +51,15 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("get_weather", "get_time")
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    for name in ("get_weather", "get_time")
 ]
 
 
 def create(real: Running, **more: Any) -> Any:
-    return real.client().chat.completions.create(model="default", messages=ASK, seed=3, max_tokens=200, **more)
+    return real.client().chat.completions.create(
+        model="default", messages=ASK, seed=3, max_tokens=200, **more
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -67,7 +70,11 @@ def test_a_schema_is_followed(real: Running, temperature: float) -> None:
 
 
 def test_spoken_and_streamed_too(real: Running) -> None:
-    fields = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}, "stream": True}
+    fields = {
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "ethan", "format": "pcm16"},
+        "stream": True,
+    }
     words, sound = "", b""
     for chunk in create(real, response_format=STRICT, extra_body={"max_audio_frames": 3}, **fields):
         audio = chunk.choices[0].delta.to_dict().get("audio", {})
@@ -81,7 +88,9 @@ def test_a_json_object(real: Running, tiny_dir: Path) -> None:
     # A random model never comes to an end by itself; this one closes what it may close.
     closing = Tokenizer.from_file(str(tiny_dir / "tokenizer.json")).encode("}").ids
     like = {str(id): 100 for id in closing}
-    answer = create(real, response_format={"type": "json_object"}, temperature=1.0, logit_bias=like).choices[0]
+    answer = create(
+        real, response_format={"type": "json_object"}, temperature=1.0, logit_bias=like
+    ).choices[0]
     assert answer.finish_reason == "stop"
     assert isinstance(json.loads(answer.message.content), dict)
 
@@ -102,10 +111,24 @@ def test_a_call_is_made_where_one_is_required(real: Running) -> None:
     ("body", "says"),
     [
         ({"response_format": {"type": "json_schema"}}, "schema is missing"),
-        ({"response_format": {**STRICT, "json_schema": {"name": "x", "schema": {"type": "strang"}}}}, "strang"),
-        ({"response_format": {**STRICT, "json_schema": {"name": "x", "schema": [1]}}}, "a JSON schema is an object"),
+        (
+            {
+                "response_format": {
+                    **STRICT,
+                    "json_schema": {"name": "x", "schema": {"type": "strang"}},
+                }
+            },
+            "strang",
+        ),
+        (
+            {"response_format": {**STRICT, "json_schema": {"name": "x", "schema": [1]}}},
+            "a JSON schema is an object",
+        ),
         ({"response_format": STRICT, "min_tokens": 3}, "leave out min_tokens"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "no function other"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "no function other",
+        ),
         ({"tool_choice": "required"}, "tools has no function"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ],
@@ -119,7 +142,10 @@ def test_what_cannot_be_followed_is_a_400(real: Running, body: dict[str, Any], s
 
 # ---- what takes too long, or too much
 
-ENDLESS = {"type": "integer", "multipleOf": 9_999_991}  # compiles for more than a minute, and takes gigabytes
+ENDLESS = {
+    "type": "integer",
+    "multipleOf": 9_999_991,
+}  # compiles for more than a minute, and takes gigabytes
 
 
 def structured(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -148,7 +174,9 @@ def references(count: int) -> dict[str, Any]:
     ],
     ids=["endless", "deep", "large", "ambiguous"],
 )
-def test_a_hostile_schema_is_a_400_and_the_hosts_never_see_it(real: Running, schema: dict[str, Any], says: str) -> None:
+def test_a_hostile_schema_is_a_400_and_the_hosts_never_see_it(
+    real: Running, schema: dict[str, Any], says: str
+) -> None:
     hosts = real.server.service.engine().pids
     reply = real.ask("/v1/chat/completions", structured(schema))
     assert (reply.status, reply.error["param"]) == (400, "response_format")
@@ -169,7 +197,10 @@ def test_a_schema_that_is_too_long_is_a_400(real: Running) -> None:
         return {"messages": ASK, "tools": list(tools), "tool_choice": "required"}
 
     at = "response_format.json_schema.schema"
-    for body, param in ((structured(schema(MAX_GRAMMAR)), at), (called(tool(MAX_GRAMMAR)), "tools")):
+    for body, param in (
+        (structured(schema(MAX_GRAMMAR)), at),
+        (called(tool(MAX_GRAMMAR)), "tools"),
+    ):
         reply = real.ask("/v1/chat/completions", body)
         assert (reply.status, reply.error["param"]) == (400, param)
         assert f"more than the {MAX_GRAMMAR:,} that an answer can follow" in reply.error["message"]
@@ -183,7 +214,10 @@ def test_a_schema_that_is_too_long_is_a_400(real: Running) -> None:
 def test_a_check_ends_when_its_client_leaves(real: Running) -> None:
     """One that nothing else would end."""
     pool = real.server.service.engine().prompts
-    within, pool.settings = pool.settings, PoolSettings(grammar_cpu_s=3600.0, grammar_memory_mb=1 << 20)
+    within, pool.settings = (
+        pool.settings,
+        PoolSettings(grammar_cpu_s=3600.0, grammar_memory_mb=1 << 20),
+    )
 
     async def running(count: int) -> None:
         while pool.checks.running != count:
@@ -192,7 +226,10 @@ def test_a_check_ends_when_its_client_leaves(real: Running) -> None:
     try:
         with socket.create_connection(("127.0.0.1", real.port), timeout=120) as s:
             data = json.dumps(structured({**ENDLESS, "title": "left"})).encode()
-            s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            s.sendall(
+                f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode()
+                + data
+            )
             real.do(running(1))
         real.do(running(0))
     finally:
@@ -217,14 +254,18 @@ def test_the_stage_learns_whose_turn_it_is(real: Running, monkeypatch: pytest.Mo
 # ---- the tokens
 
 
-def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Running, tiny_dir: Path) -> None:
+def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(
+    real: Running, tiny_dir: Path
+) -> None:
     """With two steps in flight, beside requests without a grammar."""
     config = OmniConfig.read(tiny_dir)
     tokenizer, vocab = open_grammars(tiny_dir).tokenizer, []
     for id in range(config.thinker.text.vocab_size):
         letters = tokenizer.decode_bytes([id])
         if not letters or any(b > 126 for b in letters) or tokenizer.is_special_token(id):
-            vocab.append(id)  # not text by itself: a grammar of letters forbids it, so nobody is to pick it
+            vocab.append(
+                id
+            )  # not text by itself: a grammar of letters forbids it, so nobody is to pick it
     bias = dict.fromkeys((i for i in vocab if i != config.tokens.im_end), -100.0)
     free = Params(temperature=0.9, max_text_tokens=20, logit_bias=bias, seed=5)
     bound = replace(free, grammar=r"start: /(.|\n)*/")
@@ -236,7 +277,9 @@ def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(real: Runn
 
     async def work() -> None:
         alone = [await ask(replace(free, seed=5 + i)) for i in range(3)]
-        guided, *others = await asyncio.gather(ask(bound), *(ask(replace(free, seed=5 + i)) for i in range(3)))
+        guided, *others = await asyncio.gather(
+            ask(bound), *(ask(replace(free, seed=5 + i)) for i in range(3))
+        )
         assert len(guided) > 3
         assert guided == alone[0]
         assert others == alone
@@ -260,7 +303,9 @@ def test_min_p_of_one_is_greedy_and_of_zero_is_nothing(real: Running) -> None:
 
 def test_penalties_make_an_answer_repeat_itself_less(real: Running) -> None:
     def repeats(**more: Any) -> int:
-        reply = real.ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 64, "temperature": 0, **more}).json
+        reply = real.ask(
+            "/v1/chat/completions", {"messages": ASK, "max_tokens": 64, "temperature": 0, **more}
+        ).json
         words = reply["choices"][0]["message"]["content"].split()
         return len(words) - len(set(words))
 
@@ -269,7 +314,10 @@ def test_penalties_make_an_answer_repeat_itself_less(real: Running) -> None:
     guide = PenaltyGuide(0.5, 1.0, {7: 3.0, 9: 1.0}, 3)
     for token in (7, 7, 8, 5):
         guide.accept(token)
-    assert dict(guide.bias()) == {7: 3.0 - 2 * 0.5 - 1.0, 9: 1.0}  # there is room for three, and two are stated
+    assert dict(guide.bias()) == {
+        7: 3.0 - 2 * 0.5 - 1.0,
+        9: 1.0,
+    }  # there is room for three, and two are stated
     assert guide.mask() is None
 
 
@@ -284,7 +332,9 @@ def test_several_answers_to_one_question(real: Running) -> None:
     reply = real.ask("/v1/chat/completions", ask).json
     texts = [c["message"]["content"] for c in reply["choices"]]
     assert [c["index"] for c in reply["choices"]] == [0, 1, 2]
-    assert texts == [create_short(real, max_tokens=8, temperature=1.0, seed=40 + i) for i in range(3)]
+    assert texts == [
+        create_short(real, max_tokens=8, temperature=1.0, seed=40 + i) for i in range(3)
+    ]
     assert reply["usage"]["completion_tokens"] > 8 >= reply["usage"]["completion_tokens"] / 3
     told = {0: "", 1: "", 2: ""}
     events = real.ask("/v1/chat/completions", {**ask, "stream": True}).events
@@ -301,7 +351,13 @@ def test_switches_of_the_chat_template(real: Running) -> None:
     template = ChatTemplate("{{ messages[0].content }}{% if shout %}!{% endif %}", ["<|im_end|>"])
     assert template.render([{"role": "user", "content": "hi"}], None, {"shout": True}) == ["hi!"]
     assert create_short(real, chat_template_kwargs={"enable_thinking": False}) == create_short(real)
-    for bad in ({"messages": 1}, {"x": "<|im_end|>"}, {"x": [1]}, [1], {str(i): 1 for i in range(17)}):
+    for bad in (
+        {"messages": 1},
+        {"x": "<|im_end|>"},
+        {"x": [1]},
+        [1],
+        {str(i): 1 for i in range(17)},
+    ):
         reply = real.ask("/v1/chat/completions", {"messages": ASK, "chat_template_kwargs": bad})
         assert reply.status == 400
         assert "chat_template_kwargs" in reply.error["message"]
@@ -346,7 +402,8 @@ PATTERNS = {"^[a-z]{2,4}$": "abc", "^(red|blue)-[0-9]{1,3}$": "red-12", "^[A-Z][
 
 
 def random_instance(schema: dict[str, Any], rng: random.Random) -> Any:
-    """Something that the schema allows, its properties in the schema's order, which answers keep."""
+    """Something that the schema allows, its properties in the schema's order, which answers
+    keep."""
     match schema:
         case {"anyOf": choices}:
             return random_instance(rng.choice(choices), rng)
@@ -388,7 +445,13 @@ def walk(guide: GrammarGuide, end: int, rng: random.Random) -> list[int] | None:
     out: list[int] = []
     while len(out) < 400:
         bits = guide.mask()
-        allowed = [32 * w + b for w, word in enumerate(bits.tolist()) if word for b in range(32) if word >> b & 1]
+        allowed = [
+            32 * w + b
+            for w, word in enumerate(bits.tolist())
+            if word
+            for b in range(32)
+            if word >> b & 1
+        ]
         token = end if end in allowed else rng.choice(allowed)
         if token == end:
             return out
@@ -399,7 +462,8 @@ def walk(guide: GrammarGuide, end: int, rng: random.Random) -> list[int] | None:
 
 
 def test_random_schemas_are_followed(grammars: tuple[Grammars, int]) -> None:
-    """Whatever a model picks is valid; and what is valid, in the order that the schema gives, can be picked."""
+    """Whatever a model picks is valid; and what is valid, in the order that the schema gives, can
+    be picked."""
     made, end = grammars
     tokenizer = made.compiler.result().tokenizer
     whole = 0

@@ -23,7 +23,9 @@ FEW = {"max_tokens": 8}  # random weights find no end
 def sound(seconds: float, format: str = "WAV") -> io.BytesIO:
     rng = np.random.default_rng(1)
     file = io.BytesIO()
-    soundfile.write(file, 0.1 * rng.standard_normal(int(seconds * RATE)).astype(np.float32), RATE, format=format)
+    soundfile.write(
+        file, 0.1 * rng.standard_normal(int(seconds * RATE)).astype(np.float32), RATE, format=format
+    )
     file.seek(0)
     file.name = f"question.{format.lower()}"
     return file
@@ -31,10 +33,17 @@ def sound(seconds: float, format: str = "WAV") -> io.BytesIO:
 
 def test_the_stock_client_transcribes_and_translates(real: Running) -> None:
     client = real.client()
-    options: Any = {"model": "default", "language": "en", "prompt": "About Rome.", "extra_body": FEW}
+    options: Any = {
+        "model": "default",
+        "language": "en",
+        "prompt": "About Rome.",
+        "extra_body": FEW,
+    }
     answer = client.audio.transcriptions.create(file=sound(1.5, "FLAC"), **options)
     assert answer.text
-    again = client.audio.transcriptions.create(file=sound(1.5, "FLAC"), response_format="text", **options)
+    again = client.audio.transcriptions.create(
+        file=sound(1.5, "FLAC"), response_format="text", **options
+    )
     assert again.strip() == answer.text
     other = client.audio.translations.create(file=sound(1.5), model="default", extra_body=FEW)
     assert other.text != answer.text  # another question was put
@@ -42,7 +51,9 @@ def test_the_stock_client_transcribes_and_translates(real: Running) -> None:
 
 def test_streamed(real: Running) -> None:
     events = list(
-        real.client().audio.transcriptions.create(file=sound(1.5), model="default", stream=True, extra_body=FEW)
+        real.client().audio.transcriptions.create(
+            file=sound(1.5), model="default", stream=True, extra_body=FEW
+        )
     )
     assert {e.type for e in events[:-1]} == {"transcript.text.delta"}
     assert events[-1].type == "transcript.text.done"
@@ -51,7 +62,10 @@ def test_streamed(real: Running) -> None:
 
 def test_a_long_sound_is_heard_window_by_window(real: Running) -> None:
     answer = real.client().audio.transcriptions.create(
-        file=sound(40), model="default", response_format="verbose_json", extra_body={**FEW, "seed": 1}
+        file=sound(40),
+        model="default",
+        response_format="verbose_json",
+        extra_body={**FEW, "seed": 1},
     )
     told = answer.to_dict()
     assert told["duration"] == pytest.approx(40, abs=0.01)
@@ -83,7 +97,9 @@ def test_windows_end_where_it_is_quiet() -> None:
 )
 def test_mistakes_are_named(real: Running, change: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        real.client().audio.transcriptions.create(**{"file": sound(0.5), "model": "default", **change})
+        real.client().audio.transcriptions.create(
+            **{"file": sound(0.5), "model": "default", **change}
+        )
     assert caught.value.status_code in (400, 404)
     assert caught.value.body["param"] == param  # type: ignore[index]
 
@@ -103,7 +119,8 @@ def test_forms() -> None:
     mark = boundary('multipart/form-data; boundary="a b"')
     body = (
         b'--a b\r\nContent-Disposition: form-data; name="model"\r\n\r\nx\r\n'
-        b'--a b\r\nContent-Disposition: form-data; name="file"; filename="../../etc"\r\n\r\n\r\n\r\n\x00--a\r\n'
+        b'--a b\r\nContent-Disposition: form-data; name="file"; '
+        b'filename="../../etc"\r\n\r\n\r\n\r\n\x00--a\r\n'
         b"--a b--\r\n"
     )
     form = parse_form(body, mark)

@@ -1,7 +1,9 @@
-"""Hosts of their own for tests that run a whole pipeline in one process, on a CPU and on a GPU alike.
+"""Hosts of their own for tests that run a whole pipeline in one process, on a CPU and on a GPU
+alike.
 
-On a GPU the tiny model goes through the fused kernels and captured steps, in float32: what is compared there is exact,
-whatever was batched with what. (In bfloat16 another batch size could tip a close call.)"""
+On a GPU the tiny model goes through the fused kernels and captured steps, in float32: what is
+compared there is exact, whatever was batched with what. (In bfloat16 another batch size could tip a
+close call.)"""
 
 from __future__ import annotations
 
@@ -65,17 +67,21 @@ class Answer:
 
 
 class Listener:
-    """A pipeline in this process whose answers are kept: all stages in one host, or each in one of its own. A request
-    that failed is cancelled, as the engine would."""
+    """A pipeline in this process whose answers are kept: all stages in one host, or each in one of
+    its own. A request that failed is cancelled, as the engine would."""
 
     def __init__(self, directory: Path, settings: HostSettings, apart: bool = False) -> None:
         self.answers: dict[RequestId, Answer] = defaultdict(Answer)
         self.asked, self.generation, self.endpoint = 0, 0, b""
         groups = [(stage,) for stage in STAGES] if apart else [STAGES]
-        self.hosts = [Host(configure(str(directory), group, {}), settings, self._report) for group in groups]
+        self.hosts = [
+            Host(configure(str(directory), group, {}), settings, self._report) for group in groups
+        ]
         for host in self.hosts:
             host.load()
-        self.stages: dict[str, Any] = {name: stage for host in self.hosts for name, stage in host.stages.items()}
+        self.stages: dict[str, Any] = {
+            name: stage for host in self.hosts for name, stage in host.stages.items()
+        }
         self.device = self.hosts[0].device
         if apart:
             self.lay(OverlapSwitches())
@@ -177,8 +183,10 @@ def question(name: str, prompt: Prompt) -> tuple[Admit, bytes]:
     packed = pack(prompt)
     greedy = GREEDY
     admit = announcement(
-        request=RequestId(name), prompt=packed.meta, speak=True, voice=None, text=greedy, code0=greedy, residual=greedy,
-        max_text_tokens=TOKENS, max_frames=FRAMES, min_text_tokens=TOKENS, min_frames=FRAMES, first_frames=1,
+        request=RequestId(name), prompt=packed.meta, speak=True, voice=None, text=greedy,
+        code0=greedy, residual=greedy,
+        max_text_tokens=TOKENS, max_frames=FRAMES, min_text_tokens=TOKENS, min_frames=FRAMES,
+        first_frames=1,
         each_frames=2, ramp=None, want_codes=True,
     )  # fmt: skip
     return admit, bytes(packed.features)

@@ -1,5 +1,6 @@
-"""A request whose numbers go bad fails alone: those beside it, those after it in the same memory, and the same question
-asked again get what they get by themselves. Through the plain path on a CPU, through the kernels on a GPU."""
+"""A request whose numbers go bad fails alone: those beside it, those after it in the same memory,
+and the same question asked again get what they get by themselves. Through the plain path on a CPU,
+through the kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -47,8 +48,11 @@ def apart(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module", params=[24, 512], ids=["prompts in parts", "whole prompts"])
-def case(request: pytest.FixtureRequest, directory: Path, device: str, apart: bool) -> Iterator[Case]:
-    """In parts, a prompt's first blocks can be found by others before anyone knows that its numbers are bad."""
+def case(
+    request: pytest.FixtureRequest, directory: Path, device: str, apart: bool
+) -> Iterator[Case]:
+    """In parts, a prompt's first blocks can be found by others before anyone knows that its numbers
+    are bad."""
     with kernels("force"):
         case = Case(directory, device, request.param, apart)
         yield case
@@ -56,13 +60,17 @@ def case(request: pytest.FixtureRequest, directory: Path, device: str, apart: bo
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(3, 4)], ids=["all rows", "one row"])
-def test_a_request_whose_numbers_go_bad_fails_alone(case: Case, rows: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_numbers_go_bad_fails_alone(
+    case: Case, rows: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host, prompts = case.host, case.prompts
     host.forget()
     made = Encoders._made
     poisoned = 0
 
-    def poison(self: Encoders, e: Encoding, pieces: Sequence[MediaPiece], encoded: Sequence[Rows]) -> None:
+    def poison(
+        self: Encoders, e: Encoding, pieces: Sequence[MediaPiece], encoded: Sequence[Rows]
+    ) -> None:
         nonlocal poisoned
         if pieces[0].digest == prompts[BAD].audios[0].pieces[0].digest:
             encoded[0][0][rows] = float("nan")
@@ -92,7 +100,8 @@ def test_a_request_whose_numbers_go_bad_fails_alone(case: Case, rows: slice, mon
 def test_rows_that_are_not_of_this_model_fail_their_request_alone(
     case: Case, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a link brings: ids are looked up on the device, where one that is not there ends the whole process."""
+    """Whatever a link brings: ids are looked up on the device, where one that is not there ends the
+    whole process."""
     host, prompts = case.host, case.prompts
     bad, length = RequestId(f"q{host.asked + 1 + BAD}"), len(prompts[BAD].ids)
     words = host.stages["talker"].model.text_table.shape[0]

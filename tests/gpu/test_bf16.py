@@ -1,5 +1,6 @@
-"""bf16 on a GPU: with the tokens and the experts of the float32 reference forced on both, our error against it is no
-larger than that of the reference in bf16 (free-running ones differ as soon as rounding flips one)."""
+"""bf16 on a GPU: with the tokens and the experts of the float32 reference forced on both, our error
+against it is no larger than that of the reference in bf16 (free-running ones differ as soon as
+rounding flips one)."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def routers(model: Any) -> list[Any]:
 def forward(model: Any, kind: str, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     prompt, dtype = make(kind, config), model.thinker.dtype
     media = {k: v.to(dtype) if v.is_floating_point() and k != "video_second_per_grid" else v
-             for k, v in media_inputs(prompt, "cuda").items() if isinstance(v, torch.Tensor)}  # fmt: skip
+             for k, v in media_inputs(prompt, "cuda").items() if isinstance(v,
+             torch.Tensor)}  # fmt: skip
     if prompt.audio_in_video:
         media["use_audio_in_video"] = True
     with torch.no_grad():
@@ -49,8 +51,8 @@ def forward(model: Any, kind: str, config: Any) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_thinker(kind: str, ours: Models, references: tuple[Any, Any]) -> None:
-    """All but a few rows are at most 1.6 times as far off as the reference's in bf16 are (all but a few of them), and
-    0.01 (about two roundings) for rows that it happens to hit."""
+    """All but a few rows are at most 1.6 times as far off as the reference's in bf16 are (all but a
+    few of them), and 0.01 (about two roundings) for rows that it happens to hit."""
     exact, rounded = references
     moe = ours.config.thinker.text.moe
     assert moe is not None
@@ -78,5 +80,9 @@ def test_vocoder(ours: Models, references: tuple[Any, Any]) -> None:
         true = exact.code2wav(codes.T[None]).flatten()
         theirs = rounded.code2wav(codes.T[None]).flatten()
     mine = ours.code2wav.decode(codes)
-    # One number for the whole sound: the square root of its mean squared error, as a share of its size.
-    assert float(row_errors(mine[None], true[None])) < 1.5 * float(row_errors(theirs[None], true[None])) + 0.01
+    # One number for the whole sound: the square root of its mean squared error, as a share of its
+    # size.
+    assert (
+        float(row_errors(mine[None], true[None]))
+        < 1.5 * float(row_errors(theirs[None], true[None])) + 0.01
+    )

@@ -1,4 +1,5 @@
-"""Sounds of several requests, encoded together: the same answers as alone, and what is wrong with one is its own."""
+"""Sounds of several requests, encoded together: the same answers as alone, and what is wrong with
+one is its own."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def test_one_that_cannot_be_encoded_fails_alone(
     model = host.stages["thinker"].model
     (piece,) = prompts[1].audios[0].pieces
     bad = torch.as_tensor(piece.values).to(model.device, model.dtype)
-    monkeypatch.setattr(model.audio_tower, "encode_windows", launches := Launches(model.audio_tower, bad))
+    monkeypatch.setattr(
+        model.audio_tower, "encode_windows", launches := Launches(model.audio_tower, bad)
+    )
     first, second, third = host.answer(prompts)
     assert second.error is not None
     assert "cannot be encoded" in second.error

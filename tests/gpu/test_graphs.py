@@ -1,4 +1,5 @@
-"""On a GPU: captured steps give what eager ones give, and no step waits for the device behind the loop's back."""
+"""On a GPU: captured steps give what eager ones give, and no step waits for the device behind the
+loop's back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,9 @@ def no_waiting() -> Iterator[None]:
 
 
 def think(models: Models, graphs: bool, depth: int = 2) -> Desk:
-    desk = Desk(models, "thinker", replace(CONFIG, overlap_depth=depth, max_context=256), graphs=graphs)
+    desk = Desk(
+        models, "thinker", replace(CONFIG, overlap_depth=depth, max_context=256), graphs=graphs
+    )
     for i in range(SIZE):
         desk.think(str(i), make("text", models.config, seed=i), options(i), stop_ids=frozenset())
     desk.run()
@@ -47,7 +50,9 @@ def think(models: Models, graphs: bool, depth: int = 2) -> Desk:
 
 
 def talk(models: Models, graphs: bool, depth: int = 2) -> Desk:
-    desk = Desk(models, "talker", replace(CONFIG, overlap_depth=depth, max_context=256), graphs=graphs)
+    desk = Desk(
+        models, "talker", replace(CONFIG, overlap_depth=depth, max_context=256), graphs=graphs
+    )
     for i in range(SIZE):
         desk.speak(str(i), make("text", models.config, seed=i), options(i), stop_ids=frozenset())
         for token in range(100, 106 + i):

@@ -1,4 +1,5 @@
-"""Fused decode at the real model's width, in bfloat16, against the plain layers: many steps over a growing cache."""
+"""Fused decode at the real model's width, in bfloat16, against the plain layers: many steps over a
+growing cache."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ DEVICE = torch.device("cuda")
 
 
 def decoder_of(config: object, layers: int) -> Decoder:
-    decoder = build(lambda: Decoder(dataclasses.replace(config, num_layers=layers)), DEVICE, torch.bfloat16)
+    decoder = build(
+        lambda: Decoder(dataclasses.replace(config, num_layers=layers)), DEVICE, torch.bfloat16
+    )
     generator = torch.Generator(DEVICE).manual_seed(1)
     for name, p in decoder.named_parameters():
         p.data.normal_(generator=generator)
@@ -54,7 +57,9 @@ def test_paged_steps(which: str, rows: int) -> None:
     for step in range(24):
         paging = plain.page([(t, s + step, 1) for t, s in zip(tables, starts, strict=True)])
         x = torch.randn(rows, decoder.config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
-        positions = torch.tensor([s + step for s in starts], dtype=torch.float32, device=DEVICE).expand(3, -1)
+        positions = torch.tensor(
+            [s + step for s in starts], dtype=torch.float32, device=DEVICE
+        ).expand(3, -1)
         with chosen() as ids:
             wanted = decoder(x, positions, PagedPass(plain, paging))
         forced.give(ids)
@@ -62,9 +67,12 @@ def test_paged_steps(which: str, rows: int) -> None:
         with forced():
             found = fused.paged(x, cos, sin, ours, paging)
         errors.append(row_errors(found, wanted))
-    # In Triton's interpreter (three layers, widths 256 and 512) half of the rows were 0.009 off, none more than 0.0104.
+    # In Triton's interpreter (three layers, widths 256 and 512) half of the rows were 0.009 off,
+    # none more than 0.0104.
     check_errors(torch.cat(errors), 2e-2)
-    assert error(ours.data[0], plain.data[0]) < 1e-2  # keys of the first layer: no router in front of them
+    assert (
+        error(ours.data[0], plain.data[0]) < 1e-2
+    )  # keys of the first layer: no router in front of them
 
 
 @pytest.mark.parametrize("rows", [1, 4, 40])
@@ -73,7 +81,9 @@ def test_frames(rows: int) -> None:
     decoder = decoder_of(CONFIG.talker.predictor, 5)
     fused, decoder.fused = decoder.fused, None
     assert fused is not None
-    plain, ours = (FrameCache(decoder.config, rows + 1, 16, DEVICE, torch.bfloat16) for _ in range(2))
+    plain, ours = (
+        FrameCache(decoder.config, rows + 1, 16, DEVICE, torch.bfloat16) for _ in range(2)
+    )
     every = torch.arange(16, dtype=torch.float32, device=DEVICE)
     cos, sin = decoder.rope(every, torch.bfloat16)
     for _ in range(2):  # the second frame overwrites the first

@@ -1,5 +1,6 @@
-"""Payload copies on a real device: behind the step that makes the rows, beside the one that follows, never waited for
-by the loop; and the page-locked mapping that lets them run at full speed."""
+"""Payload copies on a real device: behind the step that makes the rows, beside the one that
+follows, never waited for by the loop; and the page-locked mapping that lets them run at full
+speed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from stretto.transport.pinned import map_shared
 from stretto.transport.shm import ShmConnector, ShmReceiver, ShmSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # what else runs there must not make the host late
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+]  # what else runs there must not make the host late
 
 R = RequestId("r-1")
 LONG = 200_000_000  # cycles, some 100 ms: a step that is still running when we look
@@ -55,7 +59,8 @@ def ends(cuda: torch.device) -> Iterator[tuple[ShmSender, ShmReceiver]]:
 
 
 def device_rows(rows: torch.Tensor, seq: int = 0) -> Chunk:
-    """A chunk of device rows, as an outbox makes it: with the event after which they are complete."""
+    """A chunk of device rows, as an outbox makes it: with the event after which they are
+    complete."""
     event = torch.cuda.current_stream().record_event()
     return wire.chunk(R, Span(seq, seq + 1), Mark.MORE, {"x": rows}, seq=seq, event=event)
 
@@ -68,7 +73,9 @@ def taken(receiver: ShmReceiver) -> torch.Tensor:
     return rows
 
 
-def test_a_copy_to_a_slot_runs_behind_its_step(cuda: torch.device, ends: tuple[ShmSender, ShmReceiver]) -> None:
+def test_a_copy_to_a_slot_runs_behind_its_step(
+    cuda: torch.device, ends: tuple[ShmSender, ShmReceiver]
+) -> None:
     sender, receiver = ends
     rows = torch.zeros(8, 16, dtype=torch.int32, device=cuda)
     copies = torch.cuda.Stream()
@@ -89,7 +96,9 @@ def test_a_copy_to_a_slot_runs_behind_its_step(cuda: torch.device, ends: tuple[S
     assert taken(receiver).eq(7).all()
 
 
-def test_a_source_lives_until_it_is_copied(cuda: torch.device, ends: tuple[ShmSender, ShmReceiver]) -> None:
+def test_a_source_lives_until_it_is_copied(
+    cuda: torch.device, ends: tuple[ShmSender, ShmReceiver]
+) -> None:
     sender, receiver = ends
     for value in range(20):
         rows = torch.full((1 << 16,), value, dtype=torch.int32, device=cuda)
@@ -97,13 +106,17 @@ def test_a_source_lives_until_it_is_copied(cuda: torch.device, ends: tuple[ShmSe
         with torch.cuda.stream(torch.cuda.Stream()):
             assert sender.put(chunk, PATIENCE_S)
         del rows, chunk
-        torch.full((1 << 16,), -1, dtype=torch.int32, device=cuda)  # would be allocated in freed memory
+        torch.full(
+            (1 << 16,), -1, dtype=torch.int32, device=cuda
+        )  # would be allocated in freed memory
         assert sender.progress(wait=True) == 0
         assert taken(receiver).eq(value).all()
 
 
 @pytest.mark.parametrize("switches", [OverlapSwitches(), OverlapSwitches(async_h2d=False)], ids=str)
-def test_an_upload_is_waited_for_on_the_device(cuda: torch.device, switches: OverlapSwitches) -> None:
+def test_an_upload_is_waited_for_on_the_device(
+    cuda: torch.device, switches: OverlapSwitches
+) -> None:
     up = HostToDevice(cuda, switches, keep=frozenset({"media"}))
     source = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
     chunk = wire.chunk(R, Span(0, 1), Mark.MORE, {"x": source, "media": torch.tensor([[1, 2]])})
@@ -133,11 +146,14 @@ def test_uploads_do_not_wait_on_the_host(cuda: torch.device) -> None:
 
 
 def test_an_adopted_upload_is_not_overwritten_by_the_next(cuda: torch.device) -> None:
-    """The upload's memory belongs to its stream: freed while our kernel reads it, it must not be handed out yet."""
+    """The upload's memory belongs to its stream: freed while our kernel reads it, it must not be
+    handed out yet."""
     up = HostToDevice(cuda, OverlapSwitches())
     results = []
     for value in range(8):
-        uploaded = up.upload(wire.chunk(R, Span(0, 1), Mark.MORE, {"x": torch.full((1 << 18,), value).pin_memory()}))
+        uploaded = up.upload(
+            wire.chunk(R, Span(0, 1), Mark.MORE, {"x": torch.full((1 << 18,), value).pin_memory()})
+        )
         assert uploaded.event is not None
         adopt(uploaded.tensors.values(), uploaded.event)
         torch.cuda._sleep(LONG // 20)
@@ -160,7 +176,8 @@ def test_the_mapping_is_page_locked(cuda: torch.device) -> None:
 
 
 def test_media_rows_go_from_the_device_to_the_slots_in_parts(cuda: torch.device) -> None:
-    """Ids stay on the host. Rows that exceed a slot are cut on the loop's thread, without a wait for the device."""
+    """Ids stay on the host. Rows that exceed a slot are cut on the loop's thread, without a wait
+    for the device."""
     ids = torch.arange(600, dtype=torch.int32)
     hidden = torch.zeros(600, 1024, dtype=torch.bfloat16, device=cuda)
     chunks: list[Chunk] = []
@@ -171,7 +188,9 @@ def test_media_rows_go_from_the_device_to_the_slots_in_parts(cuda: torch.device)
         hidden.copy_(torch.arange(600, device=cuda)[:, None].expand(600, 1024))
         rows = ThinkerRows(Span(0, 600), ids, (Span(0, 600),), hidden)
         event = torch.cuda.current_stream().record_event()
-        Outbox(R, lambda chunk: chunks.append(chunk) or True).send(rows, slot_bytes, Mark.REQUEST_END, event)
+        Outbox(R, lambda chunk: chunks.append(chunk) or True).send(
+            rows, slot_bytes, Mark.REQUEST_END, event
+        )
     assert len(chunks) == 8
     got = []
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,5 +1,6 @@
-"""Links between hosts, laid anew again and again with each overlap switched off in turn: the same text and
-codes, whatever is copied when and on which stream. On a CPU the same, where nothing is copied behind anyone's back."""
+"""Links between hosts, laid anew again and again with each overlap switched off in turn: the same
+text and codes, whatever is copied when and on which stream. On a CPU the same, where nothing is
+copied behind anyone's back."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from stretto.types import RequestId
 from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about, kernels
 
 ON = OverlapSwitches()
-NAMES = [f.name for f in fields(OverlapSwitches) if f.name not in ("just_in_time", "give_way")]  # not about links
+NAMES = [
+    f.name for f in fields(OverlapSwitches) if f.name not in ("just_in_time", "give_way")
+]  # not about links
 SWITCHES = {"all on": ON, **{f"no {name}": replace(ON, **{name: False}) for name in NAMES}}
 SWITCHES["all off"] = replace(ON, **dict.fromkeys(NAMES, False))
 LAYINGS = {"cpu": 1, "cuda": 5}  # a CPU has nothing to race with
@@ -82,7 +85,9 @@ def pads(host: Listener, prompt: Prompt) -> list[int]:
     return [place for place, id in enumerate(prompt.ids) if id in tokens.media_pads]
 
 
-def check(host: Listener, answers: list[Answer], prompts: list[Prompt], alone: list[Output]) -> None:
+def check(
+    host: Listener, answers: list[Answer], prompts: list[Prompt], alone: list[Output]
+) -> None:
     """As each alone; and some got media rows that were never computed for them."""
     for answer, wanted in zip(answers, alone, strict=True):
         assert answer.error is None
@@ -96,7 +101,9 @@ def test_in_one_host(together: Listener, prompts: list[Prompt], alone: list[Outp
 
 
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
-def test_shared_memory(apart: Listener, switches: OverlapSwitches, prompts: list[Prompt], alone: list[Output]) -> None:
+def test_shared_memory(
+    apart: Listener, switches: OverlapSwitches, prompts: list[Prompt], alone: list[Output]
+) -> None:
     last = LAYINGS[apart.device.type] - 1
     for laying in range(last + 1):
         apart.lay(switches)
@@ -107,8 +114,8 @@ def test_shared_memory(apart: Listener, switches: OverlapSwitches, prompts: list
 
 
 def slow_steps(host: Listener) -> AbstractContextManager[None]:
-    """Behind each step its stream stands still for a while, so that whatever is queued there comes late, and who does
-    not wait for it reads what was in that memory before."""
+    """Behind each step its stream stands still for a while, so that whatever is queued there comes
+    late, and who does not wait for it reads what was in that memory before."""
     if host.device.type != "cuda":
         return nullcontext()
 
@@ -134,9 +141,11 @@ def patched(host: Listener, slowed: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
-def test_links_are_laid_and_taken_up_under_load(apart: Listener, prompts: list[Prompt], alone: list[Output]) -> None:
-    """Copies are on their way when a link goes; its memory may go only when they are done, and what was on the link is
-    gone without a trace."""
+def test_links_are_laid_and_taken_up_under_load(
+    apart: Listener, prompts: list[Prompt], alone: list[Output]
+) -> None:
+    """Copies are on their way when a link goes; its memory may go only when they are done, and what
+    was on the link is gone without a trace."""
     host, ways = apart, list(SWITCHES.values())
     for way in (*ways, ON):  # what is made once, at the first use of a way, is no leak
         host.lay(way)

@@ -25,7 +25,9 @@ def decoder(moe_: MoeConfig | None, section: tuple[int, int, int] | None = None)
     made = Decoder(c)
     generator = torch.Generator().manual_seed(3)
     for p in made.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator) * 0.3 + (1.0 if p.ndim == 1 else 0.0))
+        p.data.copy_(
+            torch.randn(p.shape, generator=generator) * 0.3 + (1.0 if p.ndim == 1 else 0.0)
+        )
     made.prepare(CPU)
     return made
 
@@ -47,10 +49,17 @@ def test_a_step_over_the_paged_cache(kind: MoeConfig | None, rows: int) -> None:
         cache = KVCache(3, 10, 2, 4, 16, CPU, torch.float32)
         paging = cache.page([([1 + 2 * r, 2 + 2 * r], 0, 6) for r in range(rows)])
         positions = torch.arange(6.0).repeat(rows).expand(3, -1)
-        model(rows_of(1, 6 * rows), positions, PagedPass(cache, paging))  # a prompt, of too many rows or by the modules
+        model(
+            rows_of(1, 6 * rows), positions, PagedPass(cache, paging)
+        )  # a prompt, of too many rows or by the modules
         step = cache.page([([1 + 2 * r, 2 + 2 * r], 6, 1) for r in range(rows)])
         x, watched = rows_of(2, rows), []
-        out = model(x, torch.full((3, rows), 6.0), PagedPass(cache, step), lambda i, h, w=watched: w.append(h) or h + i)
+        out = model(
+            x,
+            torch.full((3, rows), 6.0),
+            PagedPass(cache, step),
+            lambda i, h, w=watched: w.append(h) or h + i,
+        )
         found.append(out)
         seen.append(torch.stack(watched))
         assert torch.equal(x, rows_of(2, rows))  # what was given is not written to
@@ -61,7 +70,9 @@ def test_a_step_over_the_paged_cache(kind: MoeConfig | None, rows: int) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("small", [0, 1 << 20], ids=["by torch", "by numpy"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_products_of_large_and_small_matrices(small: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_large_and_small_matrices(
+    small: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(by_host, "SMALL", small)
     weight, x = torch.randn(40, 48, generator=torch.Generator().manual_seed(1)), rows_of(5, rows)
     found = by_host.product(weight)(x.numpy())
@@ -76,8 +87,13 @@ def test_a_frame_of_the_predictor() -> None:
     for used in (None, host):
         model.host = used
         cache = FrameCache(model.config, 2, 5, CPU, torch.float32)
-        parts = [model(rows_of(1, 4), torch.tensor([0.0, 1.0]).repeat(2), FramePass(cache, 2, 0, 2))]
-        parts += [model(rows_of(i, 2), torch.full((2,), float(i)), FramePass(cache, 2, i, 1)) for i in (2, 3, 4)]
+        parts = [
+            model(rows_of(1, 4), torch.tensor([0.0, 1.0]).repeat(2), FramePass(cache, 2, 0, 2))
+        ]
+        parts += [
+            model(rows_of(i, 2), torch.full((2,), float(i)), FramePass(cache, 2, i, 1))
+            for i in (2, 3, 4)
+        ]
         found.append(torch.cat(parts))
     torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=1e-4)
 
@@ -119,7 +135,10 @@ def test_experts_one_by_one_are_the_gathered_ones() -> None:
 
 def test_noise_on_the_host_is_the_devices() -> None:
     g = torch.Generator().manual_seed(0)
-    seed, draw = torch.randint(-(2**62), 2**62, (6,), generator=g), torch.randint(0, 10_000, (6,), generator=g)
+    seed, draw = (
+        torch.randint(-(2**62), 2**62, (6,), generator=g),
+        torch.randint(0, 10_000, (6,), generator=g),
+    )
     start = _mix(_mix(seed) + draw * _GOLDEN)[:, None]
     bits = _mix(start + torch.arange(700) * _GOLDEN)
     uniform = (((bits >> 40) & 0xFFFFFF).float() + 0.5) * 2.0**-24

@@ -11,7 +11,9 @@ EXPERTS, HIDDEN, SIZE, TOP = 8, 16, 24, 3  # rows of 16 bytes, for the grouped p
 
 def weights(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(EXPERTS, 2 * SIZE, HIDDEN, generator=g), torch.randn(EXPERTS, HIDDEN, SIZE, generator=g)
+    return torch.randn(EXPERTS, 2 * SIZE, HIDDEN, generator=g), torch.randn(
+        EXPERTS, HIDDEN, SIZE, generator=g
+    )
 
 
 def one_by_one(x, gate_up, down, w, ids):
@@ -25,7 +27,9 @@ def one_by_one(x, gate_up, down, w, ids):
     return out
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 64])  # both sides of the switch between gathering and sorting
+@pytest.mark.parametrize(
+    "rows", [1, 2, 5, 6, 64]
+)  # both sides of the switch between gathering and sorting
 def test_experts_equal_one_row_at_a_time(rows: int) -> None:
     g = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, HIDDEN, generator=g)
@@ -38,7 +42,9 @@ def test_experts_equal_one_row_at_a_time(rows: int) -> None:
 def test_both_ways_agree() -> None:
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0))
     gate_up, down = weights(0)
-    _, ids = moe.route(torch.randn(7, EXPERTS, generator=torch.Generator().manual_seed(1)), TOP, norm=True)
+    _, ids = moe.route(
+        torch.randn(7, EXPERTS, generator=torch.Generator().manual_seed(1)), TOP, norm=True
+    )
     few, ordered = moe._few(x, gate_up, down, ids), moe._sorted(x, gate_up, down, ids)
     torch.testing.assert_close(few, ordered, atol=1e-5, rtol=1e-5)
 
@@ -74,7 +80,9 @@ def test_float8_experts_equal_one_row_at_a_time_with_the_wide_weights(rows: int)
 def test_all_ways_through_float8_experts_agree(rows: int, dtype: torch.dtype) -> None:
     e = quantized(3)
     x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
-    _, ids = moe.route(torch.randn(rows, EXPERTS, generator=torch.Generator().manual_seed(1)), TOP, norm=True)
+    _, ids = moe.route(
+        torch.randn(rows, EXPERTS, generator=torch.Generator().manual_seed(1)), TOP, norm=True
+    )
     ways = [moe._few, moe._sorted] + [moe._grouped] * (dtype == torch.bfloat16)
     few, *others = (way(x, e.gate_up, e.down, ids, e.scales) for way in ways)
     assert few.dtype == dtype
@@ -83,7 +91,9 @@ def test_all_ways_through_float8_experts_agree(rows: int, dtype: torch.dtype) ->
         torch.testing.assert_close(other, few, atol=tolerance * few.abs().max().item(), rtol=0)
     # A way that forgot a scale, or used another expert's, is far from it.
     exact = moe._sorted(x.float(), *wide(e), ids)
-    torch.testing.assert_close(few.float(), exact, atol=tolerance * exact.abs().max().item(), rtol=0)
+    torch.testing.assert_close(
+        few.float(), exact, atol=tolerance * exact.abs().max().item(), rtol=0
+    )
 
 
 def test_route_renormalises_over_the_chosen() -> None:

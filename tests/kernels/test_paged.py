@@ -31,12 +31,16 @@ def test_any_cut_of_ragged_sequences_equals_dense_attention(seed: int, left: flo
     while any(d < n for d, n in zip(done, lengths, strict=True)):
         # a random chunk of each open sequence; those of one row go first, as the contract says
         cuts = {
-            i: int(torch.randint(1, n - d + 1, (), generator=g)) for i, (d, n) in enumerate(zip(done, lengths)) if d < n
+            i: int(torch.randint(1, n - d + 1, (), generator=g))
+            for i, (d, n) in enumerate(zip(done, lengths))
+            if d < n
         }
         order = sorted(cuts, key=lambda i: cuts[i] != 1)
         paging = cache.page([(tables[i], done[i], cuts[i]) for i in order])
         part = [slice(done[i], done[i] + cuts[i]) for i in order]
-        q, k, v = (torch.cat([t[i][s] for i, s in zip(order, part, strict=True)]) for t in (qs, ks, vs))
+        q, k, v = (
+            torch.cat([t[i][s] for i, s in zip(order, part, strict=True)]) for t in (qs, ks, vs)
+        )
         write_kv(cache.data[0], k, v, paging.slots)
         out = paged_attention(q, cache.data[0], paging)
         for i, rows in zip(order, out.split([cuts[i] for i in order]), strict=True):

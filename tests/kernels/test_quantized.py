@@ -18,12 +18,15 @@ def spread(seed: int, *shape: int) -> torch.Tensor:
     """Rows of very different sizes, and in each row numbers of many."""
     g = torch.Generator().manual_seed(seed)
     sizes = torch.randn(*shape[:-1], 1, generator=g) * 6
-    return torch.randn(*shape, generator=g) * torch.exp2(sizes + 3 * torch.randn(*shape, generator=g))
+    return torch.randn(*shape, generator=g) * torch.exp2(
+        sizes + 3 * torch.randn(*shape, generator=g)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_number_keeps_to_its_bound(dtype: torch.dtype) -> None:
-    """Three bits behind the leading one: half a step is 1/16 of the number at most; below 2^-6 steps are 2^-9 wide."""
+    """Three bits behind the leading one: half a step is 1/16 of the number at most; below 2^-6
+    steps are 2^-9 wide."""
     w = spread(0, 3, 40, 96).to(dtype)
     q, scale = narrow(w)
     assert q.dtype == FLOAT8
@@ -34,13 +37,17 @@ def test_every_number_keeps_to_its_bound(dtype: torch.dtype) -> None:
     assert (error > bound * 0.9).any()  # no looser than it must be
     # Of the row's largest number: it is a number of the format, but for the scale's own rounding.
     assert torch.equal(q.float().abs().amax(-1), torch.full(scale.shape, LARGEST))
-    torch.testing.assert_close(dequantize(q, scale).abs().amax(-1), w.float().abs().amax(-1), rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        dequantize(q, scale).abs().amax(-1), w.float().abs().amax(-1), rtol=3e-7, atol=0
+    )
 
 
 def test_rounds_to_the_nearest_number_of_the_format() -> None:
     codes = torch.arange(256, dtype=torch.uint8)[None].view(FLOAT8)
     format = codes.float()[codes.float().isfinite()].unique()
-    w = torch.cat((format, torch.rand(2000, generator=torch.Generator().manual_seed(1)) * 896 - 448))[None]
+    w = torch.cat(
+        (format, torch.rand(2000, generator=torch.Generator().manual_seed(1)) * 896 - 448)
+    )[None]
     q, scale = narrow(w)
     assert scale.item() == 1
     nearest = (w[0, :, None] - format).abs().amin(-1)
@@ -49,7 +56,9 @@ def test_rounds_to_the_nearest_number_of_the_format() -> None:
 
 def test_zero_rows_and_rows_at_the_ends_of_the_range() -> None:
     f = torch.finfo(torch.float32)
-    tops = torch.tensor([0.0, f.max, f.tiny, f.smallest_normal * 2**-20, f.tiny * 440, f.tiny * 450, 1e-30, 448.0])
+    tops = torch.tensor(
+        [0.0, f.max, f.tiny, f.smallest_normal * 2**-20, f.tiny * 440, f.tiny * 450, 1e-30, 448.0]
+    )
     w = tops[:, None] * torch.tensor([1.0, -0.5, 0.25, 0.0])
     q, scale = narrow(w)
     assert scale[0] == 1

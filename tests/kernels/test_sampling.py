@@ -13,12 +13,15 @@ def logits(rows: int, size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draws(params: list[SamplingParams], scores: torch.Tensor, numbers: list[int], **kwargs) -> list[int]:
+def draws(
+    params: list[SamplingParams], scores: torch.Tensor, numbers: list[int], **kwargs
+) -> list[int]:
     return sample(scores, SamplingRows.of(params, CPU), torch.tensor(numbers), **kwargs).tolist()
 
 
 def test_matches_the_reference_processors() -> None:
-    """The same scores survive as in the library's chain of processors, and the same noise picks the same token."""
+    """The same scores survive as in the library's chain of processors, and the same noise picks the
+    same token."""
     from transformers.generation.logits_process import (
         RepetitionPenaltyLogitsProcessor,
         TemperatureLogitsWarper,
@@ -31,7 +34,8 @@ def test_matches_the_reference_processors() -> None:
         scores = logits(1, 200, case)
         history = torch.randint(0, 200, (1, 9), generator=gen)
         p = SamplingParams(
-            temperature=0.3 + 0.05 * case, top_k=[0, 1, 5, 50][case % 4], top_p=[1.0, 0.8, 0.3][case % 3],
+            temperature=0.3 + 0.05 * case, top_k=[0, 1, 5, 50][case % 4], top_p=[1.0, 0.8,
+            0.3][case % 3],
             repetition_penalty=[1.0, 1.3][case % 2],
         )  # fmt: skip
         want = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(history, scores.clone())
@@ -54,7 +58,10 @@ def test_ties_at_the_top_k_border_are_kept() -> None:
 
 
 def test_a_requests_draws_do_not_depend_on_its_batch() -> None:
-    params = [SamplingParams(temperature=0.5 + 0.1 * i, top_k=i * 7, top_p=1 - 0.05 * i, seed=i) for i in range(8)]
+    params = [
+        SamplingParams(temperature=0.5 + 0.1 * i, top_k=i * 7, top_p=1 - 0.05 * i, seed=i)
+        for i in range(8)
+    ]
     params[3] = SamplingParams()  # a greedy one among them
     scores = logits(8, 500)
     together = draws(params, scores, list(range(8)))
@@ -98,7 +105,9 @@ def test_suppressed_tokens_are_never_picked() -> None:
     scores = logits(1, 50)
     suppress = torch.zeros(50, dtype=torch.bool)
     suppress[scores.argmax()] = True
-    assert draws([SamplingParams()], scores, [0], suppress=suppress) == [int(scores[0].topk(2).indices[1])]
+    assert draws([SamplingParams()], scores, [0], suppress=suppress) == [
+        int(scores[0].topk(2).indices[1])
+    ]
     hot = SamplingParams(temperature=50.0)
     picked = {draws([hot], scores, [n], suppress=suppress)[0] for n in range(300)}
     assert int(scores.argmax()) not in picked

@@ -20,8 +20,12 @@ def forgetful() -> Iterator[None]:
     fast.dtypes.cache_clear()
 
 
-@pytest.mark.parametrize(("capability", "there"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)])
-def test_old_gpus_go_the_plain_way(capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "there"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)]
+)
+def test_old_gpus_go_the_plain_way(
+    capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert fast.able(torch.device("cuda", 0)) == there
 

@@ -35,7 +35,12 @@ class FakeServer:
         self.sent.append((index, start))
         self.running += 1
         self.most = max(self.most, self.running)
-        pieces: list[tuple[float, Piece]] = [(0.1, Words("a")), (0.25, SECOND), (1.5, SECOND), (2.0, StreamEnd("stop"))]
+        pieces: list[tuple[float, Piece]] = [
+            (0.1, Words("a")),
+            (0.25, SECOND),
+            (1.5, SECOND),
+            (2.0, StreamEnd("stop")),
+        ]
         try:
             for after, piece in pieces:
                 await self.clock.sleep_until(start + after)
@@ -43,12 +48,17 @@ class FakeServer:
                     raise self.broken[index]
                 if not (self.silent and isinstance(piece, Sound)):
                     yield self.clock.now(), piece
-            yield self.clock.now(), Used({"prompt_tokens": 9, "completion_tokens_details": {"text_tokens": 5}})
+            yield (
+                self.clock.now(),
+                Used({"prompt_tokens": 9, "completion_tokens_details": {"text_tokens": 5}}),
+            )
         finally:
             self.running -= 1
 
 
-def run(load: Load, limits: Targets, *, until: float = float("inf"), **server: object) -> tuple[FakeServer, Level]:
+def run(
+    load: Load, limits: Targets, *, until: float = float("inf"), **server: object
+) -> tuple[FakeServer, Level]:
     clock = FakeClock()
     fake = FakeServer(clock, **server)  # type: ignore[arg-type]
 
@@ -65,7 +75,12 @@ def test_what_is_measured_of_one_request() -> None:
     assert sample.packets == [Packet(0.25, 1.0), Packet(1.5, 1.0)]
     assert (sample.first_text, sample.first_audio, sample.end) == (0.1, 0.25, 2.0)
     assert sample.rtf == 0.75
-    assert (sample.finish, sample.error, sample.prompt_tokens, sample.text_tokens) == ("stop", None, 9, 5)
+    assert (sample.finish, sample.error, sample.prompt_tokens, sample.text_tokens) == (
+        "stop",
+        None,
+        9,
+        5,
+    )
 
 
 @pytest.mark.parametrize("streams", [1, 3, 8])
@@ -133,7 +148,8 @@ def test_rows_and_rates() -> None:
     found = rows(level, [0.0, 1.5])
     p50 = {key: row.summary.p50 for key, row in found.items() if row.summary}
     want = {
-        "first_text_s": 0.1, "first_audio_s": 0.25, "gap_s": 1.25, "end_to_end_s": 2.0, "rtf": 0.75, "audio_s": 2.0,
+        "first_text_s": 0.1, "first_audio_s": 0.25, "gap_s": 1.25, "end_to_end_s": 2.0, "rtf": 0.75,
+        "audio_s": 2.0,
         "underruns_0ms": 1, "wait_0ms_s": 0.25, "underruns_1500ms": 0, "wait_1500ms_s": 0.0,
     }  # fmt: skip
     assert p50 == pytest.approx(want)
@@ -153,7 +169,11 @@ def test_overview_has_a_line_per_level() -> None:
 
 def test_record_holds_every_sample_and_is_json() -> None:
     _, level = run(Open(2.0, seed=7), Targets(requests=3))
-    told = json.loads(json.dumps(record([level], [0.0], {"url": "x"}, {"model": "tiny"}, "2026-01-01T00:00:00+00:00")))
+    told = json.loads(
+        json.dumps(
+            record([level], [0.0], {"url": "x"}, {"model": "tiny"}, "2026-01-01T00:00:00+00:00")
+        )
+    )
     (one,) = told["levels"]
     assert one["load"] == {"kind": "open", "rate": 2.0, "seed": 7}
     assert len(one["samples"]) == 3

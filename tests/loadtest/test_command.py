@@ -49,12 +49,33 @@ def run(*argv: str) -> int:
     return code
 
 
-def test_bench_measures_and_writes(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_and_writes(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "run.json"
-    argv = ["bench", server.url, "-c", "1", "3", "-r", "50", "-n", "6", "--warmup", "1", "--prompt-tokens", "12"]
+    argv = [
+        "bench",
+        server.url,
+        "-c",
+        "1",
+        "3",
+        "-r",
+        "50",
+        "-n",
+        "6",
+        "--warmup",
+        "1",
+        "--prompt-tokens",
+        "12",
+    ]
     assert run(*argv, "--json", str(out), "--quiet", "--key", "sk-secret") == 0
     printed = capsys.readouterr().out
-    for words in ("concurrency 1: 6 answers", "concurrency 3: 6 answers", "50 requests/s: 6 answers", "first audio"):
+    for words in (
+        "concurrency 1: 6 answers",
+        "concurrency 3: 6 answers",
+        "50 requests/s: 6 answers",
+        "first audio",
+    ):
         assert words in printed
     told = json.loads(out.read_text())
     assert "sk-secret" not in out.read_text()
@@ -74,7 +95,9 @@ def test_bench_counts_refusals(server: FakeServer, capsys: pytest.CaptureFixture
     assert "2 failed: 2 http 429" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("trouble", "kind"), [({"break_after": 9}, "error in stream"), ({"cut_after": 9}, "broken")])
+@pytest.mark.parametrize(
+    ("trouble", "kind"), [({"break_after": 9}, "error in stream"), ({"cut_after": 9}, "broken")]
+)
 def test_bench_where_nothing_works(
     server: FakeServer, capsys: pytest.CaptureFixture[str], trouble: dict[str, int], kind: str
 ) -> None:
@@ -100,18 +123,21 @@ def test_wrong_key(server: FakeServer) -> None:
 
 
 def test_interrupted_bench_prints_what_it_has(server: FakeServer, tmp_path: Path) -> None:
-    """Ctrl-C on a real process, in the middle. (It has to ask for it: a shell's background jobs, and so whatever these
-    start, ignore that signal.)"""
+    """Ctrl-C on a real process, in the middle. (It has to ask for it: a shell's background jobs,
+    and so whatever these start, ignore that signal.)"""
     out = tmp_path / "run.json"
     server.script = Script(packets=(1,), text="Hi.")
     program = (
         "import signal, sys; from tests.loadtest.test_command import run; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"sys.exit(run('bench', {server.url!r}, '-d', '600', '--warmup', '0', '--json', {str(out)!r}, '--quiet'))"
+        f"sys.exit(run('bench', {server.url!r}, '-d', '600', '--warmup', '0', '--json', "
+        f"{str(out)!r}, '--quiet'))"
     )
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root)}
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, env=env
+    )
     try:
         server.wait_for_requests(20)
         process.send_signal(signal.SIGINT)
@@ -127,7 +153,19 @@ def test_interrupted_bench_prints_what_it_has(server: FakeServer, tmp_path: Path
 
 def test_talk_once(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        run("talk", server.url, "--text", "Hi", "--save", str(tmp_path), "--voice", "aiden", "--max-tokens", "9") == 0
+        run(
+            "talk",
+            server.url,
+            "--text",
+            "Hi",
+            "--save",
+            str(tmp_path),
+            "--voice",
+            "aiden",
+            "--max-tokens",
+            "9",
+        )
+        == 0
     )
     assert ANSWER in capsys.readouterr().out
     (asked,) = server.requests
@@ -159,14 +197,29 @@ def test_bad_addresses(written: str) -> None:
 def test_fixed_lengths_are_for_servers_that_know_them() -> None:
     with pytest.raises(Invalid, match="--dialect stretto"):
         read_extra(parse("bench", "x", "--frames", "25"))
-    args = parse("bench", "x", "--frames", "25", "--exact-tokens", "--max-tokens", "64", "--stretto-extras")
-    assert read_extra(args) == {"min_audio_frames": 25, "max_audio_frames": 25, "ignore_eos": True, "min_tokens": 64}
+    args = parse(
+        "bench", "x", "--frames", "25", "--exact-tokens", "--max-tokens", "64", "--stretto-extras"
+    )
+    assert read_extra(args) == {
+        "min_audio_frames": 25,
+        "max_audio_frames": 25,
+        "ignore_eos": True,
+        "min_tokens": 64,
+    }
     assert read_extra(parse("bench", "x", "--extra", '{"top_k": 1}')) == {"top_k": 1}
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["-c", "0"], ["-r", "0"], ["-n", "0"], ["-d", "0"], ["--extra", "7"], ["--extra", "{"], ["--prebuffer", "-1"]],
+    [
+        ["-c", "0"],
+        ["-r", "0"],
+        ["-n", "0"],
+        ["-d", "0"],
+        ["--extra", "7"],
+        ["--extra", "{"],
+        ["--prebuffer", "-1"],
+    ],
 )
 def test_senseless_arguments_are_refused_before_anything_is_sent(argv: list[str]) -> None:
     with pytest.raises(Invalid):
@@ -174,5 +227,7 @@ def test_senseless_arguments_are_refused_before_anything_is_sent(argv: list[str]
 
 
 def test_no_torch_is_needed() -> None:
-    program = "import sys, stretto.talk.typed, stretto.loadtest.report; assert 'torch' not in sys.modules"
+    program = (
+        "import sys, stretto.talk.typed, stretto.loadtest.report; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,5 @@
-"""Servers that want to be asked in words of their own: what is sent to them, and a server that speaks vLLM-Omni's."""
+"""Servers that want to be asked in words of their own: what is sent to them, and a server that
+speaks vLLM-Omni's."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ CUT = 555  # samples that the first frame lacks
 
 
 class OmniServer(FakeServer):
-    """Answers as vLLM-Omni does: text token by token, beside sound in `delta.content` of chunks that are marked as
-    audio, a whole WAV file or bare samples in each."""
+    """Answers as vLLM-Omni does: text token by token, beside sound in `delta.content` of chunks
+    that are marked as audio, a whole WAV file or bare samples in each."""
 
     text_tokens, frames = 12, 60  # where a request says nothing of them
     breaks = False
@@ -38,7 +39,11 @@ class OmniServer(FakeServer):
         return StreamingResponse(self.stream(body), media_type="text/event-stream")
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        text, talker, _ = body.get("sampling_params_list") or [body, {"max_tokens": self.frames}, {}]
+        text, talker, _ = body.get("sampling_params_list") or [
+            body,
+            {"max_tokens": self.frames},
+            {},
+        ]
         tokens = text["max_tokens"] if text.get("ignore_eos") else self.text_tokens
         frames = talker["max_tokens"] - 1  # the last step makes no frame
         yield sse(chunk({"role": "assistant", "content": ""}, "text"))
@@ -46,7 +51,15 @@ class OmniServer(FakeServer):
         for number in range(tokens):
             yield sse(chunk({"content": f"w{number} "}, "text"))
             if number == tokens // 2 and self.breaks:
-                yield sse({"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}})
+                yield sse(
+                    {
+                        "error": {
+                            "message": "EngineCore died",
+                            "type": "InternalServerError",
+                            "code": 500,
+                        }
+                    }
+                )
                 yield b"data: [DONE]\n\n"
                 return
         while "audio" in body["modalities"] and start < frames:
@@ -57,14 +70,27 @@ class OmniServer(FakeServer):
             yield sse(chunk(sound, "audio") | {"usage": usage(0)})
             start += size
         if "audio" in body["modalities"]:
-            yield sse(chunk({"role": "assistant", "content": ""}, "audio", "stop") | {"usage": usage(0)})
+            yield sse(
+                chunk({"role": "assistant", "content": ""}, "audio", "stop") | {"usage": usage(0)}
+            )
         yield sse({"object": "chat.completion.chunk", "choices": [], "usage": usage(tokens)})
         yield b"data: [DONE]\n\n"
 
 
 def chunk(delta: dict[str, Any], modality: str, finish: str | None = None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice], "modality": modality}
+    choice = {
+        "index": 0,
+        "delta": delta,
+        "logprobs": None,
+        "finish_reason": finish,
+        "stop_reason": None,
+    }
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "choices": [choice],
+        "modality": modality,
+    }
 
 
 def usage(tokens: int) -> dict[str, int]:
@@ -84,12 +110,33 @@ def omni(running: OmniServer) -> OmniServer:
     return running
 
 
-FIXED = ("--prompt-tokens", "80", "--max-tokens", "64", "--exact-tokens", "--frames", "125", "--temperature", "1")
+FIXED = (
+    "--prompt-tokens",
+    "80",
+    "--max-tokens",
+    "64",
+    "--exact-tokens",
+    "--frames",
+    "125",
+    "--temperature",
+    "1",
+)
 
 
 def measure(server: OmniServer, tmp_path: Path, *argv: str) -> list[dict[str, Any]]:
     out = tmp_path / "run.json"
-    command = ("bench", server.url, "--dialect", "vllm-omni", "-n", "3", "--warmup", "0", "--quiet", *argv)
+    command = (
+        "bench",
+        server.url,
+        "--dialect",
+        "vllm-omni",
+        "-n",
+        "3",
+        "--warmup",
+        "0",
+        "--quiet",
+        *argv,
+    )
     assert run(*command, "--json", str(out)) == 0
     samples: list[dict[str, Any]] = json.loads(out.read_text())["levels"][0]["samples"]
     return samples
@@ -103,7 +150,9 @@ def test_fixed_lengths_on_vllm_omni(omni: OmniServer, tmp_path: Path, packets: s
     for sample in samples:
         seconds = [seconds for _, seconds in sample["packets"]]
         assert seconds[0] == pytest.approx((FIRST * 1920 - CUT) / PCM_RATE)
-        assert sum(seconds) == pytest.approx((124 * 1920 - CUT) / PCM_RATE), "9.897 s, as in the published table"
+        assert sum(seconds) == pytest.approx((124 * 1920 - CUT) / PCM_RATE), (
+            "9.897 s, as in the published table"
+        )
         assert len(sample["words"]) == 64
         assert (sample["text_tokens"], sample["prompt_tokens"]) == (64, 100)
         assert (sample["finish"], sample["error"]) == ("stop", None)
@@ -111,7 +160,11 @@ def test_fixed_lengths_on_vllm_omni(omni: OmniServer, tmp_path: Path, packets: s
     for body in omni.requests:
         text, talker, _ = body["sampling_params_list"]
         assert text == {"temperature": 1.0, "max_tokens": 64, "min_tokens": 64, "ignore_eos": True}
-        assert (talker["max_tokens"], talker["min_tokens"], talker["ignore_eos"]) == (125, 125, True)
+        assert (talker["max_tokens"], talker["min_tokens"], talker["ignore_eos"]) == (
+            125,
+            125,
+            True,
+        )
         assert body.get("audio") == ({"format": "pcm"} if argv else None)
 
 
@@ -120,7 +173,9 @@ def test_a_usual_answer_of_vllm_omni(omni: OmniServer, tmp_path: Path) -> None:
     assert (len(sample["words"]), sample["text_tokens"]) == (12, 12)
     body = omni.requests[0]
     assert body["speaker"] == "chelsie"
-    assert {"sampling_params_list", "audio"} & set(body) == set(), "the server's own deploy file decides"
+    assert {"sampling_params_list", "audio"} & set(body) == set(), (
+        "the server's own deploy file decides"
+    )
 
 
 def test_text_of_vllm_omni(omni: OmniServer, tmp_path: Path) -> None:
@@ -130,19 +185,28 @@ def test_text_of_vllm_omni(omni: OmniServer, tmp_path: Path) -> None:
     assert "sampling_params_list" not in omni.requests[0]
 
 
-def test_an_error_within_an_answer_of_vllm_omni(omni: OmniServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_within_an_answer_of_vllm_omni(
+    omni: OmniServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     omni.breaks = True
-    assert run("bench", omni.url, "--dialect", "vllm-omni", "-n", "2", "--warmup", "0", "--quiet") == 1
+    assert (
+        run("bench", omni.url, "--dialect", "vllm-omni", "-n", "2", "--warmup", "0", "--quiet") == 1
+    )
     printed = capsys.readouterr().out
     assert "2 failed: 2 error in stream" in printed
     assert "EngineCore died" in printed
 
 
-def test_limits_of_vllm_omni_are_found(omni: OmniServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_of_vllm_omni_are_found(
+    omni: OmniServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     late = ("--underrun-ms", "60000", "--quiet", "-n", "1", "--warmup", "0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stretto.loadtest.find.MOST", 2)
-        assert run("bench", omni.url, "--dialect", "vllm-omni", "--find", "-c", "1", *late, *FIXED) == 0
+        assert (
+            run("bench", omni.url, "--dialect", "vllm-omni", "--find", "-c", "1", *late, *FIXED)
+            == 0
+        )
     assert ": 2 listeners or more" in capsys.readouterr().out
 
 
@@ -156,8 +220,15 @@ def test_lengths_by_dialect() -> None:
     }  # fmt: skip
     text, talker, vocoder = length_fields("vllm-omni", fixed, None)["sampling_params_list"]
     assert "temperature" not in text
-    assert (talker["temperature"], talker["detokenize"], vocoder["detokenize"]) == (0.9, False, True)
-    assert length_fields("vllm-omni", Lengths(64, exact=True), 1.0) == {"ignore_eos": True, "min_tokens": 64}
+    assert (talker["temperature"], talker["detokenize"], vocoder["detokenize"]) == (
+        0.9,
+        False,
+        True,
+    )
+    assert length_fields("vllm-omni", Lengths(64, exact=True), 1.0) == {
+        "ignore_eos": True,
+        "min_tokens": 64,
+    }
     text, *_ = length_fields("vllm-omni", Lengths(64, frames=125), 0.5)["sampling_params_list"]
     assert text == {"max_tokens": 64, "temperature": 0.5}, "the text ends where it ends"
     assert length_fields("openai", Lengths(64), 1.0) == {}
@@ -168,9 +239,14 @@ def test_lengths_by_dialect() -> None:
 
 def test_speech_by_dialect() -> None:
     assert speech_fields("openai", None, None) == {"audio": {"format": "pcm16"}}
-    assert speech_fields("stretto", "wav", "ethan") == {"audio": {"format": "wav", "voice": "ethan"}}
+    assert speech_fields("stretto", "wav", "ethan") == {
+        "audio": {"format": "wav", "voice": "ethan"}
+    }
     assert speech_fields("vllm-omni", None, None) == {}
-    assert speech_fields("vllm-omni", "pcm", "ethan") == {"speaker": "ethan", "audio": {"format": "pcm"}}
+    assert speech_fields("vllm-omni", "pcm", "ethan") == {
+        "speaker": "ethan",
+        "audio": {"format": "pcm"},
+    }
 
 
 @pytest.mark.parametrize("argv", [["--frames", "0"], ["--frames", "9", "--text-only"]])
@@ -192,7 +268,9 @@ def test_seconds_of_wav_files(samples: int, rate: int) -> None:
     raw = wav_file(rate, bytes(2 * samples))
     assert Sound(encoded(raw)).seconds() == samples / rate
     streamed = raw.replace(b"data" + (2 * samples).to_bytes(4, "little"), b"data\xff\xff\xff\xff")
-    assert Sound(encoded(streamed)).seconds() == samples / rate, "a streamed file does not know its length"
+    assert Sound(encoded(streamed)).seconds() == samples / rate, (
+        "a streamed file does not know its length"
+    )
 
 
 def test_a_long_header_is_read_whole() -> None:
@@ -201,7 +279,9 @@ def test_a_long_header_is_read_whole() -> None:
     assert Sound(encoded(raw[:12] + notes + raw[12:])).seconds() == 240 / 24000
 
 
-@pytest.mark.parametrize("raw", [b"RIFF", wav_file(24000, b"")[:30], b"RIFF0000WAVELIST" + bytes(900)])
+@pytest.mark.parametrize(
+    "raw", [b"RIFF", wav_file(24000, b"")[:30], b"RIFF0000WAVELIST" + bytes(900)]
+)
 def test_files_without_samples(raw: bytes) -> None:
     with pytest.raises(RequestFailed, match="without samples"):
         Sound(encoded(raw)).seconds()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stretto.config.engine import EngineConfig
 from stretto.config.preprocess import PoolSettings
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from stretto.errors import Invalid
 from stretto.loadtest.find import (
     MOST,
@@ -157,7 +157,9 @@ def test_no_player_may_wait() -> None:
     assert NoUnderrun(0.5).failure(samples) is None
 
 
-@pytest.mark.parametrize(("share", "late", "fails"), [(0.99, 1, False), (0.99, 9, True), (0.5, 90, False)])
+@pytest.mark.parametrize(
+    ("share", "late", "fails"), [(0.99, 1, False), (0.99, 9, True), (0.5, 90, False)]
+)
 def test_first_audio_within_a_limit(share: float, late: int, fails: bool) -> None:
     samples = [spoken(0.1)] * 200 + [spoken(0.9)] * late
     failure = FirstWithin(0.3, share).failure(samples)
@@ -181,7 +183,9 @@ def test_answers_without_speech_are_judged_by_their_first_text() -> None:
         (FirstWithin(0.3), 64, (640, 128)),  # ten seconds
     ],
 )
-def test_a_probe_is_long_enough_to_mean_something(limit: Limit, load: float, answers: tuple[int, int]) -> None:
+def test_a_probe_is_long_enough_to_mean_something(
+    limit: Limit, load: float, answers: tuple[int, int]
+) -> None:
     assert limit.num_answers(load) == answers
 
 
@@ -196,7 +200,8 @@ def test_a_number_of_answers_can_be_chosen_but_no_listener_is_left_out() -> None
 
 @dataclass
 class Server:
-    """Two seconds of speech, the second after 0.8 s; beyond `room` requests at a time it is that much slower."""
+    """Two seconds of speech, the second after 0.8 s; beyond `room` requests at a time it is that
+    much slower."""
 
     clock: FakeClock
     room: int = 4
@@ -210,7 +215,12 @@ class Server:
         self.running += 1
         slower = max(1.0, self.running / self.room)
         try:
-            for after, piece in ((0.1, Words("a")), (0.2, SECOND), (1.0, SECOND), (1.1, StreamEnd("stop"))):
+            for after, piece in (
+                (0.1, Words("a")),
+                (0.2, SECOND),
+                (1.0, SECOND),
+                (1.1, StreamEnd("stop")),
+            ):
                 await self.clock.sleep_until(start + after * slower)
                 yield self.clock.now(), piece
         finally:
@@ -220,7 +230,9 @@ class Server:
 SECOND = Sound("A" * (2 * 24000 * 4 // 3))
 
 
-def measured(limit: Limit, bounds: Bounds, until: float = float("inf"), **server: object) -> tuple[Server, Search]:
+def measured(
+    limit: Limit, bounds: Bounds, until: float = float("inf"), **server: object
+) -> tuple[Server, Search]:
     clock = FakeClock()
     fake = Server(clock, **server)  # type: ignore[arg-type]
     prober = Prober(Bench(fake.send, clock), limit, cpu=lambda: 0.0)
@@ -228,7 +240,8 @@ def measured(limit: Limit, bounds: Bounds, until: float = float("inf"), **server
 
 
 def test_listeners_of_a_server_that_slows_down() -> None:
-    """The second packet is late by 0.8 s times the slowness, less the second that the first one plays."""
+    """The second packet is late by 0.8 s times the slowness, less the second that the first one
+    plays."""
     _, result = measured(NoUnderrun(), LISTENERS)
     assert result.highest is not None
     assert result.highest.load == 5
@@ -285,7 +298,9 @@ def test_what_is_known_when_it_is_interrupted() -> None:
 
 def test_a_probe_that_ends_in_its_warm_up_is_no_proof() -> None:
     clock = FakeClock()
-    prober = Prober(Bench(Server(clock).send, clock), NoUnderrun(), seconds=1.0, warmup=9, cpu=lambda: 0.0)
+    prober = Prober(
+        Bench(Server(clock).send, clock), NoUnderrun(), seconds=1.0, warmup=9, cpu=lambda: 0.0
+    )
     result = asyncio.run(clock.drive(prober(1)))
     assert not result.passed
     assert "warm-up" in str(result.failure)
@@ -323,15 +338,31 @@ def server(running: FakeServer) -> FakeServer:
     return running
 
 
-SHORT = ("--prompt-tokens", "5", "--quiet", "--underrun-ms", "60000", "--first-audio-ms", "60000")  # nothing is late
+SHORT = (
+    "--prompt-tokens",
+    "5",
+    "--quiet",
+    "--underrun-ms",
+    "60000",
+    "--first-audio-ms",
+    "60000",
+)  # nothing is late
 
 
 def test_both_limits_of_a_server(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: FakeServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stretto.loadtest.find.MOST", 4)
     out = tmp_path / "new" / "found.json"
-    assert command("bench", server.url, "--find", *SHORT, "-n", "3", "--warmup", "1", "--json", str(out)) == 0
+    assert (
+        command(
+            "bench", server.url, "--find", *SHORT, "-n", "3", "--warmup", "1", "--json", str(out)
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "\n  2 listeners: passed; 3 answers in " in printed
     assert "most listeners with waits of at most 60.00 s: 4 listeners or more, " in printed
@@ -340,7 +371,9 @@ def test_both_limits_of_a_server(
     listeners, rate = record["find"]
     assert [p["load"] for p in listeners["probes"]] == [1, 2, 4, 4]
     assert (listeners["highest"], rate["highest"]) == (4, 4)
-    assert [p["level"] for p in (*listeners["probes"], *rate["probes"])] == list(range(len(record["levels"])))
+    assert [p["level"] for p in (*listeners["probes"], *rate["probes"])] == list(
+        range(len(record["levels"]))
+    )
     for level, number in zip(record["levels"], (3, 3, 4, 4), strict=False):
         assert (len(level["samples"]), len(level["warmup"])) == (number, 1)
     assert record["levels"][0]["samples"][0]["packets"]
@@ -349,8 +382,14 @@ def test_both_limits_of_a_server(
     assert len(set(questions)) == len(questions), "no two requests are the same"
 
 
-def test_a_full_server_is_named_in_the_answer(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.script.refuse, server.script.refuse_from, server.script.refusals = (429, {}, "full"), 2, 10**9
+def test_a_full_server_is_named_in_the_answer(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script.refuse, server.script.refuse_from, server.script.refusals = (
+        (429, {}, "full"),
+        2,
+        10**9,
+    )
     assert command("bench", server.url, "--find", *SHORT, "-c", "1") == 1
     printed = capsys.readouterr().out
     assert "none (1 listener: 1 of 1 requests were refused (http 429: full))" in printed
@@ -367,7 +406,9 @@ def test_a_server_without_speech(
     assert "The answers have no speech" in printed
     assert "highest rate with first text p99 within 60.00 s: 2 requests/s or more" in printed
     assert "most listeners" not in printed
-    assert command("bench", server.url, "--find", *SHORT, "-c", "1") == 1, "there is nothing to search for"
+    assert command("bench", server.url, "--find", *SHORT, "-c", "1") == 1, (
+        "there is nothing to search for"
+    )
 
 
 def test_a_server_that_refuses_everything(server: FakeServer) -> None:
@@ -379,7 +420,8 @@ def test_a_server_that_refuses_everything(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["-c", "1", "2"], ["-c", "1", "-r", "1"], ["-c", "2000"], ["--underrun-ms", "-1"], ["--first-audio-ms", "0"],
+        ["-c", "1", "2"], ["-c", "1", "-r", "1"], ["-c", "2000"], ["--underrun-ms", "-1"],
+        ["--first-audio-ms", "0"],
         ["--percentile", "100"], ["--text-only", "-c", "1"], ["-r", "0.001"],
     ],
 )  # fmt: skip
@@ -389,16 +431,28 @@ def test_senseless_arguments(argv: list[str]) -> None:
 
 
 def test_a_real_server(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model behind the real server and engine: every answer of each probe is as long as it was asked for."""
+    """The tiny model behind the real server and engine: every answer of each probe is as long as it
+    was asked for."""
     monkeypatch.setattr("stretto.loadtest.find.MOST", 2)
 
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
         await engine.start()
         return engine
 
     out = tmp_path / "found.json"
-    lengths = ("--stretto-extras", "--exact-tokens", "--max-tokens", "3", "--frames", "4", "-n", "2", "--warmup", "1")
+    lengths = (
+        "--stretto-extras",
+        "--exact-tokens",
+        "--max-tokens",
+        "3",
+        "--frames",
+        "4",
+        "-n",
+        "2",
+        "--warmup",
+        "1",
+    )
     with Running(open_engine) as real:
         assert command("bench", real.url, "--find", *SHORT, *lengths, "--json", str(out)) == 0
     record = json.loads(out.read_text())
@@ -420,12 +474,14 @@ def test_interrupted(server: FakeServer, tmp_path: Path) -> None:
     program = (
         "import signal, sys; from tests.loadtest.test_command import run; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"argv = {[server.url, '--find', *SHORT, '-n', '3', '--warmup', '1', '--json', str(out)]!r}; "
+        f"argv = {[server.url, '--find', *SHORT, '-n', '3', '--warmup', '1', '--json', str(out)]!r}; "  # noqa: E501
         "sys.exit(run('bench', *argv))"
     )
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root)}
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root, env=env
+    )
     try:
         server.wait_for_requests(1 + 2 * 4 + 4)
         process.send_signal(signal.SIGINT)

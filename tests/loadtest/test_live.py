@@ -1,4 +1,5 @@
-"""`stretto talk --live`: against the real server with a scripted engine, and what happens on an interruption."""
+"""`stretto talk --live`: against the real server with a scripted engine, and what happens on an
+interruption."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ def test_a_file_is_spoken_and_answered(tmp_path: Path, capsys: pytest.CaptureFix
         file.writeframes(pcm(silence(0.2), speech(0.6)))
     engine = TalkEngine(script=lambda ask: say("Good day to you.", 0.5))
     with talking(engine, api_key=("k",)) as server:
-        live = ("talk", server.url, "--key", "k", "--live", "--file", str(question), "--save", str(tmp_path / "out"))
+        live = (
+            "talk",
+            server.url,
+            "--key",
+            "k",
+            "--live",
+            "--file",
+            str(question),
+            "--save",
+            str(tmp_path / "out"),
+        )
         assert run(*live, "--system", "Be brief.", "--voice", "chelsie") == 0
         assert run(*live) == 0
         with pytest.raises(Invalid, match="--text-only"):
@@ -83,7 +94,11 @@ class Ear:
 
 
 def delta(data: bytes) -> dict[str, Any]:
-    return {"type": "response.output_audio.delta", "response_id": "r", "delta": base64.b64encode(data).decode()}
+    return {
+        "type": "response.output_audio.delta",
+        "response_id": "r",
+        "delta": base64.b64encode(data).decode(),
+    }
 
 
 def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
@@ -95,7 +110,11 @@ def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
 
     server = Script(
         {"type": "response.created", "response": {"id": "r"}},
-        {"type": "response.output_item.added", "response_id": "r", "item": {"id": "i", "type": "message"}},
+        {
+            "type": "response.output_item.added",
+            "response_id": "r",
+            "item": {"id": "i", "type": "message"},
+        },
         delta(bytes(48_000)),
     )
     out = io.StringIO()
@@ -107,7 +126,8 @@ def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
     talk.take({"type": "input_audio_buffer.speech_started"})
     assert made[0].closed
     assert server.sent[-1] == {
-        "type": "conversation.item.truncate", "item_id": "i", "content_index": 0, "audio_end_ms": 500,
+        "type": "conversation.item.truncate", "item_id": "i", "content_index": 0,
+        "audio_end_ms": 500,
     }  # fmt: skip
     talk.take(delta(bytes(4800)))  # was on its way
     assert len(made) == 1

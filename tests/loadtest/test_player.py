@@ -29,7 +29,9 @@ def by_hand(packets: list[tuple[int, int]], prebuffer: int) -> tuple[int, int, i
 
 
 @given(ticks, st.integers(0, 30))
-def test_equals_a_player_that_is_stepped_through_time(steps: list[tuple[int, int]], prebuffer: int) -> None:
+def test_equals_a_player_that_is_stepped_through_time(
+    steps: list[tuple[int, int]], prebuffer: int
+) -> None:
     at, packets = 0, []
     for wait, length in steps:
         at += wait

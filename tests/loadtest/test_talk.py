@@ -16,7 +16,12 @@ from stretto.talk.sound import MICROPHONE_RATE, NoSound, PlayBuffer, find_sound
 from stretto.talk.typed import Talk
 
 PCM = b"\x01\x02" * 480
-ANSWER: list[Piece] = [Words("Hel"), Sound(base64.b64encode(PCM).decode()), Words("lo."), StreamEnd("stop")]
+ANSWER: list[Piece] = [
+    Words("Hel"),
+    Sound(base64.b64encode(PCM).decode()),
+    Words("lo."),
+    StreamEnd("stop"),
+]
 SILENCE = NoSound("nobody has ears here")
 
 
@@ -72,7 +77,9 @@ class Person:
             yield piece
 
     def talk(self, sound: Any = SILENCE, **more: Any) -> Talk:
-        return Talk(self.ask, ListedModel("tiny", ("Ethan", "Chelsie")), self.out, self.read, sound, **more)
+        return Talk(
+            self.ask, ListedModel("tiny", ("Ethan", "Chelsie")), self.out, self.read, sound, **more
+        )
 
     def said(self) -> str:
         return self.out.getvalue()
@@ -141,9 +148,14 @@ def test_voice_is_chosen_from_those_there_are() -> None:
 
 def test_image_goes_with_the_next_question_only(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"png")
-    person = Person([f"/image {tmp_path / 'a.png'}", "/image nothing.png", "/image notes.txt", "What?", "And?"])
+    person = Person(
+        [f"/image {tmp_path / 'a.png'}", "/image nothing.png", "/image notes.txt", "What?", "And?"]
+    )
     person.talk().run()
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"png").decode()}}
+    image = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"png").decode()},
+    }
     assert person.bodies[0]["messages"][0]["content"] == [image, {"type": "text", "text": "What?"}]
     assert person.bodies[1]["messages"][-1] == text("And?")
     assert "! nothing.png: No such file" in person.said()

@@ -34,12 +34,15 @@ def event(delta: dict[str, object], **more: object) -> bytes:
 
 @given(
     events=st.lists(
-        st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20), max_size=8
+        st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20),
+        max_size=8,
     ),
     ends=st.sampled_from(["\n", "\r\n"]),
     cuts=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_events_are_the_same_however_the_bytes_are_cut(events: list[str], ends: str, cuts: list[int]) -> None:
+def test_events_are_the_same_however_the_bytes_are_cut(
+    events: list[str], ends: str, cuts: list[int]
+) -> None:
     stream = "".join(f": ping{ends}event: x{ends}data: {e}{ends}{ends}" for e in events).encode()
     places = [0, *sorted(min(c, len(stream)) for c in cuts), len(stream)]
     splitter = EventSplitter()
@@ -54,10 +57,17 @@ def test_lines_of_one_event_are_joined() -> None:
 def test_openai_form() -> None:
     assert read_event(event({"role": "assistant", "content": ""})) == []
     assert read_event(event({"content": "Hi"})) == [Words("Hi")]
-    assert read_event(event({"audio": {"transcript": "Hi", "data": "AAAA"}})) == [Words("Hi"), Sound("AAAA")]
+    assert read_event(event({"audio": {"transcript": "Hi", "data": "AAAA"}})) == [
+        Words("Hi"),
+        Sound("AAAA"),
+    ]
     assert read_event(event({"audio": {"id": "audio_1"}})) == []
-    assert read_event(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}') == [StreamEnd("stop")]
-    assert read_event(b'{"choices": [], "usage": {"completion_tokens": 3}}') == [Used({"completion_tokens": 3})]
+    assert read_event(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}') == [
+        StreamEnd("stop")
+    ]
+    assert read_event(b'{"choices": [], "usage": {"completion_tokens": 3}}') == [
+        Used({"completion_tokens": 3})
+    ]
     assert read_event(b'{"choices": [{"delta": null}], "usage": null}') == []
 
 

@@ -16,13 +16,25 @@ from stretto.loadtest.workload import Workload, poisson, read_prompts, read_soun
 
 def test_body_of_a_spoken_answer() -> None:
     work = Workload(
-        prompts=("One?", "Two?"), voice="ethan", system="Be brief.", max_tokens=7, extra={"ignore_eos": True}
+        prompts=("One?", "Two?"),
+        voice="ethan",
+        system="Be brief.",
+        max_tokens=7,
+        extra={"ignore_eos": True},
     )
     body = work.body(3, "tiny")
-    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two?"}]
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Two?"},
+    ]
     assert body["modalities"] == ["text", "audio"]
     assert body["audio"] == {"format": "pcm16", "voice": "ethan"}
-    assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("tiny", 7, True, True)
+    assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == (
+        "tiny",
+        7,
+        True,
+        True,
+    )
     assert "temperature" not in body, "what is not said is left to the server"
 
 
@@ -43,14 +55,19 @@ def test_filler_is_long_enough_repeatable_and_never_the_same() -> None:
 def test_sound_goes_with_the_prompt() -> None:
     part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
     assert Workload(prompts=("",), sound="AAAA").messages(0)[0]["content"] == [part]
-    assert Workload(prompts=("Hm?",), sound="AAAA").messages(0)[0]["content"] == [part, {"type": "text", "text": "Hm?"}]
+    assert Workload(prompts=("Hm?",), sound="AAAA").messages(0)[0]["content"] == [
+        part,
+        {"type": "text", "text": "Hm?"},
+    ]
 
 
 def test_prompts_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One?\n\nTwo?\n")
     assert read_prompts(tmp_path / "a.txt") == ("One?", "Two?")
     talk = [{"role": "user", "content": "Three?"}]
-    (tmp_path / "b.jsonl").write_text('"One?"\n{"messages": [{"role": "user", "content": "Three?"}]}\n')
+    (tmp_path / "b.jsonl").write_text(
+        '"One?"\n{"messages": [{"role": "user", "content": "Three?"}]}\n'
+    )
     prompts = read_prompts(tmp_path / "b.jsonl")
     assert prompts == ("One?", talk)
     assert Workload(prompts=prompts).messages(1) == talk

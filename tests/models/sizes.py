@@ -10,7 +10,9 @@ from torch import nn
 from stretto.models.weights import build
 
 
-def estimate(factories: Mapping[str, Callable[[], nn.Module]], dtype: torch.dtype) -> dict[str, int]:
+def estimate(
+    factories: Mapping[str, Callable[[], nn.Module]], dtype: torch.dtype
+) -> dict[str, int]:
     """Bytes of each stage's weights and buffers, without allocating any."""
     sizes = {}
     for stage, factory in factories.items():

@@ -19,7 +19,30 @@ from stretto.preprocess.prompt import Array
 
 PREFIX = "thinker.audio_tower."
 EXACT = {"rtol": 0.0, "atol": 1e-5}  # of rows around 1; seen: 2e-6
-LENGTHS = [1, 2, 7, 8, 9, 60, 99, 100, 101, 108, 160, 200, 799, 800, 801, 899, 900, 1599, 1600, 1601, 1650, 2000]
+LENGTHS = [
+    1,
+    2,
+    7,
+    8,
+    9,
+    60,
+    99,
+    100,
+    101,
+    108,
+    160,
+    200,
+    799,
+    800,
+    801,
+    899,
+    900,
+    1599,
+    1600,
+    1601,
+    1650,
+    2000,
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +56,9 @@ def _full_precision() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def encoder(tiny_config: OmniConfig, oracle: Any, device: torch.device) -> AudioEncoder:
     ours = AudioEncoder(tiny_config.thinker.audio).to(device)
-    theirs = {PREFIX + name: value for name, value in oracle.thinker.audio_tower.state_dict().items()}
+    theirs = {
+        PREFIX + name: value for name, value in oracle.thinker.audio_tower.state_dict().items()
+    }
     places = targets(ours, PREFIX)
     assert places.keys() == theirs.keys()
     for name, place in places.items():
@@ -48,7 +73,9 @@ def random_mel(frames: int, seed: int = 0) -> torch.Tensor:
 def speech(frames: int, seed: int = 0) -> Array:
     """Log mel with silence, loudness that comes and goes, and rare bursts."""
     rng = np.random.default_rng(seed)
-    loud = np.repeat(rng.choice([-7.0, -4.0, -2.0, 0.0], frames // 40 + 1, p=[0.3, 0.3, 0.3, 0.1]), 40)[:frames]
+    loud = np.repeat(
+        rng.choice([-7.0, -4.0, -2.0, 0.0], frames // 40 + 1, p=[0.3, 0.3, 0.3, 0.1]), 40
+    )[:frames]
     values = loud + rng.normal(size=(128, frames))
     values[rng.random((128, frames)) < 0.01] += 3
     return np.maximum(values, -10).astype(np.float32)
@@ -57,13 +84,18 @@ def speech(frames: int, seed: int = 0) -> Array:
 def reference(oracle: Any, features: torch.Tensor) -> torch.Tensor:
     tower = oracle.thinker.audio_tower
     with torch.no_grad():
-        out = tower(features.to(tower.device), feature_lens=torch.tensor([features.shape[1]], device=tower.device))
+        out = tower(
+            features.to(tower.device),
+            feature_lens=torch.tensor([features.shape[1]], device=tower.device),
+        )
     rows: torch.Tensor = out.last_hidden_state.cpu()
     return rows
 
 
 def random_rows(encoder: AudioEncoder, *shape: int, seed: int = 0) -> torch.Tensor:
-    rows = torch.randn(*shape, encoder.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    rows = torch.randn(
+        *shape, encoder.config.hidden_size, generator=torch.Generator().manual_seed(seed)
+    )
     return rows.to(encoder.conv_out.weight.device)
 
 
@@ -94,18 +126,24 @@ def test_front_trims_to_lengths_and_sees_the_padded_width(encoder: AudioEncoder)
     short, long = encoder.front(padded[None].expand(2, -1, -1), [60, 100])
     assert (len(short), len(long)) == (conv_length(60), 13)
     (alone,) = encoder.front(padded[None], [60], padded=False)
-    assert (short - alone)[-1].abs().max() > 1e-2, "padding must matter, or the tail rule is not tested"
+    assert (short - alone)[-1].abs().max() > 1e-2, (
+        "padding must matter, or the tail rule is not tested"
+    )
     torch.testing.assert_close(short[:-1], alone[:-1], **EXACT)
 
 
-def test_convolutions_come_in_few_sizes(encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a size's first use takes long (a GPU), no clip and no group of windows brings one that was not used at
-    start; what fills a batch up changes nothing."""
+def test_convolutions_come_in_few_sizes(
+    encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a size's first use takes long (a GPU), no clip and no group of windows brings one that
+    was not used at start; what fills a batch up changes nothing."""
     clips = [random_mel(n, seed=n) for n in (1, 8, 60, 99, 100, 399, 500, 1650)]
     several = [clips[-1][:, at : at + 800] for at in (0, 800, 1600)] * 2
     want = [encoder.encode(clip) for clip in clips], encoder.encode_windows(several)
     seen: list[tuple[int, ...]] = []
-    handle = encoder.conv2d1.register_forward_pre_hook(lambda module, given: seen.append(tuple(given[0].shape)))
+    handle = encoder.conv2d1.register_forward_pre_hook(
+        lambda module, given: seen.append(tuple(given[0].shape))
+    )
     monkeypatch.setattr(encoder, "graphs", WindowGraphs(encoder))
     try:
         with torch.inference_mode():
@@ -158,7 +196,9 @@ def test_windows_alone_equal_the_whole_clip(encoder: AudioEncoder, frames: int) 
     torch.testing.assert_close(torch.cat(alone), expected, **EXACT)
     if padded:
         beside = [other[:, :size], *windows, other[:, 2 * size :]]
-        torch.testing.assert_close(torch.cat(encoder.encode_windows(beside)[1:-1]), expected, **EXACT)
+        torch.testing.assert_close(
+            torch.cat(encoder.encode_windows(beside)[1:-1]), expected, **EXACT
+        )
 
 
 def copy(encoder: AudioEncoder, device: torch.device | str, dtype: torch.dtype) -> AudioEncoder:
@@ -176,8 +216,12 @@ def test_bf16_stays_near_float32(encoder: AudioEncoder, device: torch.device) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
-def test_cuda_equals_cpu_and_never_waits(encoder: AudioEncoder, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str
+)
+def test_cuda_equals_cpu_and_never_waits(
+    encoder: AudioEncoder, dtype: torch.dtype, tolerance: float
+) -> None:
     log_mel = speech(1650, seed=13)
     expected = whole(copy(encoder, "cpu", torch.float32), log_mel)
     module = copy(encoder, "cuda", dtype)
@@ -216,4 +260,6 @@ def test_names_and_shapes_at_released_size() -> None:
         expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     with torch.device("meta"):
         found = targets(AudioEncoder(released), PREFIX)
-    assert {name: tuple(view.shape) for name, view in found.items()} == {PREFIX + n: s for n, s in expected.items()}
+    assert {name: tuple(view.shape) for name, view in found.items()} == {
+        PREFIX + n: s for n, s in expected.items()
+    }

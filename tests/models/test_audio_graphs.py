@@ -30,14 +30,17 @@ def build(c: AudioConfig, device: torch.device, dtype: torch.dtype) -> AudioEnco
     return encoder
 
 
-def windows(lengths: list[int], hidden: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+def windows(
+    lengths: list[int], hidden: int, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(len(lengths))
     return [torch.randn(n, hidden, generator=g).to(device, dtype) for n in lengths]
 
 
 @pytest.mark.parametrize("left", [1e6, float("nan")])
 def test_padded_windows_are_as_alone(left: float) -> None:
-    """Over static buffers, with what an earlier and larger batch left in them, as it is captured."""
+    """Over static buffers, with what an earlier and larger batch left in them, as it is
+    captured."""
     cpu = torch.device("cpu")
     encoder = build(SMALL, cpu, torch.float32)
     graphs = WindowGraphs(encoder, sizes=(2, 4))
@@ -48,12 +51,19 @@ def test_padded_windows_are_as_alone(left: float) -> None:
         graphs.fill(rows, size)
         out = graphs.forward(size)
         for got, window in zip(out, rows, strict=False):
-            torch.testing.assert_close(got[: len(window)], encoder.window(window), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                got[: len(window)], encoder.window(window), rtol=1e-5, atol=1e-5
+            )
 
 
 def test_without_captured_graphs_nothing_fits() -> None:
     encoder = build(SMALL, torch.device("cpu"), torch.float32)
-    assert WindowGraphs(encoder).run(windows([3], SMALL.hidden_size, torch.device("cpu"), torch.float32)) is None
+    assert (
+        WindowGraphs(encoder).run(
+            windows([3], SMALL.hidden_size, torch.device("cpu"), torch.float32)
+        )
+        is None
+    )
 
 
 @pytest.mark.gpu
@@ -64,7 +74,10 @@ def test_replays_equal_the_plain_windows() -> None:
     encoder = build(released, cuda, torch.bfloat16)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    batches = [windows(n, 1280, cuda, torch.bfloat16) for n in ([104, 26], [104], [104, 104, 104, 50, 1], [7])]
+    batches = [
+        windows(n, 1280, cuda, torch.bfloat16)
+        for n in ([104, 26], [104], [104, 104, 104, 50, 1], [7])
+    ]
     want = [[encoder.window(r) for r in rows] for rows in batches]
     encoder.graphs = WindowGraphs(encoder)
     encoder.graphs.capture(stream)

@@ -21,9 +21,15 @@ def test_a_card_without_the_fused_kernels_is_named(
     monkeypatch.setattr(building.fast, "apply", lambda dtype, device: fused)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     context = SimpleNamespace(
-        device=torch.device("cuda"), settings=None, beside=(), model="somewhere", fit=lambda plans: 0
+        device=torch.device("cuda"),
+        settings=None,
+        beside=(),
+        model="somewhere",
+        fit=lambda plans: 0,
     )
     source = SimpleNamespace(config=None, dtype=torch.bfloat16)
     family([], context)._plan(source, [], lambda *told: {}, lambda *told: [], lambda *told: None)
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert [text.startswith("an old card: the plain path") for text in said] == ([] if fused else [True])
+    assert [text.startswith("an old card: the plain path") for text in said] == (
+        [] if fused else [True]
+    )

@@ -1,4 +1,5 @@
-"""Code2wav against one full decode by the reference: however a stream is cut, and whoever is beside it."""
+"""Code2wav against one full decode by the reference: however a stream is cut, and whoever is beside
+it."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Pair:
 
     def codes(self, frames: int, seed: int) -> torch.Tensor:
         c, g = self.model.config, torch.Generator().manual_seed(seed)
-        return torch.randint(0, c.codebook_size, (frames, c.num_quantizers), generator=g).to(self.device)
+        return torch.randint(0, c.codebook_size, (frames, c.num_quantizers), generator=g).to(
+            self.device
+        )
 
     def whole(self, codes: torch.Tensor) -> torch.Tensor:
         """The oracle: one decode of all frames."""
@@ -74,8 +77,11 @@ class Pair:
 
 
 def reference(seed: int = 0, **fields: Any) -> Any:
-    """The reference vocoder with weights under which no path is numerically dead and the output is not clipped."""
-    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+    """The reference vocoder with weights under which no path is numerically dead and the output is
+    not clipped."""
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+        Qwen3OmniMoeCode2WavConfig,
+    )
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
     model = Qwen3OmniMoeCode2Wav(Qwen3OmniMoeCode2WavConfig(**fields)).eval()
@@ -93,12 +99,16 @@ def reference(seed: int = 0, **fields: Any) -> Any:
                 p.copy_(0.2 * noise)
             elif "embedding" in name:
                 p.copy_(noise)
-            elif name.endswith("conv2.conv.weight"):  # at full strength the units amplify rounding errors, too
+            elif name.endswith(
+                "conv2.conv.weight"
+            ):  # at full strength the units amplify rounding errors, too
                 p.copy_(0.3 * noise / p[0].numel() ** 0.5)
             else:
                 p.copy_(noise / p[0].numel() ** 0.5)
         last = model.decoder[-1].conv
-        codes = torch.randint(0, fields["codebook_size"], (1, fields["num_quantizers"], 12), generator=g)
+        codes = torch.randint(
+            0, fields["codebook_size"], (1, fields["num_quantizers"], 12), generator=g
+        )
         quiet = 0.06 / model(codes).std()
         last.weight.mul_(quiet)
         last.bias.mul_(quiet)
@@ -146,15 +156,15 @@ def full_precision() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pair(oracle: Any) -> Pair:
-    """The tiny checkpoint's vocoder. Its weights amplify rounding errors: the reference in float32 is itself up to
-    4e-6 from the reference in float64, and so are we."""
+    """The tiny checkpoint's vocoder. Its weights amplify rounding errors: the reference in float32
+    is itself up to 4e-6 from the reference in float64, and so are we."""
     return Pair(oracle.code2wav, ours(oracle.code2wav), 1e-5)
 
 
 @pytest.fixture(scope="module")
 def calm(device: torch.device) -> Pair:
-    """The released topology (1920 samples a frame, window 72), narrow, with weights that do not amplify.
-    (A GPU adds up in other orders: 3e-6 was seen there.)"""
+    """The released topology (1920 samples a frame, window 72), narrow, with weights that do not
+    amplify. (A GPU adds up in other orders: 3e-6 was seen there.)"""
     made = reference(**{**RELEASED, **SMALL, "num_hidden_layers": 3}).to(device)
     return Pair(made, ours(made), 2e-6 if device.type == "cpu" else 5e-6)
 
@@ -162,7 +172,9 @@ def calm(device: torch.device) -> Pair:
 @pytest.fixture(scope="module")
 def small(device: torch.device) -> Pair:
     """48 samples a frame and a window of 5, so that long histories cost nothing."""
-    made = reference(**SMALL, sliding_window=5, upsample_rates=(4, 3), upsampling_ratios=(2, 2)).to(device)
+    made = reference(**SMALL, sliding_window=5, upsample_rates=(4, 3), upsampling_ratios=(2, 2)).to(
+        device
+    )
     return Pair(made, ours(made))
 
 
@@ -173,8 +185,11 @@ def cuts(total: int, rng: random.Random, sizes: tuple[int, ...]) -> Iterator[int
         total -= n
 
 
-def pushed(stream: VocoderStream, codes: torch.Tensor, sizes: Iterator[int] | list[int]) -> torch.Tensor:
-    """Feed a stream piece by piece and check that each piece settles as many samples as it should."""
+def pushed(
+    stream: VocoderStream, codes: torch.Tensor, sizes: Iterator[int] | list[int]
+) -> torch.Tensor:
+    """Feed a stream piece by piece and check that each piece settles as many samples as it
+    should."""
     parts: list[torch.Tensor] = []
     taken = made = 0
     for n in sizes:
@@ -213,7 +228,9 @@ def test_pushes_of_one_frame(calm: Pair) -> None:
 
 def test_thousands_of_frames(small: Pair) -> None:
     codes = small.codes(3000, 6)
-    wav = pushed(VocoderStream(small.model), codes, cuts(3000, random.Random(6), (1, 10, 25, 100, 300)))
+    wav = pushed(
+        VocoderStream(small.model), codes, cuts(3000, random.Random(6), (1, 10, 25, 100, 300))
+    )
     small.check(wav, codes)
 
 
@@ -222,7 +239,11 @@ def test_thousands_of_frames(small: Pair) -> None:
     [
         {"sliding_window": 1, "upsample_rates": (2,), "upsampling_ratios": (3,)},
         {"sliding_window": 2, "upsample_rates": (2, 3), "upsampling_ratios": (2,)},
-        {"sliding_window": 9, "upsample_rates": (2, 2, 2), "upsampling_ratios": (1,)},  # drops more than one frame
+        {
+            "sliding_window": 9,
+            "upsample_rates": (2, 2, 2),
+            "upsampling_ratios": (1,),
+        },  # drops more than one frame
     ],
     ids=str,
 )
@@ -272,7 +293,9 @@ def advance(
             job.taken += lengths[slot]
 
 
-@pytest.mark.parametrize(("which", "slots", "streams", "longest"), [("pair", 3, 6, 40), ("small", 5, 25, 120)])
+@pytest.mark.parametrize(
+    ("which", "slots", "streams", "longest"), [("pair", 3, 6, 40), ("small", 5, 25, 120)]
+)
 def test_slots_start_stop_stall_and_restart(
     which: str, slots: int, streams: int, longest: int, request: pytest.FixtureRequest
 ) -> None:
@@ -283,11 +306,15 @@ def test_slots_start_stop_stall_and_restart(
     jobs: list[Job | None] = [None] * slots
     done: list[Job] = []
     while waiting or any(jobs):
-        starting = [s for s, job in enumerate(jobs) if job is None and waiting and rng.random() < 0.5]
+        starting = [
+            s for s, job in enumerate(jobs) if job is None and waiting and rng.random() < 0.5
+        ]
         for slot in starting:
             jobs[slot] = waiting.pop() if waiting else None
         if rng.random() < 0.5:
-            state.reset(torch.tensor([slot in starting for slot in range(slots)], device=pair.device))
+            state.reset(
+                torch.tensor([slot in starting for slot in range(slots)], device=pair.device)
+            )
         else:
             for slot in starting:
                 state.reset(slot)
@@ -302,7 +329,11 @@ def test_slots_start_stop_stall_and_restart(
 
 
 def slot_bits(state: VocoderState, slot: int) -> list[torch.Tensor]:
-    return [state.frames[slot].clone(), state.window[:, :, 1 + slot].clone(), state.tails[slot].clone()]
+    return [
+        state.frames[slot].clone(),
+        state.window[:, :, 1 + slot].clone(),
+        state.tails[slot].clone(),
+    ]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -334,7 +365,9 @@ def test_padding_leaves_no_trace(small: Pair) -> None:
             lengths = [rng.randint(0, 8), rng.randint(0, 8)]
             for slot, n in enumerate(lengths):
                 codes[slot, :, :n] = small.codes(n, rng.randrange(10**6)).T
-            wav = small.model.step(state, codes, torch.tensor(lengths, dtype=torch.int32, device=codes.device))
+            wav = small.model.step(
+                state, codes, torch.tensor(lengths, dtype=torch.int32, device=codes.device)
+            )
             samples += [wav[slot, : n * 48] for slot, n in enumerate(lengths)]
         runs.append((samples, slot_bits(state, 0) + slot_bits(state, 1)))
     assert same(runs[0][0], runs[1][0])
@@ -342,7 +375,8 @@ def test_padding_leaves_no_trace(small: Pair) -> None:
 
 
 def test_neighbours_do_not_matter(pair: Pair) -> None:
-    """Slot 1 plays the same stream beside idle, busy and restarting neighbours: the very same bits come out."""
+    """Slot 1 plays the same stream beside idle, busy and restarting neighbours: the very same bits
+    come out."""
     mine = pair.codes(24, 8)
     outs = []
     for mood in ("idle", "busy", "restarting"):
@@ -396,7 +430,9 @@ def test_valid_samples_tile_the_stream(pair: Pair) -> None:
     for before in range(3):
         assert len(model.valid(before, 0)) == 0
         for n in range(4):
-            assert len(model.valid(before, n)) == model.num_samples(before + n) - model.num_samples(before)
+            assert len(model.valid(before, n)) == model.num_samples(before + n) - model.num_samples(
+                before
+            )
 
 
 def test_nothing_in_nothing_out(pair: Pair) -> None:
@@ -419,9 +455,13 @@ def test_misuse_is_told(small: Pair) -> None:
         small.model.state(0)
     state = small.model.state(2, 4)
     with pytest.raises(AssertionError, match="at most 4"):
-        small.model.step(state, torch.zeros(2, 4, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long))
+        small.model.step(
+            state, torch.zeros(2, 4, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+        )
     with pytest.raises(AssertionError, match="codes"):
-        small.model.step(state, torch.zeros(1, 4, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+        small.model.step(
+            state, torch.zeros(1, 4, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        )
 
 
 def test_state_outlives_inference_mode(small: Pair) -> None:
@@ -434,8 +474,8 @@ def test_state_outlives_inference_mode(small: Pair) -> None:
 
 
 def test_released_size_on_meta() -> None:
-    """Names and shapes of the released checkpoint; and since a meta tensor has no values, a step that runs on it
-    cannot read one: no wait for the device, no shape that depends on data."""
+    """Names and shapes of the released checkpoint; and since a meta tensor has no values, a step
+    that runs on it cannot read one: no wait for the device, no shape that depends on data."""
     with torch.device("meta"):
         made = reference(**RELEASED)
         model = Code2Wav(config_of(made))
@@ -470,14 +510,17 @@ def test_bfloat16_is_as_close_as_the_reference(pair: Pair) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_step_equals_an_eager_one() -> None:
-    """Nothing waits for the device, and one graph serves all lengths, stalls and restarts of its shape."""
+    """Nothing waits for the device, and one graph serves all lengths, stalls and restarts of its
+    shape."""
     made = reference(**{**RELEASED, **SMALL}).to("cuda")
     model = ours(made)
     pair, slots, frames = Pair(made, model), 3, 4
     eager, captured = model.state(slots), model.state(slots)
     codes = torch.zeros(slots, 4, frames, dtype=torch.long, device="cuda")
     lengths = torch.zeros(slots, dtype=torch.long, device="cuda")
-    graphs = capture_graphs([0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream())
+    graphs = capture_graphs(
+        [0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream()
+    )
     graph, wav = graphs[0]
 
     rng = random.Random(0)
@@ -495,16 +538,23 @@ def test_a_captured_step_equals_an_eager_one() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         for slot, n in enumerate(lengths.tolist()):
-            torch.testing.assert_close(wav[slot, : n * 1920], expected[slot, : n * 1920], rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                wav[slot, : n * 1920], expected[slot, : n * 1920], rtol=0, atol=1e-5
+            )
     assert torch.equal(eager.frames, captured.frames)
 
 
 @pytest.mark.parametrize("slots", [[1, 3], [3, 1], [2, -1], [-1, 0, -1, 3], [3, 2, 1, 0]], ids=str)
-def test_a_step_may_have_any_of_the_streams(slots: list[int], device: torch.device, small: Pair) -> None:
-    """It moves those and no others, wherever they are, and mixes freely with steps of all; padding leaves no trace."""
+def test_a_step_may_have_any_of_the_streams(
+    slots: list[int], device: torch.device, small: Pair
+) -> None:
+    """It moves those and no others, wherever they are, and mixes freely with steps of all; padding
+    leaves no trace."""
     ours = small.model
     g = torch.Generator().manual_seed(5)
-    codes = torch.randint(0, ours.config.codebook_size, (4, ours.config.num_quantizers, 6), generator=g).to(device)
+    codes = torch.randint(
+        0, ours.config.codebook_size, (4, ours.config.num_quantizers, 6), generator=g
+    ).to(device)
     one, two = ours.state(4), ours.state(4)
     for lengths in ([2, 1, 2, 1], [1, 2, 1, 2]):
         ours.step(one, codes[:, :, :2], torch.tensor(lengths, device=device))
@@ -516,7 +566,9 @@ def test_a_step_may_have_any_of_the_streams(slots: list[int], device: torch.devi
     b = ours.step(two, codes[slots, :, 2:5], some, torch.tensor(slots, device=device))
     for i, slot in enumerate(slots):
         if slot >= 0:
-            torch.testing.assert_close(a[slot, : lengths[slot] * 48], b[i, : lengths[slot] * 48], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                a[slot, : lengths[slot] * 48], b[i, : lengths[slot] * 48], atol=1e-5, rtol=0
+            )
     assert one.frames.tolist() == two.frames.tolist()
     torch.testing.assert_close(one.tails, two.tails, atol=1e-5, rtol=0)
     torch.testing.assert_close(one.window[:, :, 1:], two.window[:, :, 1:], atol=1e-5, rtol=0)

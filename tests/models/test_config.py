@@ -1,4 +1,5 @@
-"""Reading config.json: the released values, and an error that names the field for everything wrong."""
+"""Reading config.json: the released values, and an error that names the field for everything
+wrong."""
 
 from __future__ import annotations
 
@@ -32,13 +33,41 @@ def changed(path: str, value: object) -> dict[str, Any]:
 def test_released_values() -> None:
     c = parse(released_config())
     t, s, p = c.thinker.text, c.talker.text, c.talker.predictor
-    assert (t.num_layers, t.hidden_size, t.num_heads, t.num_kv_heads, t.head_dim) == (48, 2048, 32, 4, 128)
-    assert (s.num_layers, s.hidden_size, s.num_heads, s.num_kv_heads, s.head_dim) == (20, 1024, 16, 2, 128)
-    assert (p.num_layers, p.hidden_size, p.num_heads, p.num_kv_heads, p.dense_size) == (5, 1024, 16, 8, 3072)
+    assert (t.num_layers, t.hidden_size, t.num_heads, t.num_kv_heads, t.head_dim) == (
+        48,
+        2048,
+        32,
+        4,
+        128,
+    )
+    assert (s.num_layers, s.hidden_size, s.num_heads, s.num_kv_heads, s.head_dim) == (
+        20,
+        1024,
+        16,
+        2,
+        128,
+    )
+    assert (p.num_layers, p.hidden_size, p.num_heads, p.num_kv_heads, p.dense_size) == (
+        5,
+        1024,
+        16,
+        8,
+        3072,
+    )
     assert t.moe is not None
     assert s.moe is not None
-    assert (t.moe.num_experts, t.moe.top_k, t.moe.expert_size, t.moe.shared_size) == (128, 8, 768, None)
-    assert (s.moe.num_experts, s.moe.top_k, s.moe.expert_size, s.moe.shared_size) == (128, 6, 384, 768)
+    assert (t.moe.num_experts, t.moe.top_k, t.moe.expert_size, t.moe.shared_size) == (
+        128,
+        8,
+        768,
+        None,
+    )
+    assert (s.moe.num_experts, s.moe.top_k, s.moe.expert_size, s.moe.shared_size) == (
+        128,
+        6,
+        384,
+        768,
+    )
     assert t.mrope_section == s.mrope_section == (24, 20, 20)
     assert p.mrope_section is None
     assert p.moe is None
@@ -50,13 +79,19 @@ def test_released_values() -> None:
         151675,
         151673,
     )
-    assert (c.talker.codec.eos, c.talker.accept_layer, c.talker.positions_per_second) == (2150, 24, 13.0)
+    assert (c.talker.codec.eos, c.talker.accept_layer, c.talker.positions_per_second) == (
+        2150,
+        24,
+        13.0,
+    )
     assert c.thinker.vision.deepstack_layers == (8, 16, 24)
     assert c.code2wav.samples_per_frame == 1920
     assert c.code2wav.samples_dropped == 555
 
 
-@pytest.mark.skipif("STRETTO_TEST_SIZES" in os.environ, reason="about the tiny checkpoint's own sizes")
+@pytest.mark.skipif(
+    "STRETTO_TEST_SIZES" in os.environ, reason="about the tiny checkpoint's own sizes"
+)
 def test_reads_a_checkpoint(tiny_dir: Path) -> None:
     assert OmniConfig.read(tiny_dir) == parse(tiny_config())
 
@@ -87,7 +122,8 @@ def attempt(raw: object) -> tuple[OmniConfig | None, str | None]:
 
 
 def test_a_missing_field_is_named() -> None:
-    """Every field, removed one at a time: either nothing depends on it, or the error names it. No default steps in."""
+    """Every field, removed one at a time: either nothing depends on it, or the error names it. No
+    default steps in."""
     plain = parse(released_config())
     needed = 0
     for path in leaves(released_config()):
@@ -106,29 +142,93 @@ def test_a_missing_field_is_named() -> None:
     [
         ("model_type", "llama", "model_type must be 'qwen3_omni_moe', got 'llama'"),
         ("thinker_config", [], "thinker_config. must be an object"),
-        ("thinker_config.text_config.hidden_size", "2048", "thinker_config.text_config.hidden_size must be an integer"),
-        ("thinker_config.text_config.hidden_size", True, "hidden_size must be an integer, got True"),
-        ("thinker_config.text_config.num_hidden_layers", 0, "num_hidden_layers must be at least 1, got 0"),
+        (
+            "thinker_config.text_config.hidden_size",
+            "2048",
+            "thinker_config.text_config.hidden_size must be an integer",
+        ),
+        (
+            "thinker_config.text_config.hidden_size",
+            True,
+            "hidden_size must be an integer, got True",
+        ),
+        (
+            "thinker_config.text_config.num_hidden_layers",
+            0,
+            "num_hidden_layers must be at least 1, got 0",
+        ),
         ("thinker_config.text_config.rms_norm_eps", "small", "rms_norm_eps must be a number"),
-        ("thinker_config.text_config.norm_topk_prob", 1, "norm_topk_prob must be true or false, got 1"),
-        ("thinker_config.text_config.num_key_value_heads", 5, "must be a multiple of num_key_value_heads (5)"),
-        ("thinker_config.text_config.num_experts_per_tok", 129, "num_experts_per_tok (129) exceeds num_experts (128)"),
-        ("thinker_config.text_config.rope_scaling", {"mrope_section": [24, 20, 19]}, "sum to head_dim/2 = 64"),
+        (
+            "thinker_config.text_config.norm_topk_prob",
+            1,
+            "norm_topk_prob must be true or false, got 1",
+        ),
+        (
+            "thinker_config.text_config.num_key_value_heads",
+            5,
+            "must be a multiple of num_key_value_heads (5)",
+        ),
+        (
+            "thinker_config.text_config.num_experts_per_tok",
+            129,
+            "num_experts_per_tok (129) exceeds num_experts (128)",
+        ),
+        (
+            "thinker_config.text_config.rope_scaling",
+            {"mrope_section": [24, 20, 19]},
+            "sum to head_dim/2 = 64",
+        ),
         ("thinker_config.text_config.hidden_act", "gelu", "other than silu"),
-        ("thinker_config.audio_token_id", 152064, "audio_token_id is 152064, outside the vocabulary of 152064"),
+        (
+            "thinker_config.audio_token_id",
+            152064,
+            "audio_token_id is 152064, outside the vocabulary of 152064",
+        ),
         ("tts_pad_token_id", -1, "tts_pad_token_id must be at least 0"),
-        ("thinker_config.audio_config.n_window_infer", 750, "n_window_infer (750) must be a multiple"),
-        ("thinker_config.audio_config.output_dim", 1024, "thinker_config.audio_config.output_dim is 1024"),
+        (
+            "thinker_config.audio_config.n_window_infer",
+            750,
+            "n_window_infer (750) must be a multiple",
+        ),
+        (
+            "thinker_config.audio_config.output_dim",
+            1024,
+            "thinker_config.audio_config.output_dim is 1024",
+        ),
         ("thinker_config.vision_config.num_position_embeddings", 2000, "must be a square"),
         ("thinker_config.vision_config.deepstack_visual_indexes", [8, 16, 27], "exceeds depth 27"),
-        ("thinker_config.vision_config.deepstack_visual_indexes", "8", "must be a list of integers"),
-        ("talker_config.codec_eos_token_id", 3072, "codec_eos_token_id is 3072, outside the vocabulary of 3072"),
+        (
+            "thinker_config.vision_config.deepstack_visual_indexes",
+            "8",
+            "must be a list of integers",
+        ),
+        (
+            "talker_config.codec_eos_token_id",
+            3072,
+            "codec_eos_token_id is 3072, outside the vocabulary of 3072",
+        ),
         ("talker_config.speaker_id", {}, "speaker_id must name at least one voice"),
-        ("talker_config.speaker_id", {"ethan": 4000}, "talker_config.speaker_id.ethan is 4000, outside"),
+        (
+            "talker_config.speaker_id",
+            {"ethan": 4000},
+            "talker_config.speaker_id.ethan is 4000, outside",
+        ),
         ("talker_config.thinker_hidden_size", 1024, "thinker_hidden_size must equal"),
-        ("talker_config.accept_hidden_layer", 49, "accept_hidden_layer (49) exceeds the thinker's 48 layers"),
-        ("talker_config.code_predictor_config.hidden_size", 512, "code_predictor_config.hidden_size must equal"),
-        ("code2wav_config.num_quantizers", 8, "num_quantizers must equal the talker's num_code_groups (16)"),
+        (
+            "talker_config.accept_hidden_layer",
+            49,
+            "accept_hidden_layer (49) exceeds the thinker's 48 layers",
+        ),
+        (
+            "talker_config.code_predictor_config.hidden_size",
+            512,
+            "code_predictor_config.hidden_size must equal",
+        ),
+        (
+            "code2wav_config.num_quantizers",
+            8,
+            "num_quantizers must equal the talker's num_code_groups (16)",
+        ),
         ("code2wav_config.num_key_value_heads", 8, "num_key_value_heads other than"),
         ("code2wav_config.codebook_size", 1024, "codebook_size is smaller"),
     ],
@@ -158,23 +258,30 @@ def test_voices() -> None:
     talker = parse(released_config()).talker
     assert talker.speaker_id("Chelsie") == talker.speaker_id("chelsie") == 2301
     assert talker.default_voice == "ethan"
-    with pytest.raises(Invalid, match="unknown voice 'nobody'; this model has chelsie, ethan, aiden") as caught:
+    with pytest.raises(
+        Invalid, match="unknown voice 'nobody'; this model has chelsie, ethan, aiden"
+    ) as caught:
         talker.speaker_id("nobody")
     assert caught.value.param == "voice"
 
 
 def test_audio_token_counts() -> None:
     """Against the reference's own formula, for every length up to fifty seconds."""
-    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
 
-    assert [audio_tokens(n) for n in range(1, 5001)] == [_get_feat_extract_output_lengths(n) for n in range(1, 5001)]
+    assert [audio_tokens(n) for n in range(1, 5001)] == [
+        _get_feat_extract_output_lengths(n) for n in range(1, 5001)
+    ]
     assert audio_tokens(0) == 0
     assert conv_length(128) == 16
 
 
 @pytest.mark.parametrize("huge", [10**30, float("nan"), float("inf")])
 def test_sizes_beyond_all_bounds_are_refused(huge: float) -> None:
-    """Every number, one at a time: refused, or nothing depends on it. Nothing is built from such a size."""
+    """Every number, one at a time: refused, or nothing depends on it. Nothing is built from such a
+    size."""
     raw, refused = released_config(), 0
     plain = parse(raw)
     for path in leaves(raw):
@@ -194,7 +301,8 @@ def test_sizes_beyond_all_bounds_are_refused(huge: float) -> None:
     [
         "thinker_config.text_config.num_hidden_layers", "thinker_config.text_config.num_experts",
         "thinker_config.audio_config.encoder_layers", "thinker_config.vision_config.depth",
-        "talker_config.text_config.num_hidden_layers", "talker_config.code_predictor_config.num_hidden_layers",
+        "talker_config.text_config.num_hidden_layers",
+        "talker_config.code_predictor_config.num_hidden_layers",
         "talker_config.num_code_groups", "code2wav_config.num_hidden_layers",
     ],
 )  # fmt: skip

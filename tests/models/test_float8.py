@@ -1,5 +1,5 @@
-"""Experts as float8: the model is the reference's with the weights that the float8 numbers stand for, and however it is
-loaded it is the same one."""
+"""Experts as float8: the model is the reference's with the weights that the float8 numbers stand
+for, and however it is loaded it is the same one."""
 
 import shutil
 from collections.abc import Iterator
@@ -36,7 +36,9 @@ from tests.solo import Solo
 
 @pytest.fixture(scope="module")
 def narrow(tiny_dir: Path, device: torch.device) -> Models:
-    return Models.open(Source.open(tiny_dir, device, torch.float32, progress=False, expert_weights="float8"))
+    return Models.open(
+        Source.open(tiny_dir, device, torch.float32, progress=False, expert_weights="float8")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,9 @@ def wide_dir(tiny_dir: Path, narrow: Models, tmp_path_factory: pytest.TempPathFa
     """A checkpoint of the numbers that the float8 ones stand for."""
     folder = tmp_path_factory.mktemp("float8") / "wide"
     shutil.copytree(tiny_dir, folder)
-    rows = {n: t for n, t in targets(narrow.thinker, "thinker.").items() if isinstance(t, Float8Rows)}
+    rows = {
+        n: t for n, t in targets(narrow.thinker, "thinker.").items() if isinstance(t, Float8Rows)
+    }
     values = {n: dequantize(t.weight, t.scale).cpu() for n, t in rows.items()}
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
@@ -70,14 +74,18 @@ def same_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:
     assert ours.keys() == theirs.keys()
     for name, t in ours.items():
         assert t.dtype == theirs[name].dtype, name
-        assert torch.equal(t.contiguous().view(torch.uint8), theirs[name].contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            t.contiguous().view(torch.uint8), theirs[name].contiguous().view(torch.uint8)
+        ), name
 
 
 # ---- what it computes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_the_reference_with_those_weights(kind: str, narrow: Models, oracle: Any) -> None:
+def test_greedy_equals_the_reference_with_those_weights(
+    kind: str, narrow: Models, oracle: Any
+) -> None:
     check_greedy(kind, narrow, oracle)
 
 
@@ -85,7 +93,9 @@ def test_only_the_thinkers_routed_experts_are_float8(narrow: Models, models: Mod
     narrow_names = {n for n, p in narrow.thinker.named_parameters() if p.dtype == FLOAT8}
     layers = narrow.config.thinker.text.num_layers
     parts = ("gate_up", "down")
-    assert narrow_names == {f"model.layers.{i}.mlp.experts.{part}" for i in range(layers) for part in parts}
+    assert narrow_names == {
+        f"model.layers.{i}.mlp.experts.{part}" for i in range(layers) for part in parts
+    }
     same_bits(narrow.talker, models.talker)
     same_bits(narrow.code2wav, models.code2wav)
     full = dict(models.thinker.named_parameters())
@@ -97,9 +107,14 @@ def test_only_the_thinkers_routed_experts_are_float8(narrow: Models, models: Mod
 def test_it_is_another_model_but_not_far_from_the_full_one(narrow: Models, models: Models) -> None:
     for ours, theirs in zip(mixtures(narrow.thinker), mixtures(models.thinker), strict=True):
         assert ours.scales is not None
-        for q, scale, w in ((ours.gate_up, ours.scales[0], theirs.gate_up), (ours.down, ours.scales[1], theirs.down)):
+        for q, scale, w in (
+            (ours.gate_up, ours.scales[0], theirs.gate_up),
+            (ours.down, ours.scales[1], theirs.down),
+        ):
             error = (dequantize(q, scale) - w).norm() / w.norm()
-            assert 0.01 < error < 0.04  # three bits of mantissa: 2^-4 / sqrt(3) at most, and about 2/3 of that
+            assert (
+                0.01 < error < 0.04
+            )  # three bits of mantissa: 2^-4 / sqrt(3) at most, and about 2/3 of that
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
@@ -115,7 +130,12 @@ def test_batched_equals_alone(narrow: Models) -> None:
     size = 5
     prompts = [make(KINDS[i % len(KINDS)], narrow.config, seed=i) for i in range(size)]
     options = [
-        replace(LIMITS.seeded(i), text=SamplingParams(0.8 * (i % 2), seed=i), max_text_tokens=4 + i, speak=i != 2)
+        replace(
+            LIMITS.seeded(i),
+            text=SamplingParams(0.8 * (i % 2), seed=i),
+            max_text_tokens=4 + i,
+            speak=i != 2,
+        )
         for i in range(size)
     ]
     together = list(Solo(narrow).run(prompts, options))
@@ -138,21 +158,36 @@ def quantized(model: Thinker) -> Thinker:
 @pytest.mark.parametrize("staging", [8, 3000, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantised_while_loading_equals_loaded_then_quantised(
-    staging: int, dtype: torch.dtype, tiny_dir: Path, tiny_config: OmniConfig, device: torch.device, tmp_path: Path
+    staging: int,
+    dtype: torch.dtype,
+    tiny_dir: Path,
+    tiny_config: OmniConfig,
+    device: torch.device,
+    tmp_path: Path,
 ) -> None:
-    tensors = {n: t.to(dtype) for f in tiny_dir.glob("*.safetensors") for n, t in load_file(f).items()}
+    tensors = {
+        n: t.to(dtype) for f in tiny_dir.glob("*.safetensors") for n, t in load_file(f).items()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     files = CheckpointFiles.open(tmp_path)
     configs = tiny_config, tiny_config.with_float8_experts()
     full, narrow = (build(lambda c=c: Thinker(c), device, dtype) for c in configs)  # type: ignore[misc]
     for model in (full, narrow):
         experts = {n: t for n, t in targets(model, "thinker.").items() if ".experts." in n}
-        load(files, experts, [], progress=False, staging_bytes=staging if model is narrow else 1 << 20)
+        load(
+            files,
+            experts,
+            [],
+            progress=False,
+            staging_bytes=staging if model is narrow else 1 << 20,
+        )
     for a, b in zip(mixtures(narrow), mixtures(quantized(full)), strict=True):
         same_bits(a, b)
 
 
-def test_dummy_weights_are_the_full_ones_quantised(tiny_config: OmniConfig, device: torch.device) -> None:
+def test_dummy_weights_are_the_full_ones_quantised(
+    tiny_config: OmniConfig, device: torch.device
+) -> None:
     configs = tiny_config, tiny_config.with_float8_experts()
     full, narrow = (build(lambda c=c: Thinker(c), device, torch.bfloat16) for c in configs)  # type: ignore[misc]
     for model in (full, narrow):
@@ -169,7 +204,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
                 self.seen = max(self.seen, t.numel())
@@ -177,11 +216,15 @@ class Largest(TorchDispatchMode):
 
 
 def test_wide_experts_are_never_there_all_at_once(tiny_dir: Path, tiny_config: OmniConfig) -> None:
-    """While they are loaded, no tensor is made that is larger than one of the checkpoint's, or than all the scales."""
+    """While they are loaded, no tensor is made that is larger than one of the checkpoint's, or than
+    all the scales."""
     files = CheckpointFiles.open(tiny_dir)
     model = build(lambda: Thinker(tiny_config.with_float8_experts()), "cpu", torch.float32)
     into = {n: t for n, t in targets(model, "thinker.").items() if isinstance(t, Float8Rows)}
-    largest, scales = max(t.numel() for t in into.values()), sum(len(t.scale) for t in into.values())
+    largest, scales = (
+        max(t.numel() for t in into.values()),
+        sum(len(t.scale) for t in into.values()),
+    )
     with Largest() as made:
         load(files, into, [], progress=False, staging_bytes=2 * largest)
     assert 0 < made.seen <= max(2 * largest, scales)
@@ -199,13 +242,17 @@ def test_weights_that_are_not_finite_are_named(bad: float, tiny_dir: Path, tmp_p
     source = Source.open(tmp_path / "bad", progress=False, expert_weights="float8")
     with pytest.raises(CheckpointError) as e:
         source.thinker()
-    assert str(e.value) == f"{file}: tensor {name}: holds infinities or NaN, and cannot be made float8"
+    assert (
+        str(e.value) == f"{file}: tensor {name}: holds infinities or NaN, and cannot be made float8"
+    )
 
 
 def test_the_released_thinker_takes_half() -> None:
     c = parse(released_config())
     full, narrow = (
-        estimate({"thinker": lambda c=c: Thinker(c), "talker": lambda c=c: Talker(c)}, torch.bfloat16)  # type: ignore[misc]
+        estimate(
+            {"thinker": lambda c=c: Thinker(c), "talker": lambda c=c: Talker(c)}, torch.bfloat16
+        )  # type: ignore[misc]
         for c in (c, c.with_float8_experts())
     )
     moe, text = c.thinker.text.moe, c.thinker.text
@@ -219,9 +266,13 @@ def test_the_released_thinker_takes_half() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("staging", [3000, 1 << 20])
-def test_a_gpu_quantises_to_the_same_bits(staging: int, tiny_dir: Path, tiny_config: OmniConfig) -> None:
+def test_a_gpu_quantises_to_the_same_bits(
+    staging: int, tiny_dir: Path, tiny_config: OmniConfig
+) -> None:
     files, config = CheckpointFiles.open(tiny_dir), tiny_config.with_float8_experts()
-    here, there = (build(lambda: Thinker(config), where, torch.bfloat16) for where in ("cpu", "cuda"))
+    here, there = (
+        build(lambda: Thinker(config), where, torch.bfloat16) for where in ("cpu", "cuda")
+    )
     for model in (here, there):
         experts = {n: t for n, t in targets(model, "thinker.").items() if ".experts." in n}
         load(files, experts, [], progress=False, staging_bytes=staging)

@@ -17,7 +17,8 @@ from tests.prompts import KINDS, Maker, make
 def ours(prompt: Prompt, config: OmniConfig) -> tuple[np.ndarray, float]:
     t = config.thinker
     return rope_positions(
-        prompt.ids, config.tokens, t.vision.merge, t.positions_per_second, prompt.images, prompt.videos,
+        prompt.ids, config.tokens, t.vision.merge, t.positions_per_second, prompt.images,
+        prompt.videos,
         prompt.audio_in_video,
     )  # fmt: skip
 
@@ -26,8 +27,12 @@ def theirs(model: Any, prompt: Prompt) -> tuple[np.ndarray, float]:
     grids = {
         "image_grid_thw": torch.tensor([p.grid for p in prompt.images]) if prompt.images else None,
         "video_grid_thw": torch.tensor([p.grid for p in prompt.videos]) if prompt.videos else None,
-        "second_per_grids": torch.tensor([p.seconds_per_grid for p in prompt.videos]) if prompt.videos else None,
-        "audio_seqlens": torch.tensor([a.mel.shape[1] for a in prompt.audios]) if prompt.audios else None,
+        "second_per_grids": torch.tensor([p.seconds_per_grid for p in prompt.videos])
+        if prompt.videos
+        else None,
+        "audio_seqlens": torch.tensor([a.mel.shape[1] for a in prompt.audios])
+        if prompt.audios
+        else None,
     }
     ids = torch.tensor([prompt.ids])
     positions, _ = model.thinker.get_rope_index(
@@ -69,7 +74,9 @@ def test_random_mixes_equal_the_reference(seed: int, tiny_config: OmniConfig, or
     np.testing.assert_array_equal(ours(prompt, tiny_config)[0], theirs(oracle, prompt)[0])
 
 
-@pytest.mark.parametrize(("seconds", "frames"), [(0.4, 500), (2.0, 60), (1.0, 100), (0.1, 700), (1.7, 333)])
+@pytest.mark.parametrize(
+    ("seconds", "frames"), [(0.4, 500), (2.0, 60), (1.0, 100), (0.1, 700), (1.7, 333)]
+)
 def test_merged_sound_tracks_equal_the_reference(
     seconds: float, frames: int, tiny_config: OmniConfig, oracle: Any
 ) -> None:
@@ -95,7 +102,13 @@ def test_a_prompt_that_ends_inside_a_block_is_refused(tiny_config: OmniConfig) -
     cut = prompt.ids.index(tiny_config.tokens.image_pad) + 3
     t = tiny_config.thinker
     with pytest.raises(Invalid, match="media block"):
-        rope_positions(prompt.ids[:cut], tiny_config.tokens, t.vision.merge, t.positions_per_second, prompt.images)
+        rope_positions(
+            prompt.ids[:cut],
+            tiny_config.tokens,
+            t.vision.merge,
+            t.positions_per_second,
+            prompt.images,
+        )
 
 
 def test_the_talker_sees_user_turns_only(tiny_config: OmniConfig) -> None:
@@ -106,7 +119,16 @@ def test_the_talker_sees_user_turns_only(tiny_config: OmniConfig) -> None:
     seen = [prompt.ids[p] for p in user_places(prompt.ids, tiny_config.tokens)]
     t = tiny_config.tokens
     opening = [t.im_start, t.user, prompt.ids[2]]
-    assert seen == [*opening, *first, t.im_end, prompt.ids[2], *opening, *second, t.im_end, prompt.ids[2]]
+    assert seen == [
+        *opening,
+        *first,
+        t.im_end,
+        prompt.ids[2],
+        *opening,
+        *second,
+        t.im_end,
+        prompt.ids[2],
+    ]
 
 
 def test_unknown_voice_and_unfinished_prompt_are_refused(tiny_config: OmniConfig) -> None:
@@ -114,6 +136,8 @@ def test_unknown_voice_and_unfinished_prompt_are_refused(tiny_config: OmniConfig
     with pytest.raises(Invalid, match="nobody") as e:
         talker_prompt(prompt, tiny_config, "nobody")
     assert e.value.param == "voice"
-    assert talker_prompt(prompt, tiny_config, "ETHAN").speaker == tiny_config.talker.speakers["ethan"]
+    assert (
+        talker_prompt(prompt, tiny_config, "ETHAN").speaker == tiny_config.talker.speakers["ethan"]
+    )
     with pytest.raises(Invalid, match="assistant"):
         talker_prompt(Prompt(prompt.ids[:-3]), tiny_config)

@@ -1,4 +1,5 @@
-"""One request through all stages, against the reference; then the same requests together; then the edges."""
+"""One request through all stages, against the reference; then the same requests together; then the
+edges."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -66,7 +67,8 @@ def test_greedy_equals_the_reference(kind: str, models: Models, oracle: Any) -> 
 class LibraryNoise:
     """Draws in the reference's order: all of the thinker's, then the talker's, from one generator.
 
-    Our stages interleave, so the talker's share starts from the state that the thinker's leaves behind."""
+    Our stages interleave, so the talker's share starts from the state that the thinker's leaves
+    behind."""
 
     def __init__(self, seed: int, vocab: int, text_draws: int) -> None:
         self.vocab = vocab
@@ -110,14 +112,17 @@ def test_chunked_prompt_gives_the_same_answer(chunk: int, models: Models) -> Non
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_batched_equals_alone(size: int, models: Models) -> None:
-    """Ragged neighbours: other kinds, lengths, samplers, chunk sizes; some end early, one does not speak."""
+    """Ragged neighbours: other kinds, lengths, samplers, chunk sizes; some end early, one does not
+    speak."""
     kinds = [KINDS[i % len(KINDS)] for i in range(size)]
     prompts = [make(k, models.config, seed=i) for i, k in enumerate(kinds)]
     options = [
         replace(
             Options().seeded(i) if i % 2 else Options().greedy(),
-            text=SamplingParams(0.8 * (i % 2), top_p=0.9, seed=i, repetition_penalty=[1.0, 1.1, 1.2][i % 3]),
-            max_text_tokens=4 + 2 * i, max_frames=6 + 3 * (i % 4), prefill_chunk=[None, 5, 11][i % 3], speak=i != 2,
+            text=SamplingParams(0.8 * (i % 2), top_p=0.9, seed=i, repetition_penalty=[1.0, 1.1,
+            1.2][i % 3]),
+            max_text_tokens=4 + 2 * i, max_frames=6 + 3 * (i % 4), prefill_chunk=[None, 5,
+            11][i % 3], speak=i != 2,
         )
         for i in range(size)
     ]  # fmt: skip
@@ -132,7 +137,8 @@ def test_batched_equals_alone(size: int, models: Models) -> None:
 
 
 def test_k_text_tokens_give_k_frames(models: Models) -> None:
-    """While text is still coming, the k-th frame is out before text token k + 1 is known, and sounds at once."""
+    """While text is still coming, the k-th frame is out before text token k + 1 is known, and
+    sounds at once."""
     events = list(Solo(models).run(make("text", models.config), LIMITS.greedy()))
     spoken, text, frames = len(texts(events)) - 1, 0, 0
     assert spoken >= 3
@@ -153,7 +159,9 @@ def test_k_text_tokens_give_k_frames(models: Models) -> None:
 def test_lengths_and_finish_reasons(models: Models) -> None:
     prompt = make("text", models.config)
     c = models.config.code2wav
-    events = list(Solo(models).run(prompt, replace(LIMITS, max_text_tokens=3, max_frames=5).greedy()))
+    events = list(
+        Solo(models).run(prompt, replace(LIMITS, max_text_tokens=3, max_frames=5).greedy())
+    )
     assert len(texts(events)) == 3
     assert len(codes(events)) <= 5
     assert len(wave(events)) == len(codes(events)) * c.samples_per_frame - c.samples_dropped
@@ -181,7 +189,11 @@ HOT = SamplingParams(temperature=100.0)
 
 def test_an_empty_answer_is_silent(models: Models) -> None:
     options = replace(LIMITS, text=HOT)
-    events = list(Solo(models, noise=force(models.config.tokens.im_end)).run(make("text", models.config), options))
+    events = list(
+        Solo(models, noise=force(models.config.tokens.im_end)).run(
+            make("text", models.config), options
+        )
+    )
     assert texts(events) == [models.config.tokens.im_end]
     assert len(codes(events)) == len(wave(events)) == 0
     assert done(events) == Done(0, "stop", "stop")
@@ -189,7 +201,11 @@ def test_an_empty_answer_is_silent(models: Models) -> None:
 
 def test_an_immediate_codec_end_is_silent(models: Models) -> None:
     options = replace(LIMITS.greedy(), code0=HOT)
-    events = list(Solo(models, noise=force(models.config.talker.codec.eos)).run(make("text", models.config), options))
+    events = list(
+        Solo(models, noise=force(models.config.talker.codec.eos)).run(
+            make("text", models.config), options
+        )
+    )
     assert len(texts(events)) > 1
     assert len(codes(events)) == len(wave(events)) == 0
     assert done(events).audio == "stop"
@@ -205,7 +221,9 @@ def test_no_user_turn_is_answered(models: Models) -> None:
 
 def test_media_outside_of_the_last_turn(models: Models, oracle: Any) -> None:
     m = Maker(models.config, 5)
-    m.turn("user", m.audio(120), m.image(4, 4)).turn("assistant", m.words(5)).turn("user", m.words(4))
+    m.turn("user", m.audio(120), m.image(4, 4)).turn("assistant", m.words(5)).turn(
+        "user", m.words(4)
+    )
     want = generate(oracle, m.prompt(), max_text=TEXT, max_frames=FRAMES + 1)
     got = list(Solo(models).run(m.prompt(), LIMITS.greedy()))
     assert texts(got) == want.text

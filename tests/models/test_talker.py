@@ -1,4 +1,5 @@
-"""The talker's rows and logits against the reference, with the reference's own text and codes forced on it."""
+"""The talker's rows and logits against the reference, with the reference's own text and codes
+forced on it."""
 
 from typing import Any
 
@@ -19,10 +20,14 @@ TEXT, FRAMES = 8, 12
 
 @pytest.fixture(scope="module")
 def runs(oracle: Any, tiny_config: Any) -> dict[str, OracleRun]:
-    return {k: generate(oracle, make(k, tiny_config), max_text=TEXT, max_frames=FRAMES) for k in KINDS}
+    return {
+        k: generate(oracle, make(k, tiny_config), max_text=TEXT, max_frames=FRAMES) for k in KINDS
+    }
 
 
-def prompt_rows(models: Models, kind: str, run: OracleRun) -> tuple[torch.Tensor, torch.Tensor, float]:
+def prompt_rows(
+    models: Models, kind: str, run: OracleRun
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     talker, prompt = models.talker, make(kind, models.config)
     plan = talker_prompt(prompt, models.config)
     media = run.accept_rows[media_places(plan)].to(talker.device)
@@ -47,8 +52,11 @@ def test_prompt_rows_and_positions(kind: str, models: Models, runs: dict[str, Or
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_codec_logits_with_teacher_forcing(kind: str, chunk: int, models: Models, runs: dict[str, OracleRun]) -> None:
-    """The reference's codes are fed back; inputs of each step and logits must match, also from a chunked prompt."""
+def test_codec_logits_with_teacher_forcing(
+    kind: str, chunk: int, models: Models, runs: dict[str, OracleRun]
+) -> None:
+    """The reference's codes are fed back; inputs of each step and logits must match, also from a
+    chunked prompt."""
     talker, run, t = models.talker, runs[kind], models.config.tokens
     rows, positions, first_decode = prompt_rows(models, kind, run)
     cache = talker.cache(64, block_size=8)
@@ -66,12 +74,20 @@ def test_codec_logits_with_teacher_forcing(kind: str, chunk: int, models: Models
         text = spoken[j] if j < len(spoken) else t.tts_eos if j == len(spoken) else t.tts_pad
         table_rows = [talker.codec_rows(torch.tensor(frame[0], device=rows.device))]
         for g, code in enumerate(frame[1:]):
-            table_rows.append(talker.code_predictor.model.codec_embedding[g](torch.tensor(code, device=rows.device)))
-        x = torch.stack(table_rows).sum(0) + talker.text_rows(torch.tensor(text, device=rows.device))
+            table_rows.append(
+                talker.code_predictor.model.codec_embedding[g](
+                    torch.tensor(code, device=rows.device)
+                )
+            )
+        x = torch.stack(table_rows).sum(0) + talker.text_rows(
+            torch.tensor(text, device=rows.device)
+        )
         torch.testing.assert_close(x.cpu(), run.talker_inputs[j - 1], atol=3e-6, rtol=1e-5)
         at = torch.full((3, 1), first_decode + j - 1, device=rows.device)
         place = len(rows) + j - 1
-        logits.append(talker.codec_head(talker(x[None], at, cache, cache.page([(table, place, 1)]))))
+        logits.append(
+            talker.codec_head(talker(x[None], at, cache, cache.page([(table, place, 1)])))
+        )
     got = torch.cat(logits).cpu()
     torch.testing.assert_close(got, run.codec_logits[: len(got)], atol=3e-5, rtol=1e-5)
     assert len(got) >= len(run.codes)
@@ -79,7 +95,8 @@ def test_codec_logits_with_teacher_forcing(kind: str, chunk: int, models: Models
 
 @torch.inference_mode()
 def test_predictor_equals_a_full_forward(models: Models, oracle: Any) -> None:
-    """15 cached forwards give the codes and the frame embedding that one forward over all 16 positions implies."""
+    """15 cached forwards give the codes and the frame embedding that one forward over all 16
+    positions implies."""
     predictor, device = models.talker.code_predictor, models.talker.device
     g = torch.Generator().manual_seed(0)
     size = models.config.talker.text.hidden_size
@@ -101,19 +118,28 @@ def test_predictor_equals_a_full_forward(models: Models, oracle: Any) -> None:
 
 @torch.inference_mode()
 def test_frame_rows_are_independent(models: Models) -> None:
-    """A frame depends on its own row: not on its neighbours, nor on what an earlier frame left in the buffers."""
+    """A frame depends on its own row: not on its neighbours, nor on what an earlier frame left in
+    the buffers."""
     from stretto.models.speech.talker import FrameRows
 
     talker, device = models.talker, models.talker.device
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(8, models.config.talker.text.hidden_size, generator=g).to(device)
-    params = [SamplingParams(temperature=0.9 * (i % 2), top_k=50, repetition_penalty=1.05, seed=i) for i in range(8)]
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), top_k=50, repetition_penalty=1.05, seed=i)
+        for i in range(8)
+    ]
 
     def frame(rows: list[int]) -> torch.Tensor:
         pick = [params[i] for i in rows]
-        seen = torch.zeros(len(rows), models.config.talker.text.vocab_size, dtype=torch.bool, device=device)
+        seen = torch.zeros(
+            len(rows), models.config.talker.text.vocab_size, dtype=torch.bool, device=device
+        )
         state = FrameRows(
-            SamplingRows.of(pick, device), SamplingRows.of(pick, device), torch.tensor(rows, device=device), seen
+            SamplingRows.of(pick, device),
+            SamplingRows.of(pick, device),
+            torch.tensor(rows, device=device),
+            seen,
         )
         return talker.frame(hidden[rows], state, talker.frame_cache(len(rows))).codes
 

@@ -1,4 +1,5 @@
-"""The thinker against the reference: logits and accept-layer rows for any chunking, alone and in ragged batches."""
+"""The thinker against the reference: logits and accept-layer rows for any chunking, alone and in
+ragged batches."""
 
 from typing import Any
 
@@ -13,8 +14,11 @@ from tests.oracle import media_inputs
 from tests.prompts import KINDS, make
 
 
-def run(models: Models, prompts: list[Prompt], chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits and accept-layer rows of all positions; the prompts advance together, `chunk` rows at a time."""
+def run(
+    models: Models, prompts: list[Prompt], chunk: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits and accept-layer rows of all positions; the prompts advance together, `chunk` rows at
+    a time."""
     thinker, c = models.thinker, models.config.thinker
     cache = thinker.cache(200, block_size=8)
     tables, free = [], iter(range(1, 200))
@@ -39,7 +43,11 @@ def run(models: Models, prompts: list[Prompt], chunk: int) -> list[tuple[torch.T
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     accept: list[list[torch.Tensor]] = [[] for _ in prompts]
     while any(d < len(p.ids) for d, p in zip(done, prompts, strict=True)):
-        todo = {i: min(chunk, len(p.ids) - done[i]) for i, p in enumerate(prompts) if done[i] < len(p.ids)}
+        todo = {
+            i: min(chunk, len(p.ids) - done[i])
+            for i, p in enumerate(prompts)
+            if done[i] < len(p.ids)
+        }
         order = sorted(todo, key=lambda i: todo[i] != 1)
         xs, places, deep_rows, levels, row = [], [], [], [], 0
         for i in order:
@@ -52,14 +60,25 @@ def run(models: Models, prompts: list[Prompt], chunk: int) -> list[tuple[torch.T
                 deep_rows.append(part.visual_places + row)
                 levels.append(part.deep)
             row += stop - start
-        deep = Deep(torch.cat(deep_rows).to(thinker.device), torch.cat(levels, 1)) if deep_rows else None
+        deep = (
+            Deep(torch.cat(deep_rows).to(thinker.device), torch.cat(levels, 1))
+            if deep_rows
+            else None
+        )
         paging = cache.page([(tables[i], done[i], todo[i]) for i in order])
         hidden, rows = thinker(
-            torch.cat(xs), torch.cat(places, 1).to(thinker.device), cache, paging, deep, torch.arange(row)
+            torch.cat(xs),
+            torch.cat(places, 1).to(thinker.device),
+            cache,
+            paging,
+            deep,
+            torch.arange(row),
         )
         assert rows is not None
         sizes = [todo[i] for i in order]
-        for i, a, b in zip(order, thinker.logits(hidden).split(sizes), rows.split(sizes), strict=True):
+        for i, a, b in zip(
+            order, thinker.logits(hidden).split(sizes), rows.split(sizes), strict=True
+        ):
             logits[i].append(a)
             accept[i].append(b)
             done[i] += todo[i]
@@ -67,7 +86,9 @@ def run(models: Models, prompts: list[Prompt], chunk: int) -> list[tuple[torch.T
 
 
 @pytest.fixture(scope="module")
-def reference(oracle: Any, tiny_config: Any) -> dict[str, tuple[Prompt, torch.Tensor, torch.Tensor]]:
+def reference(
+    oracle: Any, tiny_config: Any
+) -> dict[str, tuple[Prompt, torch.Tensor, torch.Tensor]]:
     found = {}
     for kind in KINDS:
         prompt = make(kind, tiny_config)
@@ -87,7 +108,9 @@ def reference(oracle: Any, tiny_config: Any) -> dict[str, tuple[Prompt, torch.Te
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_logits_and_accept_rows(kind: str, chunk: int, models: Models, reference: dict[str, Any]) -> None:
+def test_logits_and_accept_rows(
+    kind: str, chunk: int, models: Models, reference: dict[str, Any]
+) -> None:
     prompt, logits, accept = reference[kind]
     [(got, rows)] = run(models, [prompt], chunk)
     torch.testing.assert_close(got, logits, atol=3e-5, rtol=1e-5)

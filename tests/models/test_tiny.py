@@ -69,13 +69,22 @@ def test_files_are_complete(tiny_dir: Path, tiny_config: OmniConfig) -> None:
     index = json.loads((tiny_dir / "model.safetensors.index.json").read_text())
     shapes = checkpoint_shapes(tiny_config)
     assert set(index["weight_map"]) == set(shapes)
-    assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
     assert index["metadata"]["total_size"] == 4 * sum(math.prod(s) for s in shapes.values()) < 30e6
-    for name in ("generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "vocab.json"):
+    for name in (
+        "generation_config.json",
+        "preprocessor_config.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ):
         assert json.loads((tiny_dir / name).read_text())
 
 
-@pytest.mark.skipif("STRETTO_TEST_SIZES" in os.environ, reason="about the tiny checkpoint's own sizes")
+@pytest.mark.skipif(
+    "STRETTO_TEST_SIZES" in os.environ, reason="about the tiny checkpoint's own sizes"
+)
 def test_same_seed_same_bytes(tiny_dir: Path, tmp_path: Path) -> None:
     write_tiny(tmp_path / "again", seed=0)
     names = sorted(p.name for p in tiny_dir.iterdir())
@@ -119,11 +128,14 @@ def test_structure_is_the_released_one(tiny_config: OmniConfig) -> None:
     assert tiny_config.thinker.audio.window_frames == real.thinker.audio.window_frames == 800
     assert tiny_config.thinker.audio.chunk_frames == real.thinker.audio.chunk_frames == 100
     levels = len(tiny_config.thinker.vision.deepstack_layers)
-    assert levels == len(real.thinker.vision.deepstack_layers) == 3 < tiny_config.talker.accept_layer
+    assert (
+        levels == len(real.thinker.vision.deepstack_layers) == 3 < tiny_config.talker.accept_layer
+    )
 
 
 def test_reference_loads_it_and_answers(oracle: Any, prompts: PromptMaker) -> None:
-    """Loading asserts that no key is missing or unexpected; an answer is varied and inside the clamp."""
+    """Loading asserts that no key is missing or unexpected; an answer is varied and inside the
+    clamp."""
     run = generate(oracle, example_prompts(prompts)["system"], max_text=40, max_frames=40)
     assert run.text[-1] == oracle.config.im_end_token_id
     assert len(run.text) > 5 < len(set(run.text))
@@ -140,8 +152,14 @@ def test_waveform_never_meets_the_clamp(seed: int, tiny_config: OmniConfig, orac
         vocoder = oracle.code2wav
     else:
         weights = tiny_weights(tiny_config, seed)
-        vocoder = type(oracle.code2wav)._from_config(oracle.config.code2wav_config, attn_implementation="eager")
-        mine = {k.removeprefix("code2wav."): torch.from_numpy(v) for k, v in weights.items() if "code2wav." in k}
+        vocoder = type(oracle.code2wav)._from_config(
+            oracle.config.code2wav_config, attn_implementation="eager"
+        )
+        mine = {
+            k.removeprefix("code2wav."): torch.from_numpy(v)
+            for k, v in weights.items()
+            if "code2wav." in k
+        }
         missing, unexpected = vocoder.load_state_dict(mine, strict=False)
         assert not unexpected
         assert all("inv_freq" in k or k == "code_offset" for k in missing)
@@ -158,7 +176,8 @@ def test_ids_agree_with_the_tokenizer(tiny_config: OmniConfig, tiny_dir: Path) -
     expected = {
         "<|im_start|>": t.im_start, "<|im_end|>": t.im_end, "system": t.system, "user": t.user,
         "assistant": t.assistant, "<|audio_start|>": t.audio_start, "<|audio_pad|>": t.audio_pad,
-        "<|vision_start|>": t.vision_start, "<|image_pad|>": t.image_pad, "<|video_pad|>": t.video_pad,
+        "<|vision_start|>": t.vision_start, "<|image_pad|>": t.image_pad,
+        "<|video_pad|>": t.video_pad,
         "<tts_pad>": t.tts_pad, "<tts_text_bos>": t.tts_bos, "<tts_text_eod>": t.tts_eos,
     }  # fmt: skip
     assert {token: tokenizer.token_to_id(token) for token in expected} == expected
@@ -175,8 +194,13 @@ def test_roles_words_and_newline_are_one_token() -> None:
 
 
 def test_tool_tokens_are_shown_and_markers_are_not() -> None:
-    ids = TOKENIZER.encode("<think>a</think><tool_call>b</tool_call><|audio_start|><tts_pad><|im_end|>").ids
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>a</think><tool_call>b</tool_call>"
+    ids = TOKENIZER.encode(
+        "<think>a</think><tool_call>b</tool_call><|audio_start|><tts_pad><|im_end|>"
+    ).ids
+    assert (
+        TOKENIZER.decode(ids, skip_special_tokens=True)
+        == "<think>a</think><tool_call>b</tool_call>"
+    )
 
 
 @given(st.text() | st.text(alphabet=st.sampled_from("the water \n\t'sé日🎵\u0301<|im_end|>")))
@@ -205,7 +229,10 @@ def test_template_turns() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " you"}],
+        },
         {"role": "user", "content": "  spaces\nstay  "},
     ]
     expected = (
@@ -226,8 +253,15 @@ def test_template_turns() -> None:
 )
 def test_template_media(kinds: tuple[str, ...], expected: str) -> None:
     for kind in kinds:
-        content = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "x"}}, {"type": "text", "text": "?"}]
-        assert render([{"role": "user", "content": content}]) == f"<|im_start|>user\nsee{expected}?<|im_end|>\n"
+        content = [
+            {"type": "text", "text": "see"},
+            {"type": kind, kind: {"url": "x"}},
+            {"type": "text", "text": "?"},
+        ]
+        assert (
+            render([{"role": "user", "content": content}])
+            == f"<|im_start|>user\nsee{expected}?<|im_end|>\n"
+        )
 
 
 def test_template_tools() -> None:
@@ -255,9 +289,12 @@ def test_template_tools() -> None:
         '<tool_call>\n{"name": "f", "arguments": {"x": 2}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\none\n</tool_response>\n"
         "<tool_response>\ntwo\n</tool_response><|im_end|>\n"
-        '<|im_start|>assistant\nDone\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>assistant\nDone\n<tool_call>\n{"name": "f", "arguments": {"x": '
+        "1}}\n</tool_call><|im_end|>\n"
     )
-    assert render([{"role": "user", "content": "Go"}], tools=[tool]).startswith("<|im_start|>system\n# Tools\n")
+    assert render([{"role": "user", "content": "Go"}], tools=[tool]).startswith(
+        "<|im_start|>system\n# Tools\n"
+    )
 
 
 def test_reference_library_reads_tokenizer_and_template(tiny_dir: Path) -> None:
@@ -266,7 +303,13 @@ def test_reference_library_reads_tokenizer_and_template(tiny_dir: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tiny_dir)
     messages = [
         {"role": "system", "content": "You are a voice."},
-        {"role": "user", "content": [{"type": "audio", "audio": "x"}, {"type": "text", "text": "Héllo e\u0301 日本"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "audio", "audio": "x"},
+                {"type": "text", "text": "Héllo e\u0301 日本"},
+            ],
+        },
     ]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == render(messages, add_generation_prompt=True)
@@ -276,7 +319,10 @@ def test_reference_library_reads_tokenizer_and_template(tiny_dir: Path) -> None:
     assert (theirs.image_token, theirs.audio_token, theirs.video_token) == (
         "<|image_pad|>", "<|audio_pad|>", "<|video_pad|>",
     )  # fmt: skip
-    assert (theirs.vision_bos_token, theirs.vision_eos_token) == ("<|vision_start|>", "<|vision_end|>")
+    assert (theirs.vision_bos_token, theirs.vision_eos_token) == (
+        "<|vision_start|>",
+        "<|vision_end|>",
+    )
     assert (theirs.audio_bos_token, theirs.audio_eos_token) == ("<|audio_start|>", "<|audio_end|>")
     assert (theirs.eos_token, theirs.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
@@ -286,5 +332,10 @@ def test_reference_library_reads_preprocessor_and_generation_config(tiny_dir: Pa
 
     audio = AutoFeatureExtractor.from_pretrained(tiny_dir)
     assert type(audio).__name__ == "WhisperFeatureExtractor"
-    assert (audio.feature_size, audio.sampling_rate, audio.hop_length, audio.n_fft) == (128, 16000, 160, 400)
+    assert (audio.feature_size, audio.sampling_rate, audio.hop_length, audio.n_fft) == (
+        128,
+        16000,
+        160,
+        400,
+    )
     assert GenerationConfig.from_pretrained(tiny_dir).to_dict()["talker_max_new_tokens"] == 4096

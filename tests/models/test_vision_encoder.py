@@ -42,7 +42,9 @@ def reference(tower: Any, patches: torch.Tensor, grids: list[Grid]) -> VisionRow
 
 
 def random_patches(grids: list[Grid], seed: int = 0) -> torch.Tensor:
-    return torch.randn(sum(t * h * w for t, h, w in grids), PATCH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        sum(t * h * w for t, h, w in grids), PATCH, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def assert_rows(ours: VisionRows, theirs: VisionRows) -> None:
@@ -82,7 +84,11 @@ def test_small_activations_equal_transformers(tiny_config: OmniConfig, oracle: A
     """With a residual stream near zero, the norms' epsilon and the kind of GELU show."""
     tower = deepcopy(oracle.thinker.visual)
     for name, weight in tower.named_parameters():
-        if name.startswith(("patch_embed", "pos_embed")) or ".attn.proj." in name or ".linear_fc2." in name:
+        if (
+            name.startswith(("patch_embed", "pos_embed"))
+            or ".attn.proj." in name
+            or ".linear_fc2." in name
+        ):
             weight.data *= 0.01
     grids: list[Grid] = [(1, 6, 10), (2, 4, 4)]
     patches = random_patches(grids, seed=9)
@@ -117,13 +123,18 @@ def test_a_frame_sees_only_itself(encoder: VisionEncoder) -> None:
     patches = random_patches([(3, 4, 4)], seed=5)
     changed = patches.clone()
     changed[16:32] += 1
-    before, after = encoder.encode(patches, [(3, 4, 4)]).main, encoder.encode(changed, [(3, 4, 4)]).main
+    before, after = (
+        encoder.encode(patches, [(3, 4, 4)]).main,
+        encoder.encode(changed, [(3, 4, 4)]).main,
+    )
     assert (before[4:8] - after[4:8]).abs().amax(1).min() > 1e-3
     torch.testing.assert_close(before[:4], after[:4], **EXACT)
     torch.testing.assert_close(before[8:], after[8:], **EXACT)
 
 
-def test_slabs_hold_whole_frames_and_change_nothing(encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_hold_whole_frames_and_change_nothing(
+    encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grids: list[Grid] = [(7, 4, 4), (1, 8, 8), (2, 2, 4)]
     patches = random_patches(grids, seed=6)
     expected = encoder.encode(patches, grids)
@@ -139,18 +150,21 @@ def test_slabs_hold_whole_frames_and_change_nothing(encoder: VisionEncoder, monk
     assert [sum(h * w for h, w in g) for g in groups] == [32, 32, 32, 16, 64, 16]
     ours = encoder.encode(patches, grids)
     assert_rows(ours, expected)
-    # Six slabs, one of which is a large frame. Its patches are embedded 40 at a time, its places are two more parts,
-    # and three times 24 queries look at all in each block. The rest, twice a block and once a merger, is done at once
-    # on a GPU and 16 patches at a time on a CPU. So often can others have a turn.
+    # Six slabs, one of which is a large frame. Its patches are embedded 40 at a time, its places
+    # are two more parts, and three times 24 queries look at all in each block. The rest, twice a
+    # block and once a merger, is done at once on a GPU and 16 patches at a time on a CPU. So often
+    # can others have a turn.
     parts = encoder.encoding(patches.split([112, 64, 16]), grids)
     rest = 4 if encoder.pos_embed.weight.device.type == "cpu" else 1
     large = 2 + 2 + (3 + 2 * rest) * len(encoder.blocks) + rest * (len(encoder.merger_list) + 1)
     assert 1 + sum(1 for _ in parts) == len(groups) - 1 + large
 
 
-def test_no_part_of_a_large_picture_is_long(encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, whose listeners wait for each part: the rows that a layer is given in it, and the pairs of patches that
-    look at each other, do not grow with the picture."""
+def test_no_part_of_a_large_picture_is_long(
+    encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, whose listeners wait for each part: the rows that a layer is given in it, and the
+    pairs of patches that look at each other, do not grow with the picture."""
     monkeypatch.setattr(vision_encoder, "PAIRS_CPU", 1 << 13)
     monkeypatch.setattr(vision_encoder, "TILE_CPU", 8)
     monkeypatch.setattr(vision_encoder, "ROWS_CPU", 64)
@@ -221,8 +235,12 @@ def test_bf16_stays_near_float32(encoder: VisionEncoder, device: torch.device) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
-def test_cuda_equals_cpu_and_never_waits(encoder: VisionEncoder, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str
+)
+def test_cuda_equals_cpu_and_never_waits(
+    encoder: VisionEncoder, dtype: torch.dtype, tolerance: float
+) -> None:
     grids: list[Grid] = [(1, 10, 14), (2, 4, 4), (1, 16, 6)]
     patches = random_patches(grids, seed=8)
     module = copy(encoder, "cuda", dtype)
@@ -254,12 +272,23 @@ def test_names_and_shapes_at_released_size() -> None:
     shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj": (d, 3, 2, 16, 16)}
     for i in range(27):
         at = f"blocks.{i}."
-        shapes |= {f"{at}attn.qkv": (3 * d, d), f"{at}attn.proj": (d, d), f"{at}norm1": (d,), f"{at}norm2": (d,)}
+        shapes |= {
+            f"{at}attn.qkv": (3 * d, d),
+            f"{at}attn.proj": (d, d),
+            f"{at}norm1": (d,),
+            f"{at}norm2": (d,),
+        }
         shapes |= {f"{at}mlp.linear_fc1": (4304, d), f"{at}mlp.linear_fc2": (d, 4304)}
     for at, norm in (("merger.", d), *((f"merger_list.{i}.", joined) for i in range(3))):
-        shapes |= {f"{at}ln_q": (norm,), f"{at}mlp.0": (joined, joined), f"{at}mlp.2": (2048, joined)}
+        shapes |= {
+            f"{at}ln_q": (norm,),
+            f"{at}mlp.0": (joined, joined),
+            f"{at}mlp.2": (2048, joined),
+        }
     for name, shape in shapes.items():
         expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     with torch.device("meta"):
         found = targets(VisionEncoder(released), PREFIX)
-    assert {name: tuple(view.shape) for name, view in found.items()} == {PREFIX + n: s for n, s in expected.items()}
+    assert {name: tuple(view.shape) for name, view in found.items()} == {
+        PREFIX + n: s for n, s in expected.items()
+    }

@@ -25,11 +25,25 @@ from tests.models.test_vision_encoder import adopt, assert_rows, random_patches,
 from tests.prompts import Maker
 
 SMALL = (16, 48, 96)
-FRAMES = [(2, 2), (2, 4), (4, 4), (2, 10), (10, 2), (6, 6), (6, 8), (2, 24), (14, 6), (8, 12), (2, 48)]
+FRAMES = [
+    (2, 2),
+    (2, 4),
+    (4, 4),
+    (2, 10),
+    (10, 2),
+    (6, 6),
+    (6, 8),
+    (2, 24),
+    (14, 6),
+    (8, 12),
+    (2, 48),
+]
 """One group of patches, odd numbers of groups, and sizes on and next to the edges of the graphs."""
 
 
-def encode_frame(encoder: VisionEncoder, patches: torch.Tensor, height: int, width: int) -> VisionRows:
+def encode_frame(
+    encoder: VisionEncoder, patches: torch.Tensor, height: int, width: int
+) -> VisionRows:
     return encoder.encode(patches, [(1, height, width)])
 
 
@@ -45,7 +59,9 @@ class Recorded:
         self.out.copy_(self.graphs.forward(self.size))
 
 
-def recorded(encoder: VisionEncoder, sizes: tuple[int, ...] = SMALL) -> tuple[FrameGraphs, dict[int, Recorded]]:
+def recorded(
+    encoder: VisionEncoder, sizes: tuple[int, ...] = SMALL
+) -> tuple[FrameGraphs, dict[int, Recorded]]:
     graphs = FrameGraphs(encoder, sizes)
     passes = {size: Recorded(graphs, size) for size in sizes}
     graphs._graphs = {size: (one, one.out) for size, one in passes.items()}  # type: ignore[misc]
@@ -82,7 +98,10 @@ def test_padded_frames_are_as_alone(encoder: VisionEncoder, size: int, left: flo
         graphs.rows.fill_(left)
         graphs.turns.fill_(left)
         graphs.fill(*frame(encoder, h, w), size)
-        assert_rows(cut(graphs.forward(size), h * w), encoder.encode(random_patches([(1, h, w)]), [(1, h, w)]))
+        assert_rows(
+            cut(graphs.forward(size), h * w),
+            encoder.encode(random_patches([(1, h, w)]), [(1, h, w)]),
+        )
 
 
 def test_padding_has_no_say(encoder: VisionEncoder) -> None:
@@ -90,7 +109,9 @@ def test_padding_has_no_say(encoder: VisionEncoder) -> None:
     graphs = FrameGraphs(encoder, (48,))
     graphs.fill(*frame(encoder, 2, 10), 48)
     before = cut(graphs.forward(48), 20)
-    graphs.rows[20:] = 100 * torch.randn(28, graphs.rows.shape[1], generator=torch.Generator().manual_seed(1))
+    graphs.rows[20:] = 100 * torch.randn(
+        28, graphs.rows.shape[1], generator=torch.Generator().manual_seed(1)
+    )
     graphs.turns[:, 20:] = 1
     assert_rows(cut(graphs.forward(48), 20), before)
     graphs.count.fill_(24)  # were they counted, it would show
@@ -111,12 +132,20 @@ def test_a_frame_must_fit(encoder: VisionEncoder) -> None:
 def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, oracle: Any) -> None:
     """Large and small in turns; each result outlives the replays after it."""
     frames = [f for pair in zip(FRAMES, FRAMES[::-1], strict=True) for f in pair]
-    plain = [encode_frame(encoder, random_patches([(1, h, w)], i), h, w) for i, (h, w) in enumerate(frames)]
+    plain = [
+        encode_frame(encoder, random_patches([(1, h, w)], i), h, w)
+        for i, (h, w) in enumerate(frames)
+    ]
     encoder.graphs, passes = recorded(encoder)
-    found = [encode_frame(encoder, random_patches([(1, h, w)], i), h, w) for i, (h, w) in enumerate(frames)]
+    found = [
+        encode_frame(encoder, random_patches([(1, h, w)], i), h, w)
+        for i, (h, w) in enumerate(frames)
+    ]
     for i, (h, w) in enumerate(frames):
         assert_rows(found[i], plain[i])
-        assert_rows(found[i], reference(oracle.thinker.visual, random_patches([(1, h, w)], i), [(1, h, w)]))
+        assert_rows(
+            found[i], reference(oracle.thinker.visual, random_patches([(1, h, w)], i), [(1, h, w)])
+        )
     assert replays(passes) == [6, 10, 6]  # by the edges: 4 to 16, to 48, to 96 patches
 
 
@@ -148,8 +177,21 @@ def test_without_captured_graphs_nothing_fits(encoder: VisionEncoder) -> None:
 @pytest.mark.parametrize(
     ("width", "height", "size"),
     [
-        *[(224, 224, 256), (256, 256, 256), (384, 384, 576), (448, 448, 832), (512, 512, 1024), (640, 480, 1280)],
-        *[(480, 640, 1280), (640, 640, 2048), (800, 600, 2048), (1024, 768, None), (1280, 720, None)],
+        *[
+            (224, 224, 256),
+            (256, 256, 256),
+            (384, 384, 576),
+            (448, 448, 832),
+            (512, 512, 1024),
+            (640, 480, 1280),
+        ],
+        *[
+            (480, 640, 1280),
+            (640, 640, 2048),
+            (800, 600, 2048),
+            (1024, 768, None),
+            (1280, 720, None),
+        ],
     ],
 )
 def test_usual_sizes_have_graphs(width: int, height: int, size: int | None) -> None:
@@ -185,7 +227,8 @@ def assert_media(ours: MediaRows | None, theirs: MediaRows | None) -> None:
 
 @torch.inference_mode()
 def test_images_and_videos_of_a_prompt(lent: Models) -> None:
-    """One image, or a video of one frame, by its graph, beside what is not; and after a prompt of no numbers."""
+    """One image, or a video of one frame, by its graph, beside what is not; and after a prompt of
+    no numbers."""
     thinker, config = lent.thinker, lent.config
     scenes = [
         (scene(config, [(6, 8)], (3, 4, 4)), [0, 1, 0]),
@@ -197,7 +240,9 @@ def test_images_and_videos_of_a_prompt(lent: Models) -> None:
     thinker.visual.graphs, passes = recorded(thinker.visual)
     spoilt = Prompt(
         scenes[0][0].ids,
-        images=tuple(Patches.of(np.full_like(p.values, np.nan), p.grid) for p in scenes[0][0].images),
+        images=tuple(
+            Patches.of(np.full_like(p.values, np.nan), p.grid) for p in scenes[0][0].images
+        ),
         videos=scenes[0][0].videos,
     )
     assert (media := thinker.encode(spoilt)) is not None
@@ -212,11 +257,16 @@ def test_images_and_videos_of_a_prompt(lent: Models) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str
+)
 @torch.inference_mode()
 def test_replays_equal_the_plain_way(dtype: torch.dtype, tolerance: float) -> None:
-    """At the released width and four blocks; one image of no numbers among them, and never waiting for the device."""
-    config = replace(parse(released_config()).thinker.vision, num_layers=4, deepstack_layers=(0, 1, 2))
+    """At the released width and four blocks; one image of no numbers among them, and never waiting
+    for the device."""
+    config = replace(
+        parse(released_config()).thinker.vision, num_layers=4, deepstack_layers=(0, 1, 2)
+    )
     encoder = build(lambda: VisionEncoder(config), "cuda", dtype)
     fill_dummy(encoder, 0, "thinker.visual.")
     frames = [(28, 28), (2, 2), (16, 16), (30, 40), (10, 26), (40, 46), (50, 50)]
@@ -230,7 +280,9 @@ def test_replays_equal_the_plain_way(dtype: torch.dtype, tolerance: float) -> No
         encode_frame(encoder, torch.full_like(inputs[5], math.nan), *frames[5])
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = [encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
+            found = [
+                encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)
+            ]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert encoder.graphs.run(*encoder.embed(inputs[-1], frames[-1:])) is None

@@ -1,5 +1,5 @@
-"""Before a host is ready, it serves made-up requests: the first real one then does nothing for the first time, and
-finds no trace of them."""
+"""Before a host is ready, it serves made-up requests: the first real one then does nothing for the
+first time, and finds no trace of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from stretto._imports import load
 from stretto.config.engine import HostSettings
 from stretto.family import Capability, Wanted
 from stretto.messages.hosts import Configure, Loading
-from stretto.messages.params import Manner, Params
 from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, Text
 from stretto.models.qwen3_tts.params import ClonedVoice
+from stretto.params import Params, SpeechStyle
 from stretto.preprocess import build as work
 from stretto.preprocess.pool.packed import pack
 from stretto.preprocess.prompt import Prompt
@@ -38,7 +38,7 @@ KINDS = ("omni", "custom_voice", "voice_design", "base")
 CHANGES = ("stretto_host_memory_bytes", "stretto_host_busy_seconds_total")
 """Numbers that time alone changes."""
 Open = Callable[..., "Driven"]
-Question = tuple[Capability, Prompt, tuple[int, ...] | None, Manner]
+Question = tuple[Capability, Prompt, tuple[int, ...] | None, SpeechStyle]
 
 
 def noise(seconds: float) -> dict[str, Any]:
@@ -59,7 +59,9 @@ class Driven:
         told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
         self.host = Host(told, HostSettings(trace=True, **settings), self.outgoing.post)
         self.host.load()
-        for node in self.host.stages.values():  # no time passes: the sizes of packets tell nothing of this machine
+        for node in (
+            self.host.stages.values()
+        ):  # no time passes: the sizes of packets tell nothing of this machine
             if hasattr(node, "clock"):
                 node.clock = lambda: 0.0
             if hasattr(node, "encoders"):
@@ -76,7 +78,12 @@ class Driven:
         """A request that draws from a seed; all that is said of it."""
         capability, prompt, spoken, manner = question
         params = Params(
-            temperature=1.0, max_text_tokens=6, ignore_eos=True, max_frames=5, min_frames=5, want_codes=True
+            temperature=1.0,
+            max_text_tokens=6,
+            ignore_eos=True,
+            max_frames=5,
+            min_frames=5,
+            want_codes=True,
         )
         told = self.model.stage_params(Wanted(capability, params, 7, None, spoken, manner))
         packed = pack(prompt)
@@ -100,14 +107,18 @@ class Driven:
         return found
 
     def question(self, wants: str) -> Question:
-        builder, manner = self.builder, Manner()
+        builder, manner = self.builder, SpeechStyle()
         if wants in ("reading", "cloned"):
             if wants == "cloned":
                 talker = self.model.config.talker  # type: ignore[attr-defined]
                 rng = np.random.default_rng(1)
                 vector = rng.standard_normal(talker.decoder.hidden_size, dtype=np.float32)
                 codes = rng.integers(0, 2048, (5, talker.num_code_groups)).astype(np.int16)
-                manner = Manner(voice=msgspec.msgpack.encode(ClonedVoice(vector.tobytes(), codes.tobytes(), (5, 6, 7))))
+                manner = SpeechStyle(
+                    voice=msgspec.msgpack.encode(
+                        ClonedVoice(vector.tobytes(), codes.tobytes(), (5, 6, 7))
+                    )
+                )
             return "reading", *work.read_aloud(builder, "Good morning to all."), manner
         parts: list[Any] = [{"type": "text", "text": "What is this?"}]
         match wants:
@@ -139,19 +150,27 @@ class Noted(TorchDispatchMode):
         self.found: set[tuple[Any, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t for a in (*args, *(kwargs or {}).values()) for t in (a if isinstance(a, list | tuple) else [a])]
+        given = [
+            t
+            for a in (*args, *(kwargs or {}).values())
+            for t in (a if isinstance(a, list | tuple) else [a])
+        ]
         self.found.add((func, *(t.dtype for t in given if isinstance(t, torch.Tensor))))
         return func(*args, **(kwargs or {}))
 
 
 REQUESTS = [
-    ("omni", "text"), ("omni", "sound"), ("omni", "short sound"), ("omni", "picture"), ("omni", "reading"),
-    ("custom_voice", "reading"), ("voice_design", "reading"), ("base", "reading"), ("base", "cloned"),
+    ("omni", "text"), ("omni", "sound"), ("omni", "short sound"), ("omni", "picture"), ("omni",
+    "reading"),
+    ("custom_voice", "reading"), ("voice_design", "reading"), ("base", "reading"), ("base",
+    "cloned"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "wants"), REQUESTS)
-def test_a_first_request_does_nothing_for_the_first_time(opened: Open, kind: str, wants: str) -> None:
+def test_a_first_request_does_nothing_for_the_first_time(
+    opened: Open, kind: str, wants: str
+) -> None:
     driven = opened(kind)
     question = driven.question(wants)
     with Noted() as before:
@@ -165,7 +184,9 @@ def test_a_first_request_does_nothing_for_the_first_time(opened: Open, kind: str
     assert first.found, "there is something to compare"
 
 
-@pytest.mark.parametrize(("kind", "wants"), [("omni", "sound"), ("custom_voice", "reading"), ("base", "cloned")])
+@pytest.mark.parametrize(
+    ("kind", "wants"), [("omni", "sound"), ("custom_voice", "reading"), ("base", "cloned")]
+)
 def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
     plain, driven = opened(kind), opened(kind)
     before = driven.values()
@@ -188,7 +209,10 @@ def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
     if kind == "omni":
         assert nodes["thinker"].encoders.kept.num_bytes == 0
     for times in ("first", "again"):
-        mine, theirs = driven.ask(driven.question(wants), times), plain.ask(plain.question(wants), times)
+        mine, theirs = (
+            driven.ask(driven.question(wants), times),
+            plain.ask(plain.question(wants), times),
+        )
         assert mine == theirs
         assert mine["pcm"]
         assert any(mine["cached"].values()) == (times == "again" and kind == "omni")
@@ -197,7 +221,8 @@ def test_nothing_is_left_of_it(opened: Open, kind: str, wants: str) -> None:
 ALONE = [
     ("omni", ("thinker",), 1), ("omni", ("talker",), 1), ("omni", ("code2wav",), 1),
     ("omni", ("talker", "code2wav"), 1),
-    ("custom_voice", ("talker",), 1), ("custom_voice", ("code2wav",), 1), ("base", ("code2wav",), 2),
+    ("custom_voice", ("talker",), 1), ("custom_voice", ("code2wav",), 1), ("base", ("code2wav",),
+    2),
     ("base", ("enroller",), 0),
 ]  # fmt: skip
 
@@ -212,7 +237,11 @@ def test_stages_warm_up_without_those_of_other_hosts(
     for name, node in nodes.items():
         if requests:
             what = node.core if name == "code2wav" else node.core.runner
-            watch(what, "run" if name == "code2wav" else "launch", lambda name=name: steps.append(name))
+            watch(
+                what,
+                "run" if name == "code2wav" else "launch",
+                lambda name=name: steps.append(name),
+            )
     before, within = driven.values(), remote_ends(driven)
     assert driven.warm_up() == requests
     assert set(steps) == (set(stages) if requests else set())
@@ -222,7 +251,9 @@ def test_stages_warm_up_without_those_of_other_hosts(
 
 def remote_ends(driven: Driven) -> list[bool]:
     links = driven.host.links
-    return [i.within for i in links.inlets.values()] + [o.inlet is not None for o in links.outlets.values()]
+    return [i.within for i in links.inlets.values()] + [
+        o.inlet is not None for o in links.outlets.values()
+    ]
 
 
 def watch(owner: Any, name: str, note: Callable[[], None]) -> None:
@@ -230,7 +261,9 @@ def watch(owner: Any, name: str, note: Callable[[], None]) -> None:
     setattr(owner, name, lambda *args: (note(), real(*args))[1])
 
 
-def test_one_that_fails_or_does_not_end_is_given_up(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_fails_or_does_not_end_is_given_up(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     driven, plain = opened("custom_voice"), opened("custom_voice")
     [good] = driven.host.context.warm_up
     endless = {**good.told, "talker": msgspec.structs.replace(good.told["talker"], live=True)}
@@ -241,7 +274,10 @@ def test_one_that_fails_or_does_not_end_is_given_up(opened: Open, caplog: pytest
     with caplog.at_level(logging.INFO, "stretto"):
         assert warm_up(driven.host, driven.outgoing, lambda: float(next(ticks))) == 1
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert said[0] == ("WARNING", "a warm-up request did not end in 60 s: stages ['code2wav', 'talker']")
+    assert said[0] == (
+        "WARNING",
+        "a warm-up request did not end in 60 s: stages ['code2wav', 'talker']",
+    )
     assert said[1] == ("INFO", "a warm-up request failed: talker: there is nothing to say")
     assert driven.host.num_requests() == 0
     assert driven.ask(driven.question("reading")) == plain.ask(plain.question("reading"))

@@ -1,4 +1,5 @@
-"""The loader: what it reads, what it refuses and how it says so, and that it needs no more memory than its staging."""
+"""The loader: what it reads, what it refuses and how it says so, and that it needs no more memory
+than its staging."""
 
 from __future__ import annotations
 
@@ -72,8 +73,14 @@ def shard(directory: Path, n: int = 2) -> Path:
     return directory / f"model-0000{n}-of-00003.safetensors"
 
 
-def empty_like(files: CheckpointFiles, prefix: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {n: torch.full(t.shape, torch.nan, dtype=dtype) for n, t in files.tensors.items() if n.startswith(prefix)}
+def empty_like(
+    files: CheckpointFiles, prefix: str, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    return {
+        n: torch.full(t.shape, torch.nan, dtype=dtype)
+        for n, t in files.tensors.items()
+        if n.startswith(prefix)
+    }
 
 
 def test_headers_match_the_safetensors_library(tiny_dir: Path, tiny_config: OmniConfig) -> None:
@@ -84,7 +91,9 @@ def test_headers_match_the_safetensors_library(tiny_dir: Path, tiny_config: Omni
         theirs |= load_file(f)
     for name, t in files.tensors.items():
         raw = t.file.read_bytes()[t.start : t.start + t.nbytes]
-        assert np.array_equal(np.frombuffer(raw, np.float32).reshape(t.shape), theirs[name].numpy()), name
+        assert np.array_equal(
+            np.frombuffer(raw, np.float32).reshape(t.shape), theirs[name].numpy()
+        ), name
 
 
 @pytest.mark.parametrize("staging", [8, 1000, 1 << 16, loader.STAGING])
@@ -105,7 +114,8 @@ def test_loads_exactly_what_is_stored(staging: int, tiny_dir: Path) -> None:
 def test_stages_load_only_their_own_bytes(
     tiny_dir: Path, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes read are the stage's tensors, each once, and never more at once than the staging buffer."""
+    """The bytes read are the stage's tensors, each once, and never more at once than the staging
+    buffer."""
     reads: list[tuple[int, int]] = []
     preadv = os.preadv
 
@@ -124,8 +134,12 @@ def test_stages_load_only_their_own_bytes(
     for prefix, factory in stages.items():
         reads.clear()
         module = build(factory, "cpu", torch.float32)
-        report = load(files, targets(module, prefix), [prefix], progress=False, staging_bytes=100_000)
-        assert report.bytes == sum(t.nbytes for n, t in files.tensors.items() if n.startswith(prefix))
+        report = load(
+            files, targets(module, prefix), [prefix], progress=False, staging_bytes=100_000
+        )
+        assert report.bytes == sum(
+            t.nbytes for n, t in files.tensors.items() if n.startswith(prefix)
+        )
         assert sum(got for _, got in reads) == report.bytes
         assert max(asked for asked, _ in reads) <= 100_000
         assert all(torch.isfinite(p).all() for p in module.parameters())
@@ -147,10 +161,16 @@ def test_staging_is_all_the_memory(tiny_dir: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_fused_parameters_are_filled_part_by_part(tmp_path: Path) -> None:
-    tensors = {"m.up.weight": torch.randn(2, 3), "m.down.weight": torch.randn(3, 3), "m.bias": torch.randn(7)}
+    tensors = {
+        "m.up.weight": torch.randn(2, 3),
+        "m.down.weight": torch.randn(3, 3),
+        "m.bias": torch.randn(7),
+    }
     module = build(Small, "cpu", torch.float32)
     load(write(tmp_path, tensors), targets(module, "m."), ["m."], progress=False)
-    assert torch.equal(module.pair.weight, torch.cat([tensors["m.up.weight"], tensors["m.down.weight"]]))
+    assert torch.equal(
+        module.pair.weight, torch.cat([tensors["m.up.weight"], tensors["m.down.weight"]])
+    )
     assert torch.equal(module.bias, tensors["m.bias"])
 
 
@@ -198,14 +218,22 @@ def test_bf16_survives_the_way_through_fp32(tmp_path: Path) -> None:
     assert torch.equal(back["x"], first["x"])
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(8, 200), st.integers(0, 2**31))
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.integers(8, 200),
+    st.integers(0, 2**31),
+)
 def test_any_sizes_through_any_staging(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], staging: int, seed: int
 ) -> None:
     g = torch.Generator().manual_seed(seed)
     kinds = [torch.float32, torch.bfloat16, torch.float64]
-    tensors = {f"t{i}": torch.randn(n, generator=g).to(kinds[(seed + i) % 3]) for i, n in enumerate(sizes)}
-    wanted = {n: torch.full(t.shape, torch.nan) for n, t in tensors.items() if int(n[1:]) % 2 == seed % 2}
+    tensors = {
+        f"t{i}": torch.randn(n, generator=g).to(kinds[(seed + i) % 3]) for i, n in enumerate(sizes)
+    }
+    wanted = {
+        n: torch.full(t.shape, torch.nan) for n, t in tensors.items() if int(n[1:]) % 2 == seed % 2
+    }
     files = write(tmp_path_factory.mktemp("any"), tensors)
     load(files, wanted, ["none"], progress=False, staging_bytes=staging)
     assert all(torch.equal(t, tensors[n].float()) for n, t in wanted.items())
@@ -220,7 +248,11 @@ class Terminal(io.StringIO):
     (Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False),
 ])  # fmt: skip
 def test_progress_is_for_terminals(
-    stream: io.StringIO, progress: bool, shown: bool, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    stream: io.StringIO,
+    progress: bool,
+    shown: bool,
+    tiny_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stderr", stream)
     files = CheckpointFiles.open(tiny_dir)
@@ -241,9 +273,19 @@ def expect(files: CheckpointFiles, into: dict[str, torch.Tensor], prefixes: list
 
 
 def test_misfits_are_named_together(tmp_path: Path) -> None:
-    stored = {"m.a": torch.zeros(2, 3), "m.b": torch.zeros(4), "m.extra": torch.zeros(1), "other.x": torch.zeros(1)}
+    stored = {
+        "m.a": torch.zeros(2, 3),
+        "m.b": torch.zeros(4),
+        "m.extra": torch.zeros(1),
+        "other.x": torch.zeros(1),
+    }
     files = write(tmp_path, stored | {"m.ids": torch.zeros(2, dtype=torch.int64)})
-    into = {"m.a": torch.zeros(3, 2), "m.b": torch.zeros(4), "m.gone": torch.zeros(1), "m.ids": torch.zeros(2)}
+    into = {
+        "m.a": torch.zeros(3, 2),
+        "m.b": torch.zeros(4),
+        "m.gone": torch.zeros(1),
+        "m.ids": torch.zeros(2),
+    }
     message = expect(files, into, ["m."])
     assert str(tmp_path) in message
     assert "m.a (model.safetensors) has shape [2, 3], the model needs [3, 2]" in message
@@ -269,7 +311,10 @@ def test_many_misfits_are_counted(tiny_dir: Path) -> None:
 
 def test_missing_shard(broken: Path) -> None:
     shard(broken).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: no such file; .* home of talker\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model-00002-of-00003\.safetensors: no such file; .* home of talker\.",
+    ):
         CheckpointFiles.open(broken)
 
 
@@ -286,11 +331,16 @@ def test_truncated_shard(broken: Path) -> None:
 
 def test_file_that_shrinks_after_the_check(broken: Path) -> None:
     files = CheckpointFiles.open(broken)
-    last = max((t for t in files.tensors.values() if t.file == shard(broken)), key=lambda t: t.start)
+    last = max(
+        (t for t in files.tensors.values() if t.file == shard(broken)), key=lambda t: t.start
+    )
     os.truncate(shard(broken), last.start + 4)
     with pytest.raises(CheckpointError) as caught:
         load(files, empty_like(files, last.name), [last.name], progress=False)
-    assert str(caught.value) == f"{shard(broken)}: tensor {last.name}: cannot be read (the file ended early)"
+    assert (
+        str(caught.value)
+        == f"{shard(broken)}: tensor {last.name}: cannot be read (the file ended early)"
+    )
 
 
 def test_file_that_vanishes_after_the_check(broken: Path) -> None:
@@ -329,7 +379,9 @@ def raw_file(path: Path, header: dict[str, object], data: int = 16) -> Path:
     return path
 
 
-def entry(dtype: object = "F32", shape: object = (4,), offsets: object = (0, 16)) -> dict[str, object]:
+def entry(
+    dtype: object = "F32", shape: object = (4,), offsets: object = (0, 16)
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -343,11 +395,17 @@ def entry(dtype: object = "F32", shape: object = (4,), offsets: object = (0, 16)
         ({"x": entry(shape=[True, 4])}, "tensor x: shape [True, 4] is not a list of sizes"),
         ({"x": entry(shape=4)}, "tensor x: shape 4 is not a list of sizes"),
         ({"x": entry(offsets=[16, 0])}, "tensor x: data_offsets [16, 0] are not a byte range"),
-        ({"x": entry(offsets=[0, 8, 16])}, "tensor x: data_offsets [0, 8, 16] are not a byte range"),
+        (
+            {"x": entry(offsets=[0, 8, 16])},
+            "tensor x: data_offsets [0, 8, 16] are not a byte range",
+        ),
         ({"x": entry(offsets=[-16, 0])}, "tensor x: data_offsets [-16, 0] are not a byte range"),
         ({"x": entry(shape=[5])}, "tensor x: F32 [5] takes 20 bytes, its byte range holds 16"),
         ({"x": entry(shape=[8], offsets=[0, 32])}, "tensor x: needs bytes up to"),
-        ({"x": entry(), "y": entry(shape=[1], offsets=[8, 12])}, "tensor y: overlaps the tensor before it"),
+        (
+            {"x": entry(), "y": entry(shape=[1], offsets=[8, 12])},
+            "tensor y: overlaps the tensor before it",
+        ),
         ({"x": entry(shape=[2], offsets=[8, 16])}, "tensor x: leaves 8 bytes before it"),
         ({"x": entry(shape=[2], offsets=[0, 8])}, "8 bytes at the end belong to no tensor"),
     ],
@@ -378,8 +436,12 @@ def test_header_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_header(raw_file(tmp_path / "f.safetensors", {"x": entry()}))
 
 
-@given(st.binary(max_size=200) | st.binary(max_size=80).map(lambda b: len(b).to_bytes(8, "little") + b))
-def test_garbage_is_refused_in_one_way(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+@given(
+    st.binary(max_size=200) | st.binary(max_size=80).map(lambda b: len(b).to_bytes(8, "little") + b)
+)
+def test_garbage_is_refused_in_one_way(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.mktemp("garbage") / "model.safetensors"
     path.write_bytes(content)
     message = ""
@@ -395,16 +457,25 @@ def test_garbage_is_refused_in_one_way(tmp_path_factory: pytest.TempPathFactory,
     ("change", "message"),
     [
         (lambda i: i.clear(), "weight_map is missing or empty"),
-        (lambda i: i["weight_map"].update(made_up="model-00001-of-00003.safetensors"), "has no tensor made_up"),
+        (
+            lambda i: i["weight_map"].update(made_up="model-00001-of-00003.safetensors"),
+            "has no tensor made_up",
+        ),
         (lambda i: i["weight_map"].update(made_up="../secret.safetensors"), "not a file name"),
-        (lambda i: i["weight_map"].update(made_up=7), "made_up is placed in 7, which is not a file name"),
+        (
+            lambda i: i["weight_map"].update(made_up=7),
+            "made_up is placed in 7, which is not a file name",
+        ),
         (
             lambda i: i["weight_map"].pop("talker.codec_head.weight"),
-            "holds talker.codec_head.weight, which model.safetensors.index.json does not place there",
+            "holds talker.codec_head.weight, which model.safetensors.index.json does not place "
+            "there",
         ),
     ],
 )
-def test_bad_index(change: Callable[[dict[str, dict[str, object]]], object], message: str, broken: Path) -> None:
+def test_bad_index(
+    change: Callable[[dict[str, dict[str, object]]], object], message: str, broken: Path
+) -> None:
     path = broken / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     change(index)
@@ -468,7 +539,8 @@ def test_dummy_weights_have_the_sizes_of_their_checkpoint_tensors(tiny_config: O
 
 
 def test_dummy_weights_keep_activations_of_order_one() -> None:
-    """The released depth of every part in bf16: all that any module puts out is finite and of order one."""
+    """The released depth of every part in bf16: all that any module puts out is finite and of order
+    one."""
     raw = tiny_json()
     real = released_config()
     for path in (
@@ -496,7 +568,9 @@ def test_dummy_weights_keep_activations_of_order_one() -> None:
         for child in stage.modules():
             child.register_forward_hook(watch)
     options = Options(max_text_tokens=2, max_frames=3).greedy()
-    events = [e for kind in ("image", "audio") for e in Solo(models).run(make(kind, config), options)]
+    events = [
+        e for kind in ("image", "audio") for e in Solo(models).run(make(kind, config), options)
+    ]
     assert len(sizes) > 1000
     assert max(sizes) < 100
     samples = np.concatenate([e.samples for e in events if isinstance(e, Audio)])
@@ -506,7 +580,11 @@ def test_dummy_weights_keep_activations_of_order_one() -> None:
 def test_estimate_of_the_released_model() -> None:
     c = parse(released_config())
     sizes = estimate(
-        {"thinker": lambda: Thinker(c), "talker": lambda: Talker(c), "code2wav": lambda: Code2Wav(c.code2wav)},
+        {
+            "thinker": lambda: Thinker(c),
+            "talker": lambda: Talker(c),
+            "code2wav": lambda: Code2Wav(c.code2wav),
+        },
         torch.bfloat16,
     )
     total = 2 * 35_259_818_545
@@ -526,9 +604,11 @@ def test_loading_to_a_gpu_equals_loading_to_the_host(tiny_dir: Path) -> None:
             assert all(torch.equal(t.cpu(), host[n]) for n, t in there.items())
 
 
-def fill_on_gpu(config: OmniConfig, factor: float = 1.0, extra: int = 0) -> tuple[Thinker, int, int]:
-    """A thinker of random weights, its size and the most memory that it took meanwhile. Skips the test unless there is
-    room for `factor` times its size and `extra` bytes."""
+def fill_on_gpu(
+    config: OmniConfig, factor: float = 1.0, extra: int = 0
+) -> tuple[Thinker, int, int]:
+    """A thinker of random weights, its size and the most memory that it took meanwhile. Skips the
+    test unless there is room for `factor` times its size and `extra` bytes."""
     size = estimate({"thinker": lambda: Thinker(config)}, torch.bfloat16)["thinker"]
     if torch.cuda.mem_get_info()[0] < factor * size + extra:
         pytest.skip("needs a larger device")
@@ -544,7 +624,8 @@ def fill_on_gpu(config: OmniConfig, factor: float = 1.0, extra: int = 0) -> tupl
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_released_thinker_is_filled_on_the_gpu() -> None:
-    """Thirty billion parameters, straight on the device: no copy of them is ever on the host or made twice."""
+    """Thirty billion parameters, straight on the device: no copy of them is ever on the host or
+    made twice."""
     module, size, took = fill_on_gpu(parse(released_config()), factor=1.05)
     assert took < 1.01 * size
     assert all(torch.isfinite(p).all() for p in module.parameters())

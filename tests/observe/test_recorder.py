@@ -37,7 +37,9 @@ def test_a_histogram_is_cumulative_and_complete() -> None:
     assert buckets == sorted(buckets)
     assert len(buckets) == len(BUCKETS_S) + 1
     assert values[f't_seconds_bucket{{stage="a",le="{BUCKETS_S[3]!r}"}}'] == 2
-    assert values['t_seconds_bucket{stage="a",le="+Inf"}'] == values['t_seconds_count{stage="a"}'] == 4
+    assert (
+        values['t_seconds_bucket{stage="a",le="+Inf"}'] == values['t_seconds_count{stage="a"}'] == 4
+    )
     assert values['t_seconds_sum{stage="a"}'] == pytest.approx(100.0 + 2.5 * BUCKETS_S[3])
 
 
@@ -62,9 +64,13 @@ def test_spans_are_kept_only_for_a_trace_and_within_bounds(monkeypatch: pytest.M
     assert [s[1] for s in told.take_spans(10)] == ["step 5", "step 6", "step 7"]
 
 
-def test_a_trace_is_json_while_it_grows_and_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_json_while_it_grows_and_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = TraceWriter(tmp_path / "new folder")
-    trace.write("p0.0", [("writer", "decode of 3", 1_000, 3_500), ("a>b put", "chunk", 4_000, 4_001)])
+    trace.write(
+        "p0.0", [("writer", "decode of 3", 1_000, 3_500), ("a>b put", "chunk", 4_000, 4_001)]
+    )
     trace.write("p0.1", [("voice", "decode of 1", 5_000, 6_000)])
     so_far = json.loads(trace.path.read_text().rstrip().rstrip(",") + "]")
     spans = [e for e in so_far if e["ph"] == "X"]

@@ -1,4 +1,5 @@
-"""Whoever writes to stderr never waits for its reader; what cannot be written is counted, and told in its place."""
+"""Whoever writes to stderr never waits for its reader; what cannot be written is counted, and told
+in its place."""
 
 from __future__ import annotations
 
@@ -124,10 +125,14 @@ raise SystemExit("the last words")
 
 @pytest.mark.parametrize("format", ["text", "json"])
 def test_a_process_writes_all_before_it_ends_one_line_a_record(format: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, format], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, format], capture_output=True, text=True, check=False
+    )
     lines = done.stderr.splitlines()
     assert len(lines) == 3
-    ours, child = sorted(lines[:2], key=lambda line: "from the child" in line)  # two processes: in either order
+    ours, child = sorted(
+        lines[:2], key=lambda line: "from the child" in line
+    )  # two processes: in either order
     assert re.search(r"one\\nline\\u2028of\\(x85|u0085)text", ours)
     assert "from the child" in child
     assert lines[2] == "the last words"
@@ -144,5 +149,7 @@ for i in range(100_000):
 
 
 def test_a_process_whose_stderr_nobody_reads_ends(pipe: tuple[int, int]) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS, str(pipe[1])], pass_fds=(pipe[1],), check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(pipe[1])], pass_fds=(pipe[1],), check=False, timeout=120
+    )
     assert done.returncode == 0

@@ -26,7 +26,9 @@ def tone(seconds: float, rate: int = 16_000, hz: float = 440.0) -> np.ndarray:
     return (0.4 * np.sin(2 * np.pi * hz * t)).astype(np.float32)
 
 
-def sound_file(samples: np.ndarray, rate: int = 16_000, format: str = "WAV", subtype: str | None = None) -> bytes:
+def sound_file(
+    samples: np.ndarray, rate: int = 16_000, format: str = "WAV", subtype: str | None = None
+) -> bytes:
     out = io.BytesIO()
     soundfile.write(out, samples, rate, format=format, subtype=subtype)
     return out.getvalue()
@@ -73,7 +75,9 @@ def video_file(
             container.mux(screen.encode(frame))
         container.mux(screen.encode())
         if audio is not None and sound_seconds is not None:
-            block = av.AudioFrame.from_ndarray(tone(sound_seconds, 24_000)[None], format="fltp", layout="mono")
+            block = av.AudioFrame.from_ndarray(
+                tone(sound_seconds, 24_000)[None], format="fltp", layout="mono"
+            )
             block.sample_rate = 24_000
             container.mux(audio.encode(block))
             container.mux(audio.encode())
@@ -81,7 +85,8 @@ def video_file(
 
 
 def shifting_video(*runs: tuple[int, int]) -> bytes:
-    """Square frames, ten a second: runs of (side, how many), all in one stream whose header states the first size.
+    """Square frames, ten a second: runs of (side, how many), all in one stream whose header states
+    the first size.
 
     FFmpeg's decoder drops the last frame before each change."""
     out, index = io.BytesIO(), 0
@@ -91,7 +96,11 @@ def shifting_video(*runs: tuple[int, int]) -> bytes:
         for side, count in runs:
             encoder = av.CodecContext.create("mpeg2video", "w")
             encoder.width, encoder.height, encoder.pix_fmt = side, side, "yuv420p"
-            encoder.framerate, encoder.time_base, encoder.gop_size = Fraction(25), Fraction(1, 25), 1
+            encoder.framerate, encoder.time_base, encoder.gop_size = (
+                Fraction(25),
+                Fraction(1, 25),
+                1,
+            )
             grey = np.full((side, side, 3), 128, np.uint8)
             packets = []
             for i in range(count):
@@ -107,7 +116,8 @@ def shifting_video(*runs: tuple[int, int]) -> bytes:
 
 
 def silence_file(seconds: int, format: str, channels: int = 2) -> bytes:
-    """Silence at 48 kHz, which packs well. Second by second: libsndfile overflows its stack on a long ogg at once."""
+    """Silence at 48 kHz, which packs well. Second by second: libsndfile overflows its stack on a
+    long ogg at once."""
     out = io.BytesIO()
     with soundfile.SoundFile(out, "w", 48_000, channels, format=format) as f:
         for _ in range(seconds):

@@ -1,4 +1,5 @@
-"""Prompts from messages: equal to the reference processor, and clear about what is wrong with a request."""
+"""Prompts from messages: equal to the reference processor, and clear about what is wrong with a
+request."""
 
 from __future__ import annotations
 
@@ -21,13 +22,23 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.preprocess.media import Budget, MediaLimits, decode_pcm16, load_image, open_image
 from stretto.preprocess.mel import mel
 from stretto.preprocess.prompt import Prompt
-from tests.preprocess.samples import FIXED, b64, data_uri, image_file, picture, sound_file, tone, video_file
+from tests.preprocess.samples import (
+    FIXED,
+    b64,
+    data_uri,
+    image_file,
+    picture,
+    sound_file,
+    tone,
+    video_file,
+)
 
 Part = dict[str, Any]
 
 
 class GridsOnly:
-    """Stands in for the reference's video processor, which needs torchvision: knows the grids, makes no pixels."""
+    """Stands in for the reference's video processor, which needs torchvision: knows the grids,
+    makes no pixels."""
 
     merge_size = temporal_patch_size = 2
 
@@ -61,7 +72,10 @@ def processor(tiny_dir: Path) -> Any:
 
 
 def user(*parts: Part | str) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+    }
 
 
 def sound_part(samples: np.ndarray, rate: int = 16_000) -> Part:
@@ -70,7 +84,10 @@ def sound_part(samples: np.ndarray, rate: int = 16_000) -> Part:
 
 
 def image_part(**size: int) -> Part:
-    return {"type": "image_url", "image_url": {"url": data_uri(image_file(picture(**size)), "image/png")}}
+    return {
+        "type": "image_url",
+        "image_url": {"url": data_uri(image_file(picture(**size)), "image/png")},
+    }
 
 
 def video_part(data: bytes) -> Part:
@@ -87,7 +104,9 @@ def reference(processor: Any, messages: list[dict[str, Any]], **media: Any) -> A
         }
         for m in messages
     ]
-    text = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    text = processor.tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True
+    )
     return processor(text=text, return_tensors="np", **media)
 
 
@@ -108,7 +127,12 @@ def test_text(builder: PromptBuilder, processor: Any) -> None:
     prompt = builder.build(messages)
     assert list(prompt.ids) == reference(processor, messages)["input_ids"][0].tolist()
     assert ends_well(prompt, builder.config)
-    assert (prompt.audios, prompt.images, prompt.videos, prompt.audio_in_video) == ((), (), (), False)
+    assert (prompt.audios, prompt.images, prompt.videos, prompt.audio_in_video) == (
+        (),
+        (),
+        (),
+        False,
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.5, 1.0, 1.237, 3.0])
@@ -128,7 +152,10 @@ def test_images(builder: PromptBuilder, processor: Any) -> None:
     pictures = [picture(90, 70), picture(200, 40)]
     theirs = reference(processor, messages, images=pictures)
     assert list(prompt.ids) == theirs["input_ids"][0].tolist()
-    assert np.abs(np.concatenate([p.values for p in prompt.images]) - theirs["pixel_values"]).max() < 1e-6
+    assert (
+        np.abs(np.concatenate([p.values for p in prompt.images]) - theirs["pixel_values"]).max()
+        < 1e-6
+    )
     assert [p.grid for p in prompt.images] == [tuple(g) for g in theirs["image_grid_thw"]]
 
 
@@ -140,7 +167,9 @@ def test_media_in_several_turns(builder: PromptBuilder, processor: Any) -> None:
         user("again:", sound_part(samples), image_part(width=32, height=32), "\n\n"),
     ]
     prompt = builder.build(messages)
-    theirs = reference(processor, messages, images=[picture(64, 96), picture(32, 32)], audio=[samples, samples])
+    theirs = reference(
+        processor, messages, images=[picture(64, 96), picture(32, 32)], audio=[samples, samples]
+    )
     assert list(prompt.ids) == theirs["input_ids"][0].tolist()
     assert len(prompt.audios) == 2
     assert np.array_equal(prompt.audios[0].mel, prompt.audios[1].mel)
@@ -159,13 +188,24 @@ def test_video(builder: PromptBuilder, processor: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_frames", "seconds"), [(25, 1.5), (5, 2.5), (24, 0.1)])
-def test_video_with_sound(num_frames: int, seconds: float, builder: PromptBuilder, processor: Any) -> None:
-    messages = [user("Look:", video_part(video_file(num_frames, 10, sound_seconds=seconds)), "What?")]
+def test_video_with_sound(
+    num_frames: int, seconds: float, builder: PromptBuilder, processor: Any
+) -> None:
+    messages = [
+        user("Look:", video_part(video_file(num_frames, 10, sound_seconds=seconds)), "What?")
+    ]
     prompt = builder.build(messages, use_audio_in_video=True)
     assert prompt.audio_in_video
     (patches,), (clip,) = prompt.videos, prompt.audios
     samples = np.zeros(clip.mel.shape[1] * 160, np.float32)  # their processor only counts it
-    theirs = reference(processor, messages, videos=[patches.grid], audio=[samples], use_audio_in_video=True, fps=2.0)
+    theirs = reference(
+        processor,
+        messages,
+        videos=[patches.grid],
+        audio=[samples],
+        use_audio_in_video=True,
+        fps=2.0,
+    )
     assert list(prompt.ids) == theirs["input_ids"][0].tolist()
 
 
@@ -205,7 +245,10 @@ def test_same_audio_in_other_clothes(builder: PromptBuilder, tmp_path: Path) -> 
             "type": "input_audio",
             "input_audio": {"data": b64(raw.tobytes()), "format": "pcm16", "sample_rate": 24_000},
         },
-        {"type": "input_audio", "input_audio": {"data": b64(wav), "format": "mp3"}},  # what it is counts
+        {
+            "type": "input_audio",
+            "input_audio": {"data": b64(wav), "format": "mp3"},
+        },  # what it is counts
         {"type": "input_audio", "input_audio": {"data": b64(wav)}},
         {"type": "audio_url", "audio_url": {"url": data_uri(wav, "audio/wav")}},
         {"type": "audio_url", "audio_url": data_uri(wav, "audio/wav")},
@@ -218,7 +261,9 @@ def test_same_audio_in_other_clothes(builder: PromptBuilder, tmp_path: Path) -> 
     ]
     expected = mel(decode_pcm16(raw.tobytes(), Budget(MediaLimits())))
     for part in parts:
-        assert np.array_equal(builder.build([user(part)], allow_paths=True).audios[0].mel, expected), part
+        assert np.array_equal(
+            builder.build([user(part)], allow_paths=True).audios[0].mel, expected
+        ), part
     for part in parts[-3:]:
         with pytest.raises(Invalid, match="files are not read"):
             builder.build([user(part)])
@@ -244,13 +289,22 @@ def test_roles_and_parts(builder: PromptBuilder) -> None:
 
     plain = ids({"role": "system", "content": "Be kind. "}, {"role": "user", "content": "Hi there"})
     assert ids({"role": "developer", "content": "Be kind. "}, user("Hi ", "there")) == plain
-    assert ids({"role": "system", "content": [{"type": "text", "text": "Be kind. "}]}, user("Hi there")) == plain
+    assert (
+        ids(
+            {"role": "system", "content": [{"type": "text", "text": "Be kind. "}]}, user("Hi there")
+        )
+        == plain
+    )
     assert ids({"role": "assistant", "content": ""}, user("", "x")) != ids(user("x"))
 
 
 def test_tools(builder: PromptBuilder) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+    }
     messages = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -274,7 +328,9 @@ def test_pads_in_text_are_text(builder: PromptBuilder) -> None:
 
 def test_half_a_surrogate_pair(builder: PromptBuilder) -> None:
     broken = [{"role": "user", "content": "cut \ud83d"}]
-    assert builder.build(broken).ids == builder.build([{"role": "user", "content": "cut \ufffd"}]).ids
+    assert (
+        builder.build(broken).ids == builder.build([{"role": "user", "content": "cut \ufffd"}]).ids
+    )
     tools = [{"type": "function", "function": {"name": "f", "description": "\udc00"}}]
     assert builder.build(broken, tools).ids
 
@@ -296,14 +352,22 @@ BAD: list[tuple[Any, str, str]] = [
     ([{"role": "user", "content": []}], "messages[0].content", "empty"),
     ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
     ([user("x"), {"role": "assistant", "content": None}], "messages[1].content", "missing"),
-    ([{"role": "assistant", "content": "", "tool_calls": "x"}], "messages[0].tool_calls", "list of objects"),
+    (
+        [{"role": "assistant", "content": "", "tool_calls": "x"}],
+        "messages[0].tool_calls",
+        "list of objects",
+    ),
     ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "must be an object"),
     ([user({"type": "text"})], "messages[0].content[0].text", "must be a string"),
     ([user({"type": "text", "text": 3})], "messages[0].content[0].text", "must be a string"),
     ([user({"type": "hologram"})], "messages[0].content[0].type", "'hologram'"),
     ([user({"type": ["text"]})], "messages[0].content[0].type", "must be one of"),
     ([user({})], "messages[0].content[0].type", "must be one of"),
-    ([user("x", {"type": "input_audio"})], "messages[0].content[1].input_audio", "object with data"),
+    (
+        [user("x", {"type": "input_audio"})],
+        "messages[0].content[1].input_audio",
+        "object with data",
+    ),
     (
         [user({"type": "input_audio", "input_audio": {}})],
         "messages[0].content[0].input_audio.data",
@@ -325,7 +389,14 @@ BAD: list[tuple[Any, str, str]] = [
         "must be a string",
     ),
     (
-        [user({"type": "input_audio", "input_audio": {"data": WAV, "format": "pcm16", "sample_rate": "x"}})],
+        [
+            user(
+                {
+                    "type": "input_audio",
+                    "input_audio": {"data": WAV, "format": "pcm16", "sample_rate": "x"},
+                }
+            )
+        ],
         "messages[0].content[0].input_audio.sample_rate",
         "must be an integer",
     ),
@@ -357,15 +428,28 @@ BAD: list[tuple[Any, str, str]] = [
         "messages[0].content[0].sample_rate",
         "integer",
     ),
-    ([user({"type": "video", "data": [picture()], "fps": "2"})], "messages[0].content[0].fps", "number"),
+    (
+        [user({"type": "video", "data": [picture()], "fps": "2"})],
+        "messages[0].content[0].fps",
+        "number",
+    ),
 ]
 BAD_MEDIA: list[tuple[Part, str]] = [
     ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "empty"),
-    ({"type": "input_audio", "input_audio": {"data": b64(b"no sound"), "format": "wav"}}, "cannot be decoded"),
+    (
+        {"type": "input_audio", "input_audio": {"data": b64(b"no sound"), "format": "wav"}},
+        "cannot be decoded",
+    ),
     ({"type": "input_audio", "input_audio": {"data": b64(b"abc"), "format": "pcm16"}}, "two bytes"),
-    ({"type": "image_url", "image_url": {"url": data_uri(b"no image", "image/png")}}, "cannot be decoded"),
+    (
+        {"type": "image_url", "image_url": {"url": data_uri(b"no image", "image/png")}},
+        "cannot be decoded",
+    ),
     ({"type": "image", "data": picture(1_000, 4)}, "too narrow"),
-    ({"type": "video_url", "video_url": {"url": data_uri(b"no video", "video/mp4")}}, "cannot be decoded"),
+    (
+        {"type": "video_url", "video_url": {"url": data_uri(b"no video", "video/mp4")}},
+        "cannot be decoded",
+    ),
     ({"type": "video", "data": []}, "at least one frame"),
     ({"type": "video", "data": ["x"]}, "a picture must be"),
     ({"type": "video", "data": [picture(64, 64), picture(64, 32)]}, "same size"),
@@ -417,16 +501,35 @@ def test_files_that_are_none(builder: PromptBuilder, tmp_path: Path) -> None:
         builder.build([user({"type": "image", "path": "a\0b"})], allow_paths=True)
 
 
-KEYS = ["role", "content", "type", "text", "input_audio", "data", "format", "image_url", "url", "tool_calls", "path"]
-LEAVES = st.sampled_from([None, True, 0, 1.5, "", "x", "user", "assistant", "text", "audio", "image", "video", "pcm16"])
+KEYS = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "input_audio",
+    "data",
+    "format",
+    "image_url",
+    "url",
+    "tool_calls",
+    "path",
+]
+LEAVES = st.sampled_from(
+    [None, True, 0, 1.5, "", "x", "user", "assistant", "text", "audio", "image", "video", "pcm16"]
+)
 WORDS = LEAVES | st.sampled_from(
     ["input_audio", "image_url", "video_url", "data:;base64,AAAA", "file://x", "tool", WAV]
 )
 JSON = st.recursive(
-    WORDS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(KEYS), v, max_size=4), max_leaves=12
+    WORDS,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(KEYS), v, max_size=4),
+    max_leaves=12,
 )
 TURNS = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": JSON | st.lists(JSON, max_size=3)},
+    {
+        "role": st.sampled_from(["user", "assistant", "tool", "system"]),
+        "content": JSON | st.lists(JSON, max_size=3),
+    },
     optional={"tool_calls": JSON},
 )
 
@@ -468,11 +571,18 @@ def test_too_long(builder: PromptBuilder) -> None:
     assert e.value.status == 400
 
 
-def test_pictures_that_cannot_fit_are_not_decoded(builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their headers say how many tokens they take, and all are looked at before the first is decoded."""
+def test_pictures_that_cannot_fit_are_not_decoded(
+    builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their headers say how many tokens they take, and all are looked at before the first is
+    decoded."""
     opened, decoded = [], []
-    monkeypatch.setattr("stretto.preprocess.messages.open_image", lambda *a: opened.append(1) or open_image(*a))
-    monkeypatch.setattr("stretto.preprocess.messages.load_image", lambda *a: decoded.append(1) or load_image(*a))
+    monkeypatch.setattr(
+        "stretto.preprocess.messages.open_image", lambda *a: opened.append(1) or open_image(*a)
+    )
+    monkeypatch.setattr(
+        "stretto.preprocess.messages.load_image", lambda *a: decoded.append(1) or load_image(*a)
+    )
     image = image_part(width=320, height=320)  # 100 tokens
     with pytest.raises(TooLong, match="at least 300") as e:
         shortened(builder, 250).build([user(*[image] * 50)])
@@ -495,12 +605,19 @@ def test_media_limits_are_the_builders(builder: PromptBuilder) -> None:
 
 
 def copied(tiny_dir: Path, tmp_path: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "preprocessor_config.json",
+    ):
         shutil.copy(tiny_dir / name, tmp_path)
     return tmp_path
 
 
-def test_template_without_generation_prompt(tiny_dir: Path, tmp_path: Path, tiny_config: OmniConfig) -> None:
+def test_template_without_generation_prompt(
+    tiny_dir: Path, tmp_path: Path, tiny_config: OmniConfig
+) -> None:
     directory = copied(tiny_dir, tmp_path)
     (directory / "chat_template.jinja").write_text("<|im_start|>assistant\n\n\n")
     with pytest.raises(CheckpointError, match="does not end in"):

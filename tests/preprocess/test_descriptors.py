@@ -1,4 +1,5 @@
-"""Whatever is asked and however it ends, no process keeps a descriptor, a memory file, a socket or a child of it."""
+"""Whatever is asked and however it ends, no process keeps a descriptor, a memory file, a socket or
+a child of it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ from stretto.preprocess.pool.pool import PromptPool
 from stretto.preprocess.pool.threads import InThreads
 from tests.preprocess.samples import sound_file, tone
 from tests.preprocess.test_memfile import until_all_are_closed
-from tests.preprocess.test_pool import HELLO, TOOLS, heavy, picture, processes, sound, talk, until, with_pool
+from tests.preprocess.test_pool import (
+    HELLO,
+    TOOLS,
+    heavy,
+    picture,
+    processes,
+    sound,
+    talk,
+    until,
+    with_pool,
+)
 
 MANY = 300
 
@@ -37,7 +48,8 @@ def descriptors(pid: int | str) -> Counter[str]:
 
 
 async def census(pool: PromptPool) -> dict[str, Any]:
-    """Of this process, the worker and the children that wait for jobs, when nothing is under way."""
+    """Of this process, the worker and the children that wait for jobs, when nothing is under
+    way."""
     await until(lambda: not pool._calls and not pool.lane.running)
     await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
     await asyncio.to_thread(until_all_are_closed)
@@ -128,7 +140,9 @@ def test_an_answer_that_comes_as_its_caller_leaves_is_closed(tiny_dir: Path) -> 
     with_pool(tiny_dir, test)
 
 
-def test_a_caller_in_this_process_that_leaves_gets_no_file(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_in_this_process_that_leaves_gets_no_file(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = [MemFile.of(b"{}")]
     monkeypatch.setattr(threads, "do_outline", lambda *given: (None, made[0]))
 
@@ -154,7 +168,10 @@ def test_a_memory_file_that_cannot_be_filled_is_closed() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     reading, writing = os.pipe()
-    for fd in (MemFile.of(b"soft").fd, reading):  # one that can still change, one that is no memory file
+    for fd in (
+        MemFile.of(b"soft").fd,
+        reading,
+    ):  # one that can still change, one that is no memory file
         with pytest.raises(WireError):
             MemFile.received(fd)
     os.close(writing)

@@ -1,4 +1,5 @@
-"""Grammars: compiled within limits of time, memory and size, checked by turns of senders, followed within a budget."""
+"""Grammars: compiled within limits of time, memory and size, checked by turns of senders, followed
+within a budget."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from stretto.preprocess.pool.verdicts import Verdicts
 
 BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
 GRAMMARS = "stretto.models.qwen3_omni.grammars:open_grammars"
-ENDLESS = {"type": "integer", "multipleOf": 9_999_991}  # compiles for more than a minute, and takes gigabytes
+ENDLESS = {
+    "type": "integer",
+    "multipleOf": 9_999_991,
+}  # compiles for more than a minute, and takes gigabytes
 NO_LIMIT: dict[str, Any] = {"grammar_cpu_s": 3600.0, "grammar_memory_mb": 1 << 20}
 
 
@@ -34,7 +38,9 @@ def endless(number: int) -> str:
 
 
 def small(name: str) -> str:
-    return grammar_of({"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]})
+    return grammar_of(
+        {"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]}
+    )
 
 
 def references(count: int) -> dict[str, Any]:
@@ -43,7 +49,9 @@ def references(count: int) -> dict[str, Any]:
     return {"$defs": {**chain, f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
-def with_pool(model: Path, test: Callable[[PromptPool], Coroutine[Any, Any, None]], **settings: Any) -> None:
+def with_pool(
+    model: Path, test: Callable[[PromptPool], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
     async def run() -> None:
         pool = PromptPool(model, BUILDER, PoolSettings(**settings), GRAMMARS)
         await pool.start()
@@ -178,7 +186,8 @@ def test_a_grammar_of_too_many_symbols_is_refused(compiler: GrammarCompiler) -> 
 
 
 def test_an_answer_is_tried_where_a_grammar_is_checked(compiler: GrammarCompiler) -> None:
-    """Two thousand objects may begin with the same letters: that is found out at the second step."""
+    """Two thousand objects may begin with the same letters: that is found out at the second
+    step."""
     many = grammar_of({"anyOf": [optional(2) for _ in range(300)]})
     guide = compiler.compile(many)
     assert guide.error is None
@@ -227,18 +236,24 @@ def follow(guide: GrammarGuide, compiler: GrammarCompiler, text: str) -> int:
 
 
 def test_a_mask_has_fuel(compiler: GrammarCompiler) -> None:
-    """A pattern with more states than anybody could compute fails its request, however much time is left."""
+    """A pattern with more states than anybody could compute fails its request, however much time is
+    left."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     pattern = "|".join(f"(.*{letters[i % 26]}.{{{5 * i}}})" for i in range(60))
-    guide = compiler.compile(grammar_of({"type": "string", "pattern": f"^({pattern})$"}), StepBudget(Clock(0.0)))
+    guide = compiler.compile(
+        grammar_of({"type": "string", "pattern": f"^({pattern})$"}), StepBudget(Clock(0.0))
+    )
     follow(guide, compiler, '"' + 3 * letters)
     assert "lexer error" in str(guide.error)
     assert isinstance(guide.error, Invalid)
 
 
-@pytest.mark.parametrize(("each", "fine"), [(0.9 * EACH_S / 2, True), (1.1 * EACH_S / 2 + BURST_S / 40, False)])
+@pytest.mark.parametrize(
+    ("each", "fine"), [(0.9 * EACH_S / 2, True), (1.1 * EACH_S / 2 + BURST_S / 40, False)]
+)
 def test_steps_have_a_budget(compiler: GrammarCompiler, each: float, fine: bool) -> None:
-    """Steps that take what each adds go on for ever; slower ones use up what there is, and the answer ends."""
+    """Steps that take what each adds go on for ever; slower ones use up what there is, and the
+    answer ends."""
     guide = compiler.compile(grammar_of({"type": "string"}), StepBudget(Clock(each)))
     follow(guide, compiler, '"' + "a b c d e f g h " * 10)
     if fine:
@@ -246,9 +261,13 @@ def test_steps_have_a_budget(compiler: GrammarCompiler, each: float, fine: bool)
     else:
         assert "its steps take too long" in str(guide.error)
         bits = guide.mask()
-        assert [32 * w + b for w, word in enumerate(bits.tolist()) if word for b in range(32) if word >> b & 1] == [
-            compiler.end
-        ]
+        assert [
+            32 * w + b
+            for w, word in enumerate(bits.tolist())
+            if word
+            for b in range(32)
+            if word >> b & 1
+        ] == [compiler.end]
 
 
 def test_one_long_step_is_one_too_many(compiler: GrammarCompiler) -> None:

@@ -1,4 +1,5 @@
-"""Decoders keep to what they were given, and to what it may cost. Each guard has a file here that it alone stops."""
+"""Decoders keep to what they were given, and to what it may cost. Each guard has a file here that
+it alone stops."""
 
 from __future__ import annotations
 
@@ -67,10 +68,19 @@ def hls(name: str) -> bytes:
 
 
 def dash(name: str) -> bytes:
-    head = '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" minBufferTime="PT1S" '
-    head += 'mediaPresentationDuration="PT2S" profiles="urn:mpeg:dash:profile:isoff-on-demand:2011"><Period>'
-    track = '<AdaptationSet mimeType="video/mp4"><Representation id="1" bandwidth="1000" width="96" height="64">'
-    return f"{head}{track}<BaseURL>{name}</BaseURL></Representation></AdaptationSet></Period></MPD>".encode()
+    head = (
+        '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" '
+        'minBufferTime="PT1S" '
+    )
+    head += (
+        'mediaPresentationDuration="PT2S" '
+        'profiles="urn:mpeg:dash:profile:isoff-on-demand:2011"><Period>'
+    )
+    track = (
+        '<AdaptationSet mimeType="video/mp4"><Representation id="1" bandwidth="1000" width="96" '
+        'height="64">'
+    )
+    return f"{head}{track}<BaseURL>{name}</BaseURL></Representation></AdaptationSet></Period></MPD>".encode()  # noqa: E501
 
 
 def names(folder: Path) -> list[str]:
@@ -96,18 +106,25 @@ def test_files_that_name_others(script: Any, beside: Path) -> None:
             with pytest.raises(MediaError, match="cannot be decoded"):
                 decoder(script(name))
     with pytest.raises(MediaError, match="cannot be decoded"):
-        decode(b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n")
+        decode(
+            b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP "
+            b"96\n"
+        )
 
 
 def test_a_script_is_read_without_the_guards(beside: Path) -> None:
-    """What the tests here are about does work: FFmpeg follows a relative name, from wherever the process is."""
+    """What the tests here are about does work: FFmpeg follows a relative name, from wherever the
+    process is."""
     with av.open(io.BytesIO(concat("a.mp4"))) as container:
         assert container.format.name == "concat"
         assert sum(1 for _ in container.decode(video=0)) == 20
 
 
-def test_no_protocol_even_for_a_format_that_names_files(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No format on the list opens other files. Should one come to be on it, nothing can be opened."""
+def test_no_protocol_even_for_a_format_that_names_files(
+    beside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No format on the list opens other files. Should one come to be on it, nothing can be
+    opened."""
     monkeypatch.setattr(video, "FORMATS", video.FORMATS + ",concat")
     with pytest.raises(MediaError, match="cannot be decoded"):
         decode(concat("a.mp4"))
@@ -119,7 +136,9 @@ def test_formats_off_the_list() -> None:
         decode(video_file(format="nut"))
 
 
-@pytest.mark.parametrize(("codec", "format"), [("ffv1", "matroska"), ("rawvideo", "avi"), ("jpeg2000", "matroska")])
+@pytest.mark.parametrize(
+    ("codec", "format"), [("ffv1", "matroska"), ("rawvideo", "avi"), ("jpeg2000", "matroska")]
+)
 def test_decoders_off_the_list(codec: str, format: str) -> None:
     with pytest.raises(MediaError, match=f"{codec} is not supported"):
         decode(video_file(codec=codec, format=format))
@@ -133,7 +152,9 @@ def test_audio_decoders_off_the_list() -> None:
 
 def test_opening_a_file_uses_no_other_decoders() -> None:
     """Only its decoder could tell the colours of ffv1."""
-    with video._opened(video_file(codec="ffv1", format="matroska"), Budget(MediaLimits()), "video") as (_, container):
+    with video._opened(
+        video_file(codec="ffv1", format="matroska"), Budget(MediaLimits()), "video"
+    ) as (_, container):
         assert container.streams.video[0].codec_context.pix_fmt is None
 
 
@@ -178,7 +199,9 @@ def cost(side: int, decoded: int, kept: int) -> float:
 
 
 def test_frames_that_cost_more_than_the_header_says() -> None:
-    data = shifting_video((64, 3), (256, 2), (64, 5))  # the third that comes out is large; 0 and 5 are kept
+    data = shifting_video(
+        (64, 3), (256, 2), (64, 5)
+    )  # the third that comes out is large; 0 and 5 are kept
     allowed = cost(64, 5, 2) + cost(256, 1, 0)
     assert len(decode(data, decode_seconds=1.001 * allowed)) == 2
     with pytest.raises(MediaError, match="too large"):
@@ -217,7 +240,9 @@ def test_pictures_cost_by_their_pixels() -> None:
     allowed = 100 * 80 * COST_PER_PICTURE_PIXEL
     decode_image(image_file(picture(100, 80)), Budget(MediaLimits(decode_seconds=1.001 * allowed)))
     with pytest.raises(MediaError, match="too large"):
-        decode_image(image_file(picture(100, 80)), Budget(MediaLimits(decode_seconds=0.999 * allowed)))
+        decode_image(
+            image_file(picture(100, 80)), Budget(MediaLimits(decode_seconds=0.999 * allowed))
+        )
     with pytest.raises(MediaError, match="at most 7,999"):
         decode_image(image_file(picture(100, 80)), Budget(MediaLimits(image_pixels=7_999)))
 
@@ -231,7 +256,10 @@ def test_one_budget_for_all() -> None:
     decode_audio(sound_file(tone(1.0)), budget)
     decode_sound(sound_file(tone(1.0), format="AIFF", subtype="PCM_16"), budget)
     decode_pcm16(bytes(48_000), budget)
-    assert (budget.audio_seconds, budget.audio_values) == (pytest.approx(3.0), 16_000 + 16_000 + 24_000)
+    assert (budget.audio_seconds, budget.audio_values) == (
+        pytest.approx(3.0),
+        16_000 + 16_000 + 24_000,
+    )
     with pytest.raises(MediaError, match=r"over 3 s in the request"):
         decode_audio(sound_file(tone(0.1)), budget)
 
@@ -252,8 +280,11 @@ def test_packed_silence(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("format", ["FLAC", "OGG", "MP3"])
-def test_packed_silence_is_counted_as_it_is_decoded(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the header had stated no length: decoding ends where the limit is, not where the file does."""
+def test_packed_silence_is_counted_as_it_is_decoded(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the header had stated no length: decoding ends where the limit is, not where the file
+    does."""
     monkeypatch.setattr(media, "_UNKNOWN", 0)
     data = silence_file(30, format)
     for limits in (MediaLimits(audio_seconds=5), MediaLimits(audio_values=5 * 96_000)):

@@ -1,4 +1,5 @@
-"""Sound that is heard while it is spoken: in the end, the features of the whole, to the last bit."""
+"""Sound that is heard while it is spoken: in the end, the features of the whole, to the last
+bit."""
 
 import numpy as np
 import pytest
@@ -24,7 +25,11 @@ def digests(clip: AudioClip) -> list[bytes]:
     return [p.digest for p in clip.pieces]
 
 
-@given(st.integers(201, 4 * WINDOW * HOP), st.lists(st.integers(1, 9000), min_size=1, max_size=6), st.integers(0, 9))
+@given(
+    st.integers(201, 4 * WINDOW * HOP),
+    st.lists(st.integers(1, 9000), min_size=1, max_size=6),
+    st.integers(0, 9),
+)
 def test_pieces_are_those_of_the_whole(samples: int, sizes: list[int], seed: int) -> None:
     whole, hearing = sound(samples, seed), Hearing(BINS, WINDOW)
     at, given_out = 0, 0

@@ -1,4 +1,5 @@
-"""Patches: equal to the reference image processor, and video frames laid out like pairs of images."""
+"""Patches: equal to the reference image processor, and video frames laid out like pairs of
+images."""
 
 from __future__ import annotations
 
@@ -10,11 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
 
 from stretto.errors import CheckpointError, MediaError
 from stretto.models.qwen3_omni.config import VisionConfig
-from stretto.models.qwen3_omni.patches import PatchRule, fit, fit_video, image_patches, video_patches
+from stretto.models.qwen3_omni.patches import (
+    PatchRule,
+    fit,
+    fit_video,
+    image_patches,
+    video_patches,
+)
 from tests.preprocess.samples import FIXED
 
 RULE = PatchRule(16, 2, 2, 3136, 12_845_056, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 65_536)
@@ -29,7 +39,9 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 @pytest.mark.parametrize("rule", [RULE, ODD_RULE], ids=["released", "shrinking"])
-@pytest.mark.parametrize("size", [(64, 64), (100, 37), (333, 517), (20, 20), (1, 1), (640, 480), (9, 1500)])
+@pytest.mark.parametrize(
+    "size", [(64, 64), (100, 37), (333, 517), (20, 20), (1, 1), (640, 480), (9, 1500)]
+)
 def test_equals_the_reference(size: tuple[int, int], rule: PatchRule) -> None:
     theirs = Qwen2VLImageProcessorPil(
         patch_size=rule.patch,
@@ -62,7 +74,9 @@ def test_size_rule_equals_the_reference(height: int, width: int) -> None:
 
 
 def test_video_pairs_frames() -> None:
-    frames = [picture(448, 384, seed) for seed in range(4)]  # large enough not to be resized as a video either
+    frames = [
+        picture(448, 384, seed) for seed in range(4)
+    ]  # large enough not to be resized as a video either
     ours = video_patches(frames, 2.0, RULE)
     assert ours.grid == (2, *image_patches(frames[0], RULE).grid[1:])
     assert ours.seconds_per_grid == 1.0
@@ -76,7 +90,8 @@ def test_video_pairs_frames() -> None:
 def test_odd_video_repeats_its_last_frame() -> None:
     frames = [picture(320, 256, seed) for seed in range(3)]
     assert np.array_equal(
-        video_patches(frames, 1.0, RULE).values, video_patches([*frames, frames[-1]], 1.0, RULE).values
+        video_patches(frames, 1.0, RULE).values,
+        video_patches([*frames, frames[-1]], 1.0, RULE).values,
     )
     assert video_patches(frames[:1], 1.0, RULE).grid[0] == 1
     assert video_patches(frames, 4.0, RULE).seconds_per_grid == 0.5

@@ -35,7 +35,11 @@ from tests.preprocess.samples import FIXED, image_file, picture, sound_file, ton
 
 LIMITS = MediaLimits()
 SMALL = MediaLimits(
-    file_bytes=1 << 20, audio_seconds=20, image_pixels=100_000, video_seconds=20, video_input_frames=200
+    file_bytes=1 << 20,
+    audio_seconds=20,
+    image_pixels=100_000,
+    video_seconds=20,
+    video_input_frames=200,
 )
 
 
@@ -52,7 +56,10 @@ def test_wav_at_16_khz_is_untouched(subtype: str) -> None:
     ours = decode_audio(sound_file(samples, subtype=subtype), Budget(LIMITS))
     assert ours.dtype == np.float32
     assert len(ours) == len(samples)
-    assert np.abs(ours - samples).max() <= {"PCM_16": 4e-5, "PCM_24": 2e-7, "FLOAT": 0, "PCM_U8": 1e-2}[subtype]
+    assert (
+        np.abs(ours - samples).max()
+        <= {"PCM_16": 4e-5, "PCM_24": 2e-7, "FLOAT": 0, "PCM_U8": 1e-2}[subtype]
+    )
 
 
 @pytest.mark.parametrize("rate", [8_000, 22_050, 24_000, 44_100, 48_000])
@@ -86,10 +93,13 @@ def test_rarer_formats_through_pyav(format: str) -> None:
 
 def test_pcm16() -> None:
     raw = (tone(0.5, 24_000) * 32767).astype("<i2")
-    expected = soxr.resample(raw.astype(np.float32) / np.float32(32768), 24_000, 16_000, quality="HQ")
+    expected = soxr.resample(
+        raw.astype(np.float32) / np.float32(32768), 24_000, 16_000, quality="HQ"
+    )
     assert np.array_equal(decode_pcm16(raw.tobytes(), Budget(LIMITS)), expected)
     assert np.array_equal(
-        decode_pcm16(raw.tobytes(), Budget(LIMITS), 16_000), raw.astype(np.float32) / np.float32(32768)
+        decode_pcm16(raw.tobytes(), Budget(LIMITS), 16_000),
+        raw.astype(np.float32) / np.float32(32768),
     )
     with pytest.raises(MediaError, match="two bytes"):
         decode_pcm16(raw.tobytes()[:-1], Budget(LIMITS))
@@ -183,14 +193,21 @@ def test_transparent_is_white(mode: str, colour: tuple[int, ...]) -> None:
 def test_palette_with_transparency() -> None:
     image = Image.new("P", (40, 40), 1)
     image.putpalette([0, 0, 0, 200, 10, 10])
-    assert decode_image(image_file(image, transparency=1), Budget(LIMITS)).getpixel((0, 0)) == (255, 255, 255)
+    assert decode_image(image_file(image, transparency=1), Budget(LIMITS)).getpixel((0, 0)) == (
+        255,
+        255,
+        255,
+    )
     assert decode_image(image_file(image), Budget(LIMITS)).getpixel((0, 0)) == (200, 10, 10)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK"])
 def test_other_modes(mode: str) -> None:
     image = picture().convert(mode)
-    assert decode_image(image_file(image, "JPEG" if mode == "CMYK" else "PNG"), Budget(LIMITS)).mode == "RGB"
+    assert (
+        decode_image(image_file(image, "JPEG" if mode == "CMYK" else "PNG"), Budget(LIMITS)).mode
+        == "RGB"
+    )
 
 
 def test_16_bit_greys_are_scaled() -> None:
@@ -208,7 +225,13 @@ def test_exif_orientation() -> None:
 
 def png_header(width: int, height: int) -> bytes:
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body)) + struct.pack(">I", 1 << 20) + b"IDAT"
+    chunks = (
+        struct.pack(">I", 13)
+        + body
+        + struct.pack(">I", zlib.crc32(body))
+        + struct.pack(">I", 1 << 20)
+        + b"IDAT"
+    )
     return b"\x89PNG\r\n\x1a\n" + chunks + bytes(50)
 
 
@@ -266,7 +289,9 @@ def test_sampled_at_two_a_second(num_frames: int, fps: int, shown: list[int]) ->
 
 @pytest.mark.parametrize("format", ["avi", "matroska", "mov", "mpegts"])
 def test_containers(format: str) -> None:
-    assert brightness(decode_video(video_file(20, 10, format=format), Budget(LIMITS), same_size).frames) == [
+    assert brightness(
+        decode_video(video_file(20, 10, format=format), Budget(LIMITS), same_size).frames
+    ) == [
         0,
         5,
         10,
@@ -335,8 +360,16 @@ def test_video_limits(limits: MediaLimits, message: str) -> None:
 
 def test_bad_videos() -> None:
     whole = video_file()
-    playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://localhost/a.ts\n#EXT-X-ENDLIST\n"
-    for bad in (b"", b"no video", whole[:500], playlist, b"ffconcat version 1.0\nfile /etc/hostname\n"):
+    playlist = (
+        b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://localhost/a.ts\n#EXT-X-ENDLIST\n"
+    )
+    for bad in (
+        b"",
+        b"no video",
+        whole[:500],
+        playlist,
+        b"ffconcat version 1.0\nfile /etc/hostname\n",
+    ):
         with pytest.raises(MediaError):
             decode_video(bad, Budget(LIMITS), same_size)
     with pytest.raises(MediaError, match="no video stream"):
@@ -360,7 +393,11 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
 def originals() -> tuple[bytes, ...]:
     files = [sound_file(tone(0.1), format=f) for f in ("WAV", "FLAC", "OGG", "MP3", "AIFF")]
     files += [image_file(picture(30, 20), f) for f in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
-    return (*files, video_file(6, 10, (32, 32), 0.2), video_file(6, 10, (32, 32), format="matroska"))
+    return (
+        *files,
+        video_file(6, 10, (32, 32), 0.2),
+        video_file(6, 10, (32, 32), format="matroska"),
+    )
 
 
 @st.composite
@@ -443,11 +480,14 @@ def test_imports_neither_torch_nor_transformers() -> None:
 
 
 def jpeg(side: int, scans: int = 0, thumbnail: bytes = b"") -> bytes:
-    """A progressive file, its last scan so many times more; `thumbnail` stands in its first segment."""
+    """A progressive file, its last scan so many times more; `thumbnail` stands in its first
+    segment."""
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x927C] = thumbnail
-    Image.new("RGB", (side, side), (9, 99, 200)).save(file, "JPEG", progressive=True, exif=exif.tobytes())
+    Image.new("RGB", (side, side), (9, 99, 200)).save(
+        file, "JPEG", progressive=True, exif=exif.tobytes()
+    )
     data = file.getvalue()
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * scans + data[-2:]
 

@@ -21,7 +21,9 @@ def noise(samples: int, seed: int = 0) -> np.ndarray:
 def speechlike(samples: int) -> np.ndarray:
     t = np.arange(samples) / 16_000
     pitch = np.sin(2 * np.pi * 140 * t + 3 * np.sin(2 * np.pi * 3 * t))
-    return ((0.2 * pitch + 0.05 * np.sin(2 * np.pi * 2200 * t)) * (1 + np.sin(2 * np.pi * 4 * t))).astype(np.float32)
+    return (
+        (0.2 * pitch + 0.05 * np.sin(2 * np.pi * 2200 * t)) * (1 + np.sin(2 * np.pi * 4 * t))
+    ).astype(np.float32)
 
 
 def late_burst(samples: int) -> np.ndarray:
@@ -53,7 +55,12 @@ CLIPS = {
 def test_equals_the_reference(name: str, extractor: WhisperFeatureExtractor) -> None:
     clip = CLIPS[name]
     theirs = extractor(
-        clip, sampling_rate=16_000, truncation=False, padding=True, return_attention_mask=True, return_tensors="np"
+        clip,
+        sampling_rate=16_000,
+        truncation=False,
+        padding=True,
+        return_attention_mask=True,
+        return_tensors="np",
     )
     ours = mel(clip)
     assert ours.dtype == np.float32

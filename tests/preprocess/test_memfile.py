@@ -45,7 +45,8 @@ def until_all_are_closed() -> None:
 
 
 def test_what_is_stored_may_go_at_any_moment() -> None:
-    """The garbage collector may find it while this thread hands work to an executor, whose lock it then holds."""
+    """The garbage collector may find it while this thread hands work to an executor, whose lock it
+    then holds."""
     stored = [MemFileSlice(MemFile.of(b"x"), 0)]
 
     def drop() -> None:

@@ -1,4 +1,5 @@
-"""The prompt worker: the same prompts as in this process, within limits, and nothing left when a caller goes."""
+"""The prompt worker: the same prompts as in this process, within limits, and nothing left when a
+caller goes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.preprocess.pool import pool as pool_module
 from stretto.preprocess.pool.fair_queue import FairQueue
-from stretto.preprocess.pool.job_process import BURST_S, SHARE, SHORT_S, Children, Credit, WorkerLimits
+from stretto.preprocess.pool.job_process import (
+    BURST_S,
+    SHARE,
+    SHORT_S,
+    Children,
+    Credit,
+    WorkerLimits,
+)
 from stretto.preprocess.pool.jobs import (
     MAX_DATAGRAM,
     Build,
@@ -47,11 +55,18 @@ from tests.preprocess.samples import sound_file, tone, video_file
 
 T = TypeVar("T")
 BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}},
+    }
+]
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def with_pool(directory: Path, test: Callable[[PromptPool], Coroutine[Any, Any, T]], **settings: Any) -> T:
+def with_pool(
+    directory: Path, test: Callable[[PromptPool], Coroutine[Any, Any, T]], **settings: Any
+) -> T:
     async def run() -> T:
         pool = PromptPool(directory, BUILDER, PoolSettings(**settings))
         await pool.start()
@@ -89,7 +104,9 @@ def film() -> dict[str, Any]:
 
 
 def talk(messages: Any, tools: Any = None, **more: Any) -> Conversation:
-    return Conversation.of(json.dumps(messages).encode(), json.dumps(tools).encode() if tools else None, **more)
+    return Conversation.of(
+        json.dumps(messages).encode(), json.dumps(tools).encode() if tools else None, **more
+    )
 
 
 def heavy(count: int = 8, **more: Any) -> Conversation:
@@ -113,7 +130,8 @@ def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
         talk([{"role": "user", "content": "long " * 4000}], TOOLS),  # too long to be done at once
         talk([{"role": "user", "content": "word " * 4000}, said, *HELLO], recalled=recalled),
         talk([{"role": "user", "content": [picture(64), {"type": "text", "text": "?"}]}]),
-        talk([{"role": "user", "content": [sound(), picture(90), film(), {"type": "text", "text": "?"}]}]),
+        talk([{"role": "user", "content": [sound(), picture(90), film(), {"type": "text",
+        "text": "?"}]}]),
     ]  # fmt: skip
     assert len(asked) > 6
 
@@ -134,18 +152,35 @@ def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
 def test_sessions_have_the_same_prompts_and_their_features_stay_here(tiny_dir: Path) -> None:
     builder = PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
     threads = InThreads(builder)
-    seen = prepared(builder, {"role": "user", "content": [sound(), {"type": "text", "text": "?"}, picture(64), film()]})
+    seen = prepared(
+        builder,
+        {"role": "user", "content": [sound(), {"type": "text", "text": "?"}, picture(64), film()]},
+    )
     heard = prepared(builder, {"role": "user", "content": [sound()]})
     asked: list[tuple[list[Any], Any]] = [
         (HELLO, None),
-        ([{"role": "system", "content": "Be brief."}, heard, {"role": "assistant", "content": "Oh."}, seen], TOOLS),
-        ([seen, *HELLO, heard, {"role": "user", "content": "word " * 4000}], None),  # in a process of its own
+        (
+            [
+                {"role": "system", "content": "Be brief."},
+                heard,
+                {"role": "assistant", "content": "Oh."},
+                seen,
+            ],
+            TOOLS,
+        ),
+        (
+            [seen, *HELLO, heard, {"role": "user", "content": "word " * 4000}],
+            None,
+        ),  # in a process of its own
         ([{"role": "user", "content": "half a pair: \ud83d"}], None),
     ]
 
     async def test(pool: PromptPool) -> None:
         for messages, tools in asked:
-            ours, theirs = await threads.build_for("s", messages, tools), await pool.build_for("s", messages, tools)
+            ours, theirs = (
+                await threads.build_for("s", messages, tools),
+                await pool.build_for("s", messages, tools),
+            )
             assert theirs.ids == ours.ids
             assert [id(p) for p in theirs.pieces()] == [id(p) for p in ours.pieces()]
             assert pack(theirs).meta == pack(ours).meta
@@ -170,7 +205,9 @@ def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir:
         for pid in decoding:
             os.kill(pid, signal.SIGSTOP)  # they take as long as this test
         long = [asyncio.create_task(pool.build_for("c", said(1000, turns=150))) for _ in range(3)]
-        await until(lambda: pool.metrics()["stretto_prompts_running"] == 3 and len(processes(pool)) == 3)
+        await until(
+            lambda: pool.metrics()["stretto_prompts_running"] == 3 and len(processes(pool)) == 3
+        )
         assert pool.metrics()["stretto_prompts_waiting"] == 2  # one long one at a time
         [talking] = set(processes(pool)) - set(decoding)
         await until(lambda: worked(talking) > 2 * SHORT_S)
@@ -195,16 +232,26 @@ def worked(pid: int) -> float:
 
 
 def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
-    body = {"model": "m", "messages": HELLO * 800, "stream": True, "tools": TOOLS, "x": {"y": [1, None]}}
+    body = {
+        "model": "m",
+        "messages": HELLO * 800,
+        "stream": True,
+        "tools": TOOLS,
+        "x": {"y": [1, None]},
+    }
 
     async def test(pool: PromptPool) -> None:
         memfile = MemFile.of(json.dumps(body).encode())
         outlined, file = await pool.outline(memfile, ("messages", "tools"), 1000)
         view = file.view()
-        assert json.loads(bytes(view[: outlined.short])) == {k: body[k] for k in ("model", "stream", "x")}
+        assert json.loads(bytes(view[: outlined.short])) == {
+            k: body[k] for k in ("model", "stream", "x")
+        }
         for name, (a, b) in outlined.long.items():
             assert json.loads(bytes(view[a:b])) == body[name]
-        built = await pool.build(Conversation(file, outlined.long["messages"], outlined.long["tools"]))
+        built = await pool.build(
+            Conversation(file, outlined.long["messages"], outlined.long["tools"])
+        )
         same(built.packed, (await pool.build(talk(body["messages"], TOOLS))).packed)
         file.close()
         with pytest.raises(Invalid, match="x is too large") as caught:
@@ -212,7 +259,9 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
         assert caught.value.param == "x"
         fields = {"x": "y" * 900, "messages": HELLO, "logit_bias": dict.fromkeys(range(300), 1)}
         biased = MemFile.of(json.dumps(fields).encode())
-        with pytest.raises(Invalid, match=r"logit_bias is too large: [\d,]+ bytes; all fields but messages") as caught:
+        with pytest.raises(
+            Invalid, match=r"logit_bias is too large: [\d,]+ bytes; all fields but messages"
+        ) as caught:
             await pool.outline(biased, ("messages", "tools"), 1000)
         assert caught.value.param == "logit_bias"
         for bad in (b"[1]", b'{"messages":', b"\xff", b"[" * 100_000):
@@ -220,7 +269,9 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
                 await pool.outline(MemFile.of(bad), ("messages",), 1000)
         ids = [f"audio_{i:032x}" for i in range(3)]
         with_ids = MemFile.of(
-            json.dumps({"messages": [{"role": "assistant", "audio": {"id": i}} for i in ids]}).encode()
+            json.dumps(
+                {"messages": [{"role": "assistant", "audio": {"id": i}} for i in ids]}
+            ).encode()
         )
         assert list((await pool.outline(with_ids, ("messages",), 1000))[0].references) == ids
 
@@ -234,7 +285,8 @@ def test_errors_are_the_workers_own(tiny_dir: Path) -> None:
         ([{"role": "user", "content": [bad_picture]}], MediaError, "messages[0].content[0]"),
         ([{"role": "user", "content": "word " * 190_000}], TooLong, "messages"),
         ([{"role": "assistant", "audio": {"id": "gone"}}], Invalid, "messages[0].audio"),
-        ([{"role": "user", "content": [{"type": "image", "path": str(tiny_dir / "config.json")}]}], Invalid,
+        ([{"role": "user", "content": [{"type": "image", "path": str(tiny_dir / "config.json")}]}],
+        Invalid,
          "messages[0].content[0].path"),
     ]  # fmt: skip
 
@@ -262,7 +314,9 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
         with_pool(tmp_path, test)
 
 
-def test_a_start_that_cannot_succeed_ends_with_one_sentence(roomy_dir: Path, tmp_path: Path) -> None:
+def test_a_start_that_cannot_succeed_ends_with_one_sentence(
+    roomy_dir: Path, tmp_path: Path
+) -> None:
     async def test(pool: PromptPool) -> None:
         pass
 
@@ -292,7 +346,9 @@ def test_limits_of_time_and_memory(roomy_dir: Path) -> None:
     async def memory(pool: PromptPool) -> None:
         with pytest.raises(MediaError, match=r"[Mm]emory"):
             await pool.build(heavy(1))
-        assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).packed.meta.images
+        assert (
+            await pool.build(talk([{"role": "user", "content": [picture(64)]}]))
+        ).packed.meta.images
 
     with_pool(roomy_dir, time, cpu_s=1)
     with_pool(roomy_dir, memory, memory_mb=40)
@@ -313,7 +369,9 @@ def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
         assert not pool.lane.waiting
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
         assert pool.metrics()["stretto_prompts_killed_total"] == 2
-        assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).packed.meta.images
+        assert (
+            await pool.build(talk([{"role": "user", "content": [picture(64)]}]))
+        ).packed.meta.images
 
     with_pool(roomy_dir, test)
 
@@ -334,7 +392,8 @@ def named(pid: int) -> str:
 
 
 def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
-    """They take them; the next ones are forked when no job runs. One that was killed meanwhile is replaced."""
+    """They take them; the next ones are forked when no job runs. One that was killed meanwhile is
+    replaced."""
     asked = talk([{"role": "user", "content": [picture(64)]}])
 
     async def test(pool: PromptPool) -> None:
@@ -384,7 +443,9 @@ def test_long_work_has_the_cores_that_nobody_needs(roomy_dir: Path) -> None:
         await until(lambda: long.done() or idle())
         assert not long.done()
         assert pool.worker.process is not None
-        assert os.sched_getscheduler(pool.worker.process.pid) == os.SCHED_OTHER  # which does short texts
+        assert (
+            os.sched_getscheduler(pool.worker.process.pid) == os.SCHED_OTHER
+        )  # which does short texts
         long.cancel()
         await asyncio.gather(long, return_exceptions=True)
         await until(lambda: not pool.lane.running)
@@ -422,9 +483,13 @@ def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
 
     control, server = socket.socketpair()
     with control, server:
-        children = Children(control, WorkerLimits(10, 100), work, lambda: None, credit=Credit(lambda: 0.0))
+        children = Children(
+            control, WorkerLimits(10, 100), work, lambda: None, credit=Credit(lambda: 0.0)
+        )
         assert policy(children, 1) == os.SCHED_BATCH
-        assert 1e-6 < BURST_S - children.credit.left < SHORT_S - 1e-6  # what it used; the rest went back
+        assert (
+            1e-6 < BURST_S - children.credit.left < SHORT_S - 1e-6
+        )  # what it used; the rest went back
         children.credit.left = 0.0
         assert policy(children, 2) == os.SCHED_IDLE
         for spare in children._spares:
@@ -451,7 +516,11 @@ def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
 
 def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
-        for content, apart in (([picture(500)], True), ("Hello", False), ([{"type": "text", "text": "Hello"}], False)):
+        for content, apart in (
+            ([picture(500)], True),
+            ("Hello", False),
+            ([{"type": "text", "text": "Hello"}], False),
+        ):
             asked = talk([{"role": "user", "content": content}])
             assert isinstance(asked.body, bytes)
             assert len(asked.body) < pool_module.AT_ONCE_BYTES

@@ -1,4 +1,5 @@
-"""The tokenizer and chat template: equal to the reference for honest text, deaf to markers in a client's text."""
+"""The tokenizer and chat template: equal to the reference for honest text, deaf to markers in a
+client's text."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "Two"},
         {"role": "user", "content": "Three"},
     ],
-    "media": [{"role": "user", "content": [{"type": "audio"}, {"type": "image"}, {"type": "text", "text": "What?"}]}],
+    "media": [
+        {
+            "role": "user",
+            "content": [{"type": "audio"}, {"type": "image"}, {"type": "text", "text": "What?"}],
+        }
+    ],
     "tool call": [
         {"role": "user", "content": "Weather in Ulm?"},
         {
@@ -85,7 +91,9 @@ def test_equals_the_reference(
     name: str, tools: Any, tokenizer: Tokenizer, template: ChatTemplate, reference: Any
 ) -> None:
     messages = CONVERSATIONS[name]
-    text = reference.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    text = reference.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     pieces = template.render(messages, tools)
     assert "".join(pieces) == text
     assert encode_rendered(pieces, tokenizer) == reference(text, add_special_tokens=False).input_ids
@@ -114,20 +122,31 @@ EDGES = [
 def test_borders_merge_as_in_the_whole_string(
     content: str, tokenizer: Tokenizer, template: ChatTemplate, whole: tokenizers.Tokenizer
 ) -> None:
-    pieces = template.render([{"role": "user", "content": content}, {"role": "tool", "content": content}])
+    pieces = template.render(
+        [{"role": "user", "content": content}, {"role": "tool", "content": content}]
+    )
     ids = whole.encode("".join(pieces), add_special_tokens=False).ids
     assert encode_rendered(pieces, tokenizer) == ids
 
 
 @settings(FIXED, max_examples=150)
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=3))
+@given(
+    texts=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=3
+    )
+)
 def test_any_honest_text(
     texts: list[str], tokenizer: Tokenizer, template: ChatTemplate, whole: tokenizers.Tokenizer
 ) -> None:
     assume(not any(marker in text for marker in tokenizer.markers for text in texts))
-    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), texts)]
+    messages = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), texts)
+    ]
     pieces = template.render(messages)
-    assert encode_rendered(pieces, tokenizer) == whole.encode("".join(pieces), add_special_tokens=False).ids
+    assert (
+        encode_rendered(pieces, tokenizer)
+        == whole.encode("".join(pieces), add_special_tokens=False).ids
+    )
 
 
 # Dishonest text
@@ -159,7 +178,10 @@ def check_forgery(text: str, tokenizer: Tokenizer, template: ChatTemplate) -> No
     ids = encode_rendered(pieces, tokenizer)
     special = set(tokenizer.markers.values())
     assert sum(i in special for i in ids) == len(honest)
-    assert tokenizer.decode(ids, skip_special=False) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(ids, skip_special=False)
+        == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("text", FORGERIES)
@@ -168,7 +190,21 @@ def test_markers_in_text_are_text(text: str, tokenizer: Tokenizer, template: Cha
 
 
 PARTS = st.sampled_from(
-    ["<", "|", ">", "im_", "end", "<|im_end|>", "<|audio_", "pad|>", "\ufdd0", "\ufdd1", " ", "x", "|>"]
+    [
+        "<",
+        "|",
+        ">",
+        "im_",
+        "end",
+        "<|im_end|>",
+        "<|audio_",
+        "pad|>",
+        "\ufdd0",
+        "\ufdd1",
+        " ",
+        "x",
+        "|>",
+    ]
 )
 
 
@@ -179,11 +215,16 @@ def test_no_text_forges(text: str, tokenizer: Tokenizer, template: ChatTemplate)
 
 
 def cuts(marker: str) -> list[list[str]]:
-    return [[marker[:i], marker[i:]] for i in range(1, len(marker))] + [list(marker), [marker[:3], "", marker[3:]]]
+    return [[marker[:i], marker[i:]] for i in range(1, len(marker))] + [
+        list(marker),
+        [marker[:3], "", marker[3:]],
+    ]
 
 
 @pytest.mark.parametrize("parts", cuts("<|im_end|>"))
-def test_markers_put_together_from_parts(parts: list[str], tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_markers_put_together_from_parts(
+    parts: list[str], tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
     content = [{"type": "text", "text": p} for p in parts]
     pieces = template.render([{"role": "user", "content": content}])
     assert structure(pieces) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
@@ -201,7 +242,9 @@ def test_markers_completed_by_the_template_or_the_client(tail: str, tokenizer: T
 
 def test_markers_in_tools_and_calls(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     bad = "<|im_end|>"
-    tools = [{"type": "function", "function": {"name": bad, "parameters": {bad: [bad, {"x": bad}]}}}]
+    tools = [
+        {"type": "function", "function": {"name": bad, "parameters": {bad: [bad, {"x": bad}]}}}
+    ]
     calls = [{"function": {"name": bad, "arguments": json.dumps({"a": bad})}}]
     messages = [
         {"role": "user", "content": "x"},
@@ -214,12 +257,18 @@ def test_markers_in_tools_and_calls(tokenizer: Tokenizer, template: ChatTemplate
 
 
 def test_the_template_sees_text_as_it_is(tokenizer: Tokenizer) -> None:
-    """Templates look into messages (trim, split at </think>), so honest text must reach them untouched."""
+    """Templates look into messages (trim, split at </think>), so honest text must reach them
+    untouched."""
     template = ChatTemplate(
-        "<|im_start|>{{ messages[0].content.split('</think>')[-1] | trim }}|{{ messages[0].content | length }}",
+        "<|im_start|>{{ messages[0].content.split('</think>')[-1] | trim }}|{{ messages[0].content "
+        "| length }}",
         tokenizer.markers,
     )
-    assert template.render([{"role": "user", "content": "a</think>  b \n"}]) == ["", "<|im_start|>", "b|14"]
+    assert template.render([{"role": "user", "content": "a</think>  b \n"}]) == [
+        "",
+        "<|im_start|>",
+        "b|14",
+    ]
 
 
 def test_all_noncharacters_are_refused(template: ChatTemplate) -> None:
@@ -249,12 +298,17 @@ def test_rendering_errors_are_the_requests(source: str, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not come to an end"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "does not come to an end",
+        ),
         ("{% for a in range(10 ** 9) %}{% endfor %}", "ranges larger"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
     ],
 )
-def test_templates_without_end_are_the_checkpoints_fault(source: str, message: str, tokenizer: Tokenizer) -> None:
+def test_templates_without_end_are_the_checkpoints_fault(
+    source: str, message: str, tokenizer: Tokenizer
+) -> None:
     with pytest.raises(CheckpointError, match=message) as e:
         ChatTemplate(source, tokenizer.markers).try_out("folder")
     assert str(e.value).startswith("folder: ")
@@ -263,10 +317,13 @@ def test_templates_without_end_are_the_checkpoints_fault(source: str, message: s
 
 def test_what_templates_rely_on(tokenizer: Tokenizer) -> None:
     source = (
-        "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content }}\n{% endfor %}"
+        "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content "
+        "}}\n{% endfor %}"
         "{{ {'a': '<é>'} | tojson }}{{ {'a': 1} | tojson(indent=2) }}{{ strftime_now('%Y') }}"
     )
-    text = "".join(ChatTemplate(source, tokenizer.markers).render([{"role": "user", "content": "x"}] * 2))
+    text = "".join(
+        ChatTemplate(source, tokenizer.markers).render([{"role": "user", "content": "x"}] * 2)
+    )
     assert re.fullmatch(r'x\n\{"a": "<é>"\}\{\n  "a": 1\n\}\d{4}', text)
 
 
@@ -295,20 +352,32 @@ def test_without_tokenizer_json(tiny_dir: Path, tmp_path: Path, tokenizer: Token
         shutil.copy(tiny_dir / name, tmp_path)
     other = Tokenizer.open(tmp_path)
     assert other.markers == tokenizer.markers
-    for text in ("Hello there, what is the weather?\n\n", " don't\t12 ñandú 😀", "<think>a</think>"):
+    for text in (
+        "Hello there, what is the weather?\n\n",
+        " don't\t12 ñandú 😀",
+        "<think>a</think>",
+    ):
         assert other.encode(text) == tokenizer.encode(text)
 
 
 def test_bad_tokenizer_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: no such file"):
         Tokenizer.open(tmp_path)
-    for text in ("", "[]", "{}", '{"decoder": {"type": "ByteLevel"}}', '{"decoder": {"type": "WordPiece"}}'):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"decoder": {"type": "ByteLevel"}}',
+        '{"decoder": {"type": "WordPiece"}}',
+    ):
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
             Tokenizer.open(tmp_path)
 
 
-def test_named_markers_are_special_whatever_the_file_says(tiny_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_named_markers_are_special_whatever_the_file_says(
+    tiny_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     spec = json.loads((tiny_dir / "tokenizer.json").read_text())
     for token in spec["added_tokens"]:
         token["special"] = False

@@ -26,7 +26,9 @@ class Slow:
         self.go = threading.Event()
         self.built: list[str] = []
 
-    def build(self, messages: Any, tools: Any, audio_in_video: bool, *, allow_paths: bool) -> Prompt:
+    def build(
+        self, messages: Any, tools: Any, audio_in_video: bool, *, allow_paths: bool
+    ) -> Prompt:
         text = messages[0]["content"]
         if text != SHORT:
             assert self.go.wait(60)
@@ -42,7 +44,9 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
     async def run() -> None:
         builder: Any = Slow()
         prompts = InThreads(builder)
-        long = [asyncio.create_task(ask(prompts, "hostile", LONG)) for _ in range(LONG_AT_ONCE + 50)]
+        long = [
+            asyncio.create_task(ask(prompts, "hostile", LONG)) for _ in range(LONG_AT_ONCE + 50)
+        ]
         await asyncio.sleep(0)  # they begin
         assert (await ask(prompts, "somebody", SHORT)).ids == (1,)
         assert builder.built == [SHORT]
@@ -90,7 +94,9 @@ def test_the_first_prompt_finds_a_thread_and_all_that_it_imports(tiny_dir: Path)
     async def run() -> None:
         builder = open_builder(tiny_dir)
         built: list[Any] = []
-        seen: Any = SimpleNamespace(build=lambda messages: built.extend(messages) or builder.build(messages))
+        seen: Any = SimpleNamespace(
+            build=lambda messages: built.extend(messages) or builder.build(messages)
+        )
         before = set(threading.enumerate())
         await InThreads(seen).start()
         kinds = [part["type"] for message in built for part in message["content"]]

@@ -1,4 +1,5 @@
-"""A Ray cluster of three nodes on this machine, where Ray is installed (`make ray` does so, and runs these tests)."""
+"""A Ray cluster of three nodes on this machine, where Ray is installed (`make ray` does so, and
+runs these tests)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def cluster() -> Iterator[Any]:
 
     it = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {"head": 1}})
     try:
-        it.named = {name: it.add_node(num_cpus=3, num_gpus=2, resources={name: 1}) for name in NODES}
+        it.named = {
+            name: it.add_node(num_cpus=3, num_gpus=2, resources={name: 1}) for name in NODES
+        }
         it.wait_for_nodes()
         ray.init(address=it.address, namespace="stretto", log_to_driver=False)
         yield it

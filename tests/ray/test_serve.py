@@ -1,5 +1,5 @@
-"""The whole server on Ray Serve behind its HAProxy: streams, sessions, readiness, replicas that go, and their numbers.
-Skipped where Ray is not installed; `make ray` installs it and runs these."""
+"""The whole server on Ray Serve behind its HAProxy: streams, sessions, readiness, replicas that go,
+and their numbers. Skipped where Ray is not installed; `make ray` installs it and runs these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from stretto.server.realtime.connection import DRAINING
 pytestmark = pytest.mark.ray
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 ALOUD = {**ASK, "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"}}
-LONG = {**ALOUD, "ignore_eos": True, "min_audio_frames": 400, "max_audio_frames": 400, "max_tokens": 200}
+LONG = {
+    **ALOUD,
+    "ignore_eos": True,
+    "min_audio_frames": 400,
+    "max_audio_frames": 400,
+    "max_tokens": 200,
+}
 
 
 def free_port() -> int:
@@ -56,11 +62,17 @@ class Served:
     def who(self, **headers: str) -> str:
         """Which replica answers: each knows its own number of requests."""
         answer = httpx.get(f"{self.base}/metrics", headers=headers, timeout=30)
-        return next(line for line in answer.text.splitlines() if line.startswith("stretto_engine_requests_total"))
+        return next(
+            line
+            for line in answer.text.splitlines()
+            if line.startswith("stretto_engine_requests_total")
+        )
 
 
 @pytest.fixture(scope="module")
-def served(cluster: Any, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    cluster: Any, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
@@ -68,8 +80,15 @@ def served(cluster: Any, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactor
     secret.write_text(secrets.token_hex(32))
     port = free_port()
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
-    args = {"model": str(tiny_dir), "cluster-secret-file": str(secret), "host-gpus": 0.0, "min-pace": 0.0}
-    it = Served(port, {**args, "drain-timeout": 300, "prompt-workers": 1})  # however slow the machine
+    args = {
+        "model": str(tiny_dir),
+        "cluster-secret-file": str(secret),
+        "host-gpus": 0.0,
+        "min-pace": 0.0,
+    }
+    it = Served(
+        port, {**args, "drain-timeout": 300, "prompt-workers": 1}
+    )  # however slow the machine
     it.deploy(2)
     yield it
     serve.delete("stretto")
@@ -90,15 +109,24 @@ def test_it_is_ready_when_it_is_up(served: Served) -> None:
 
 
 def test_answers_stream_and_a_session_stays(served: Served) -> None:
-    with httpx.stream("POST", f"{served.base}/v1/chat/completions", json=ALOUD, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{served.base}/v1/chat/completions", json=ALOUD, timeout=60
+    ) as answer:
         chunks = [line for line in answer.iter_lines() if line.startswith("data: ")]
     assert answer.status_code == 200
     assert chunks[-1] == "data: [DONE]"
     assert any(
-        json.loads(c[6:])["choices"][0]["delta"].get("audio", {}).get("data") for c in chunks[:-1] if c[6] == "{"
+        json.loads(c[6:])["choices"][0]["delta"].get("audio", {}).get("data")
+        for c in chunks[:-1]
+        if c[6] == "{"
     )
     for _ in range(3):
-        httpx.post(f"{served.base}/v1/chat/completions", json=ASK, headers={"x-session-id": "one"}, timeout=60)
+        httpx.post(
+            f"{served.base}/v1/chat/completions",
+            json=ASK,
+            headers={"x-session-id": "one"},
+            timeout=60,
+        )
     counts = {served.who(**{"x-session-id": "one"}) for _ in range(6)}
     assert len(counts) == 1, "each request of a session meets the same replica"
     assert int(float(counts.pop().split()[-1])) >= 3
@@ -108,11 +136,17 @@ def test_replicas_tell_their_numbers_to_ray(served: Served, cluster: Any) -> Non
     import ray
 
     def scraped() -> set[str]:
-        ports = {(n["NodeManagerAddress"], n["MetricsExportPort"]) for n in ray.nodes() if n["Alive"]}
+        ports = {
+            (n["NodeManagerAddress"], n["MetricsExportPort"]) for n in ray.nodes() if n["Alive"]
+        }
         found: set[str] = set()
         for host, port in ports:
             text = httpx.get(f"http://{host}:{port}/metrics", timeout=30).text
-            lines = [line for line in text.splitlines() if line.startswith("ray_stretto_engine_requests_total{")]
+            lines = [
+                line
+                for line in text.splitlines()
+                if line.startswith("ray_stretto_engine_requests_total{")
+            ]
             found |= {line.partition('replica_id="')[2].partition('"')[0] for line in lines}
         return found
 
@@ -120,7 +154,8 @@ def test_replicas_tell_their_numbers_to_ray(served: Served, cluster: Any) -> Non
 
 
 def test_a_replica_shows_when_it_is_told_to_go(served: Served) -> None:
-    """The flag that is no API is there in this version of Ray, and false while the replica serves."""
+    """The flag that is no API is there in this version of Ray, and false while the replica
+    serves."""
     from stretto.ray.leaving import shutdown_flag
 
     def look(replica: Any) -> bool | None:
@@ -145,13 +180,16 @@ def asked(look: Callable[[Any], Any]) -> list[Any]:
 
 
 def test_the_application_runs_in_the_replicas_own_loop(served: Served) -> None:
-    """Else every message crosses threads twice. Nor do other processes of the machine come first."""
+    """Else every message crosses threads twice. Nor do other processes of the machine come
+    first."""
 
     def look(replica: Any) -> tuple[bool, int]:
         from ray import serve
 
         service = serve.get_replica_context().servable_object.app.state.service
-        return service.cut.get_loop() is replica._replica_impl._event_loop, os.getpriority(os.PRIO_PROCESS, 0)
+        return service.cut.get_loop() is replica._replica_impl._event_loop, os.getpriority(
+            os.PRIO_PROCESS, 0
+        )
 
     assert asked(look) == [(True, os.getpriority(os.PRIO_PROCESS, 0))] * 2
 
@@ -159,13 +197,19 @@ def test_the_application_runs_in_the_replicas_own_loop(served: Served) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
-        ("GET", "/version", None, 200), ("GET", "/v1/models/nobody", None, 404), ("POST", "/version", None, 405),
-        ("POST", "/v1/chat/completions", b"{", 400), ("POST", "/v1/chat/completions", json.dumps(ASK).encode(), 200),
+        ("GET", "/version", None, 200), ("GET", "/v1/models/nobody", None, 404), ("POST",
+        "/version", None, 405),
+        ("POST", "/v1/chat/completions", b"{", 400), ("POST", "/v1/chat/completions",
+        json.dumps(ASK).encode(), 200),
     ],
 )  # fmt: skip
-def test_statuses_come_through(served: Served, method: str, path: str, body: bytes | None, status: int) -> None:
+def test_statuses_come_through(
+    served: Served, method: str, path: str, body: bytes | None, status: int
+) -> None:
     headers = {"content-type": "application/json"}
-    answer = httpx.request(method, f"{served.base}{path}", content=body, headers=headers, timeout=60)
+    answer = httpx.request(
+        method, f"{served.base}{path}", content=body, headers=headers, timeout=60
+    )
     assert answer.status_code == status
 
 
@@ -175,21 +219,31 @@ def test_a_client_that_leaves_is_noticed(served: Served) -> None:
 
     def cancelled() -> float:
         metrics = httpx.get(f"{served.base}/metrics", headers=session, timeout=60).text
-        return sum(float(n) for n in re.findall(r"^stretto_engine_cancelled_total(?:{.*})? (\S+)$", metrics, re.M))
+        return sum(
+            float(n)
+            for n in re.findall(r"^stretto_engine_cancelled_total(?:{.*})? (\S+)$", metrics, re.M)
+        )
 
     before = cancelled()
-    with httpx.stream("POST", f"{served.base}/v1/chat/completions", json=LONG, headers=session, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{served.base}/v1/chat/completions", json=LONG, headers=session, timeout=60
+    ) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data: "))
     until(lambda: cancelled() == before + 1, "the request is cancelled")
 
 
 def test_a_prompt_worker_that_dies_in_a_replica_is_replaced(served: Served) -> None:
-    """Ray's loop is uvloop, in a thread that is not the process's first, and must still hear of a child's end."""
+    """Ray's loop is uvloop, in a thread that is not the process's first, and must still hear of a
+    child's end."""
 
     def worker(replica: Any) -> int:
         from ray import serve
 
-        pid: int = serve.get_replica_context().servable_object.app.state.service.engine().prompts.worker.process.pid
+        pid: int = (
+            serve.get_replica_context()
+            .servable_object.app.state.service.engine()
+            .prompts.worker.process.pid
+        )
         return pid
 
     before = asked(worker)
@@ -198,13 +252,18 @@ def test_a_prompt_worker_that_dies_in_a_replica_is_replaced(served: Served) -> N
     until(lambda: not set(before) & set(asked(worker)), "other prompt workers")
     for number in range(4):
         session = {"x-session-id": f"p{number}"}
-        answer = httpx.post(f"{served.base}/v1/chat/completions", json=ASK, headers=session, timeout=60)
+        answer = httpx.post(
+            f"{served.base}/v1/chat/completions", json=ASK, headers=session, timeout=60
+        )
         assert answer.status_code == 200
 
 
 @contextmanager
 def talking(served: Served, number: int) -> Iterator[ClientConnection]:
-    where, session = f"ws{served.base.removeprefix('http')}/v1/realtime", {"x-session-id": f"s{number}"}
+    where, session = (
+        f"ws{served.base.removeprefix('http')}/v1/realtime",
+        {"x-session-id": f"s{number}"},
+    )
     with connect(where, additional_headers=session, open_timeout=60) as socket:
         assert json.loads(socket.recv(timeout=60))["type"] == "session.created"
         yield socket
@@ -234,7 +293,9 @@ def go(served: Served) -> None:
     ended: list[bool] = []
 
     def listen(number: int) -> None:
-        with httpx.stream("POST", f"{served.base}/v1/chat/completions", json=LONG, timeout=300) as answer:
+        with httpx.stream(
+            "POST", f"{served.base}/v1/chat/completions", json=LONG, timeout=300
+        ) as answer:
             lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
         ended.append(answer.status_code == 200 and lines[-1] == "data: [DONE]")
 

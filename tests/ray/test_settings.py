@@ -1,5 +1,5 @@
-"""What a cluster is refused for before it is asked, how many replicas are wanted, and where the secret comes from. None
-of this needs Ray."""
+"""What a cluster is refused for before it is asked, how many replicas are wanted, and where the
+secret comes from. None of this needs Ray."""
 
 from __future__ import annotations
 
@@ -35,18 +35,31 @@ FINE = ClusterConfig(backend="ray", cluster_secret_file="/run/secrets/stretto")
     ("cluster", "engine", "words"),
     [
         (ClusterConfig(backend="ray"), EngineConfig(), "--cluster-secret-file"),
-        (FINE, EngineConfig(placement=parse_placement("a@0, b@1"), connector="tcp"), "name no devices"),
+        (
+            FINE,
+            EngineConfig(placement=parse_placement("a@0, b@1"), connector="tcp"),
+            "name no devices",
+        ),
         (FINE, EngineConfig(devices=("cuda:1",)), "name no devices"),
         (FINE, EngineConfig(placement="two"), "--connector tcp"),
     ],
 )
-def test_what_cannot_work_on_a_cluster_is_refused(cluster: ClusterConfig, engine: EngineConfig, words: str) -> None:
+def test_what_cannot_work_on_a_cluster_is_refused(
+    cluster: ClusterConfig, engine: EngineConfig, words: str
+) -> None:
     with pytest.raises(Invalid, match=words):
         check_cluster(cluster, engine)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"host_gpus": 1.5}, {"host_gpus": -1.0}, {"host_cpus": 0.0}, {"target_streams": 0}, {"backend": "slurm"}]
+    "wrong",
+    [
+        {"host_gpus": 1.5},
+        {"host_gpus": -1.0},
+        {"host_cpus": 0.0},
+        {"target_streams": 0},
+        {"backend": "slurm"},
+    ],
 )
 def test_numbers_of_a_cluster_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=next(iter(wrong))):
@@ -62,7 +75,13 @@ def test_replicas_may_come_and_go_on_a_cluster_alone() -> None:
     assert EngineConfig(replicas=(2, 8)).replica(0).num_pipelines == 1
     with pytest.raises(Invalid, match="need --backend ray"):
         _ = EngineConfig(replicas=(2, 8)).num_pipelines
-    for wrong, told in (((0, 4), "0:4"), ((3, 2), "3:2"), (0, "0"), (1025, "1025"), ((1, 10**9), "1:1000000000")):
+    for wrong, told in (
+        ((0, 4), "0:4"),
+        ((3, 2), "3:2"),
+        (0, "0"),
+        (1025, "1025"),
+        ((1, 10**9), "1:1000000000"),
+    ):
         with pytest.raises(Invalid, match=f"replicas must be from 1 to 1024.* got {told}$"):
             EngineConfig(replicas=wrong)
     for text in ("a", "1:", ":8", "1:8:9", "-1", ""):
@@ -77,7 +96,11 @@ def test_a_secret_comes_from_a_file(tmp_path: Path) -> None:
     same = tmp_path / "same"
     same.write_bytes(b"  0123456789abcdef")
     assert read_secret(str(same)) == read_secret(str(path)), "an editor's line end is no part of it"
-    for content, words in ((b"short\n", "16 to 4096 bytes, not 5"), (b"x" * 5000, "not 4097"), (b"", "not 0")):
+    for content, words in (
+        (b"short\n", "16 to 4096 bytes, not 5"),
+        (b"x" * 5000, "not 4097"),
+        (b"", "not 0"),
+    ):
         path.write_bytes(content)
         with pytest.raises(Invalid, match=words):
             read_secret(str(path))
@@ -93,7 +116,10 @@ def test_ray_must_be_there_and_the_right_one(monkeypatch: pytest.MonkeyPatch) ->
     def missing(name: str) -> str:
         raise extra.PackageNotFoundError
 
-    for found, words in ((missing, "pip install"), (lambda name: "2.59.1", "needs Ray 2.60.*, but 2.59.1 is here")):
+    for found, words in (
+        (missing, "pip install"),
+        (lambda name: "2.59.1", "needs Ray 2.60.*, but 2.59.1 is here"),
+    ):
         monkeypatch.setattr(extra, "version", found)
         with pytest.raises(Invalid, match=words.replace("*", r"\*")):
             run_on_ray(None, EngineConfig(), ServerConfig(), FINE)
@@ -109,7 +135,12 @@ def test_ray_must_be_there_and_the_right_one(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_the_command_refuses_before_it_looks_for_a_cluster(
-    words: list[str], said: str, tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    tiny_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.setattr(extra, "version", lambda name: "2.60.0")
     for name in [v for v in os.environ if v.startswith("STRETTO_")]:
@@ -125,7 +156,9 @@ def test_an_address_is_tried_before_ray_tries_for_minutes() -> None:
         port = listener.getsockname()[1]
         assert reach(f"127.0.0.1:{port}")
         assert reach(f"ray://localhost:{port}")
-    with pytest.raises(Invalid, match=f"no Ray cluster answers at 127.0.0.1:{port} .*ray start --head"):
+    with pytest.raises(
+        Invalid, match=f"no Ray cluster answers at 127.0.0.1:{port} .*ray start --head"
+    ):
         reach(f"127.0.0.1:{port}")
     with pytest.raises(Invalid, match="no Ray cluster answers"):
         reach("127.0.0.1:99999999")
@@ -161,7 +194,9 @@ class Serve:
         self.calls.append("shutdown")
 
     def status(self) -> Any:
-        ours = {"stretto": SimpleNamespace(deployments={"Replica": SimpleNamespace(message=self.said)})}
+        ours = {
+            "stretto": SimpleNamespace(deployments={"Replica": SimpleNamespace(message=self.said)})
+        }
         there = {} if self.deleted.is_set() else ours
         return SimpleNamespace(applications={**there, **dict.fromkeys(self.others)})
 
@@ -181,7 +216,9 @@ def put_in(serve: Serve) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("others", "end"), [((), ["shutdown"]), (("somebody's",), [])])
-def test_ctrl_c_while_it_waits_for_nodes_takes_it_back(others: tuple[str, ...], end: list[str]) -> None:
+def test_ctrl_c_while_it_waits_for_nodes_takes_it_back(
+    others: tuple[str, ...], end: list[str]
+) -> None:
     serve = Serve(others)
     with put_in(serve):
         assert command._serve(None, ServerConfig()) == 0
@@ -189,7 +226,10 @@ def test_ctrl_c_while_it_waits_for_nodes_takes_it_back(others: tuple[str, ...], 
 
 
 def test_a_replica_that_does_not_come_up_says_why() -> None:
-    said = "The deployment failed 3 times\n  File x\nstretto.errors.StrettoError: the node b has no model at /m\n\n"
+    said = (
+        "The deployment failed 3 times\n  File x\nstretto.errors.StrettoError: the node b has no "
+        "model at /m\n\n"
+    )
     serve = Serve(fails="Deploying application stretto failed.\nMore.", said=said)
     with put_in(serve), pytest.raises(StageDead, match=r"^the node b has no model at /m$"):
         command._serve(None, ServerConfig())

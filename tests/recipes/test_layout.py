@@ -1,4 +1,5 @@
-"""The rows the talker is trained on are the rows the released model feeds it, and so are the logits."""
+"""The rows the talker is trained on are the rows the released model feeds it, and so are the
+logits."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def oracle(made: Made) -> Any:
-    model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(made.checkpoint, dtype=torch.float32)
+    model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(
+        made.checkpoint, dtype=torch.float32
+    )
     return model.eval()
 
 
@@ -42,12 +45,21 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     question = [text.encode("What is two plus three?"), text.encode("Say hello again.")]
     earlier = [*text.opening, 5, 6, 7, config.tokens.im_end, text.newline]
     user = [text.turn("user", q) for q in question]
-    prompt = [*text.turn("system", text.encode("Answer briefly.")), *user[0], *earlier, *user[1], *text.opening]
+    prompt = [
+        *text.turn("system", text.encode("Answer briefly.")),
+        *user[0],
+        *earlier,
+        *user[1],
+        *text.opening,
+    ]
     rows, logits, residual = Seen(), Seen(), Seen()
     hooks = [
         oracle.talker.model.register_forward_hook(rows.hook(), with_kwargs=True),
         oracle.talker.codec_head.register_forward_hook(logits.hook(), with_kwargs=True),
-        *(h.register_forward_hook(residual.hook(), with_kwargs=True) for h in oracle.talker.code_predictor.lm_head),
+        *(
+            h.register_forward_hook(residual.hook(), with_kwargs=True)
+            for h in oracle.talker.code_predictor.lm_head
+        ),
     ]
     frames = 14
     with torch.no_grad():
@@ -69,13 +81,19 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     allowed = torch.tensor([*range(CODES), config.talker.codec.eos])
     code0 = allowed[wanted[-frames - 1 :][:frames][:, allowed].argmax(dim=-1)]
     assert int(code0.max()) < CODES
-    others = torch.stack([out[0, -1].argmax() for _, out in residual.calls[: frames * (GROUPS - 1)]])
+    others = torch.stack(
+        [out[0, -1].argmax() for _, out in residual.calls[: frames * (GROUPS - 1)]]
+    )
     codes = torch.cat((code0[:, None], others.view(frames, GROUPS - 1)), dim=1)
 
-    example = layout.example(config, [i for u in user for i in u], text.opening, said, frames, "nano")
+    example = layout.example(
+        config, [i for u in user for i in u], text.opening, said, frames, "nano"
+    )
     batch = layout.side_by_side([(example, 0)], 256)
     model = talker.load(made.work, text, torch.device("cpu"))
-    embedding = thinker.load(made.work, text, torch.device("cpu")).model.embed_tokens.weight.detach()
+    embedding = thinker.load(
+        made.work, text, torch.device("cpu")
+    ).model.embed_tokens.weight.detach()
     table = codes.numpy().astype(np.uint16)
     data = grow.Data.place(batch, table, phones.unknown(frames), torch.device("cpu"))
     before = data.before.long()
@@ -87,7 +105,9 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
         hidden = model.model(x, data.positions.long(), segment_mask(data.segments))
         ours = model.codec_head(hidden)[0]
     size = len(seen)
-    assert size == len(example.text) - 1 + 1  # all rows but none for the end code, whose row HF also runs
+    assert (
+        size == len(example.text) - 1 + 1
+    )  # all rows but none for the end code, whose row HF also runs
     torch.testing.assert_close(x[0, :size], seen, atol=2e-4, rtol=1e-3)
     last = torch.arange(size - frames - 1, size)
     torch.testing.assert_close(ours[last], wanted[-frames - 1 :], atol=2e-3, rtol=2e-3)
@@ -99,9 +119,13 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     tables = model.code_predictor.tables()
     with torch.no_grad():
         fed = F.embedding(codes[:, 1:-1] + torch.arange(GROUPS - 2) * CODES, tables)
-        predicted = model.code_predictor(hidden[0][due], model.model.codec_embedding(codes[:, 0]), fed)
+        predicted = model.code_predictor(
+            hidden[0][due], model.model.codec_embedding(codes[:, 0]), fed
+        )
     reference = torch.stack([out[0, -1] for _, out in residual.calls[: frames * (GROUPS - 1)]])
-    torch.testing.assert_close(predicted.reshape(-1, CODES) / export.COOL, reference, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(
+        predicted.reshape(-1, CODES) / export.COOL, reference, atol=2e-3, rtol=2e-3
+    )
 
 
 @pytest.mark.slow
@@ -124,16 +148,29 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
     helper = aids.Aids(model.model, config.talker.text.hidden_size)
     table = np.random.default_rng(0).integers(0, CODES, (30, GROUPS)).astype(np.uint16)
     made_ = [
-        (layout.example(config, text.turn("user", text.encode(q)), text.opening, text.encode(a), n, "nano"), start)
-        for q, a, n, start in (("Say yes", "yes", 6, 0), ("Hello", "Hello there, you", 12, 6), ("No", "no", 12, 18))
+        (
+            layout.example(
+                config, text.turn("user", text.encode(q)), text.opening, text.encode(a), n, "nano"
+            ),
+            start,
+        )
+        for q, a, n, start in (
+            ("Say yes", "yes", 6, 0),
+            ("Hello", "Hello there, you", 12, 6),
+            ("No", "no", 12, 18),
+        )
     ]
     device = torch.device("cpu")
 
     def code0(examples: list[tuple[layout.Example, int]]) -> torch.Tensor:
-        data = grow.Data.place(layout.side_by_side(examples, 256), table, phones.unknown(30), device)
+        data = grow.Data.place(
+            layout.side_by_side(examples, 256), table, phones.unknown(30), device
+        )
         assert len(data) == 1
         with torch.no_grad():
-            found = talker.losses(model, helper, embedding, data, torch.tensor([0]), 30, talker.View())
+            found = talker.losses(
+                model, helper, embedding, data, torch.tensor([0]), 30, talker.View()
+            )
         weight = sum(len(e.frame[e.frame >= 0]) + talker.END_WEIGHT for e, _ in examples)
         return found.code0 * weight
 

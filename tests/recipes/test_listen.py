@@ -1,4 +1,5 @@
-"""The step that teaches the audio encoder: what it computes is what the engine computes, and it runs."""
+"""The step that teaches the audio encoder: what it computes is what the engine computes, and it
+runs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def _sound(seconds: float, seed: int) -> np.ndarray:  # type: ignore[type-arg]
 def _fill(folder: Path, number: int) -> None:
     lengths = [int((0.5 + i % 4 * 0.4) * voices.RATE) for i in range(voices.CHUNK)]
     folder.mkdir(exist_ok=True)
-    np.savez(folder / f"{number:04d}.npz", samples=_sound(sum(lengths) / voices.RATE + 1, number)[: sum(lengths)],
+    np.savez(folder / f"{number:04d}.npz", samples=_sound(sum(lengths) / voices.RATE + 1,
+        number)[: sum(lengths)],
              lengths=lengths)  # fmt: skip
 
 
@@ -43,7 +45,9 @@ def text(made: Made) -> Text:
 @pytest.fixture
 def listener(made: Made, text: Text) -> Listener:
     torch.manual_seed(0)
-    return Listener(text, Tower(text.config.thinker.audio), thinker.load(made.work, text, CPU)).eval()
+    return Listener(
+        text, Tower(text.config.thinker.audio), thinker.load(made.work, text, CPU)
+    ).eval()
 
 
 @pytest.fixture
@@ -80,7 +84,9 @@ def test_rows_are_counted_as_the_engine_counts_them() -> None:
 
 def test_ears_hear_what_the_engine_hears() -> None:
     sound = _sound(1.4, 1)
-    padded = torch.from_numpy(np.pad(sound, (0, listen.SAMPLES - len(sound))).astype(np.float32) / 32768)
+    padded = torch.from_numpy(
+        np.pad(sound, (0, listen.SAMPLES - len(sound))).astype(np.float32) / 32768
+    )
     seen, frames = Ears()(padded[None], torch.tensor([len(sound)]))
     wanted = mel(sound.astype(np.float32) / 32768)
     inner = wanted.shape[1] - 2  # the last two frames of a clip see its end mirrored
@@ -95,7 +101,9 @@ def test_spelling_is_ctc() -> None:
     counts, sizes = torch.tensor([20, 14, 9]), torch.tensor([4, 5, 2])
     spelled = torch.tensor([[1, 1, 2, 3, 0], [5, 4, 4, 0, 2], [2, 3, 0, 0, 0]])
     loss = listen.spelling_loss(scores, counts, spelled, sizes)
-    wanted = F.ctc_loss(scores.log_softmax(-1).transpose(0, 1), spelled, counts, sizes, blank=6, reduction="sum")
+    wanted = F.ctc_loss(
+        scores.log_softmax(-1).transpose(0, 1), spelled, counts, sizes, blank=6, reduction="sum"
+    )
     torch.testing.assert_close(loss, wanted / sizes.sum())
     (mine,) = torch.autograd.grad(loss, scores, retain_graph=True)
     (theirs,) = torch.autograd.grad(wanted / sizes.sum(), scores)
@@ -104,7 +112,9 @@ def test_spelling_is_ctc() -> None:
 
 def test_what_cannot_be_spelled_does_not_count() -> None:
     scores = torch.randn(1, 3, 7, requires_grad=True)
-    loss = listen.spelling_loss(scores, torch.tensor([3]), torch.tensor([[1, 2, 3, 4]]), torch.tensor([4]))
+    loss = listen.spelling_loss(
+        scores, torch.tensor([3]), torch.tensor([[1, 2, 3, 4]]), torch.tensor([4])
+    )
     loss.backward()
     assert float(loss.detach()) == 0
     assert scores.grad is not None
@@ -118,11 +128,15 @@ def test_a_typed_turn_is_the_thinkers_own(listener: Listener, clips: Clips, text
     answer, size = clips.answer[pick].long(), clips.num_answer[pick].long()
     nothing = torch.zeros(3, listen.ROWS, listener.words.shape[1])
     with torch.no_grad():
-        x, real = listener.turn(nothing, count * 0, typed, count, torch.ones(3, dtype=torch.bool), answer, size)
+        x, real = listener.turn(
+            nothing, count * 0, typed, count, torch.ones(3, dtype=torch.bool), answer, size
+        )
         hidden = listener.answered(x, real, torch.zeros_like(real, dtype=torch.int))
         for i in range(3):
             said = [*answer[i, : int(size[i])].tolist(), text.newline]
-            ids = torch.tensor([[*text.turn("user", typed[i, : int(count[i])].tolist()), *text.opening, *said]])
+            ids = torch.tensor(
+                [[*text.turn("user", typed[i, : int(count[i])].tolist()), *text.opening, *said]]
+            )
             plain = listener.thinker(ids, torch.arange(ids.shape[1])[None], None)
             torch.testing.assert_close(hidden[i][real[i]], plain[0], atol=1e-4, rtol=1e-3)
 
@@ -146,7 +160,8 @@ def test_the_step(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(listen, "exactness", lambda *_: {"rms": 0.0})  # hundreds of answers
     monkeypatch.setattr(thinker, "exactness", lambda m, t, pairs: {p.kind: 0.0 for p in pairs})
     before = (tmp_path / thinker.FILE).read_bytes()
-    listen.train(tmp_path, listen.Settings(60, tmp_path / "v", clips=8, batch=2, text_batch=1, first=8, rows=4,
+    listen.train(tmp_path, listen.Settings(60, tmp_path / "v", clips=8, batch=2, text_batch=1,
+        first=8, rows=4,
                                            device="cpu", steps=1))  # fmt: skip
     report = json.loads((tmp_path / "report-listen.json").read_text())
     assert report["steps"] == 1

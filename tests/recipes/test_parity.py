@@ -1,4 +1,5 @@
-"""On the trained checkpoint, too, text, codes and sound are those of `transformers`: greedy, and with equal draws."""
+"""On the trained checkpoint, too, text, codes and sound are those of `transformers`: greedy, and
+with equal draws."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import torch
 from stretto import embedded
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.types import SamplingParams
-from tests.models.test_solo import FRAMES, LIMITS, TEXT, LibraryNoise, check_greedy, codes, done, texts, wave
+from tests.models.test_solo import (
+    FRAMES,
+    LIMITS,
+    TEXT,
+    LibraryNoise,
+    check_greedy,
+    codes,
+    done,
+    texts,
+    wave,
+)
 from tests.oracle import PromptMaker, generate, load_oracle
 from tests.prompts import KINDS, make
 from tests.solo import CODE0, Options, Solo
@@ -42,10 +53,17 @@ def test_greedy_equals_the_reference(kind: str, trained: Models, reference: Any)
 
 
 @pytest.mark.parametrize("kind", ["text", "audio", "image", "video", "audio-in-video"])
-def test_sampled_with_the_same_draws_equals_the_reference(kind: str, trained: Models, reference: Any) -> None:
+def test_sampled_with_the_same_draws_equals_the_reference(
+    kind: str, trained: Models, reference: Any
+) -> None:
     """With the sampling that the checkpoint's generation_config gives."""
     prompt = make(kind, trained.config, seed=3)
-    shipped = {"talker_temperature": 0.2, "talker_top_k": 20, "talker_top_p": 0.9, "talker_repetition_penalty": 1.0}
+    shipped = {
+        "talker_temperature": 0.2,
+        "talker_top_k": 20,
+        "talker_top_p": 0.9,
+        "talker_repetition_penalty": 1.0,
+    }
     want = generate(reference, prompt, max_text=TEXT, max_frames=FRAMES + 1, seed=11, **shipped)
     first = replace(CODE0, temperature=0.2, top_k=20, top_p=0.9, repetition_penalty=1.0)
     sampled = replace(LIMITS, text=SamplingParams(temperature=1.0, top_k=50), code0=first)

@@ -42,7 +42,9 @@ def test_numbers_are_written_out() -> None:
 
 
 def test_chunks_hold_every_text_once() -> None:
-    assert [t for c in range(corpus.num_chunks()) for t in corpus.chunk_texts(c)] == list(corpus.texts())
+    assert [t for c in range(corpus.num_chunks()) for t in corpus.chunk_texts(c)] == list(
+        corpus.texts()
+    )
     assert corpus.chunk_texts(0)[: len(FIXED)] == list(FIXED)
 
 
@@ -129,7 +131,9 @@ def test_trainer_learns_and_leaves_the_average() -> None:
         return far, far.detach()[None]
 
     schedule = Schedule(60, rate=0.05, warm_up=5, decay=0.0, average=0.9, max_steps=150)
-    trainer = Trainer("test", [weight], [weight], loss, schedule, ("far",), torch.device("cpu"), bfloat16=False)
+    trainer = Trainer(
+        "test", [weight], [weight], loss, schedule, ("far",), torch.device("cpu"), bfloat16=False
+    )
     reached = trainer.run()
     assert reached["steps"] == 150
     assert float((weight.detach() - target).abs().max()) < 0.05
@@ -140,7 +144,9 @@ def test_word_error_rate_counts_edits_in_normal_spelling() -> None:
     assert score.error_rate([("Two plus three is five.", "2 plus 3 is 5")]) == 0.0
     assert score.error_rate([("My favorite color.", "my favourite colour")]) == 0.0
     assert score.error_rate([("one two three four", "one too three")]) == 0.5
-    assert score.error_rate([("Fifteen, sixteen, seventeen. I cannot.", "1516-17. I can not")]) == 0.0
+    assert (
+        score.error_rate([("Fifteen, sixteen, seventeen. I cannot.", "1516-17. I can not")]) == 0.0
+    )
 
 
 def test_the_score_asks_every_kind_of_question_alike() -> None:

@@ -1,7 +1,9 @@
-"""The embedded model says what it is asked to say, as an independent recogniser hears it, and understands questions.
+"""The embedded model says what it is asked to say, as an independent recogniser hears it, and
+understands questions.
 
-Needs the weights (`packages/nano`). What is heard needs the recogniser, which `scripts/recogniser.py` fetches; spoken
-questions need flite and espeak-ng. `make setup-test` brings both."""
+Needs the weights (`packages/nano`). What is heard needs the recogniser, which
+`scripts/recogniser.py` fetches; spoken questions need flite and espeak-ng. `make setup-test` brings
+both."""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ pytestmark = [
     pytest.mark.slow,
 ]
 hears = pytest.mark.skipif(
-    not (RECOGNISER / "tokenizer.bin").exists(), reason="no recogniser: scripts/recogniser.py fetches it"
+    not (RECOGNISER / "tokenizer.bin").exists(),
+    reason="no recogniser: scripts/recogniser.py fetches it",
 )
-SENTENCES, DOMAIN = slice(40, 80, 4), slice(80, None, 14)  # ten held-out ones to repeat, ten answers, of the score
+SENTENCES, DOMAIN = (
+    slice(40, 80, 4),
+    slice(80, None, 14),
+)  # ten held-out ones to repeat, ten answers, of the score
 CONTROL = 3
 
 
@@ -38,8 +44,12 @@ def listener() -> score.Recogniser:
     return score.Recogniser(RECOGNISER)
 
 
-def error_rate(speech: score.Speech, pairs: list[grammar.Pair], listener: score.Recogniser) -> float:
-    return score.error_rate([(p.answer, listener.hear(w)) for p, w in zip(pairs, speech.waves, strict=True)])
+def error_rate(
+    speech: score.Speech, pairs: list[grammar.Pair], listener: score.Recogniser
+) -> float:
+    return score.error_rate(
+        [(p.answer, listener.hear(w)) for p, w in zip(pairs, speech.waves, strict=True)]
+    )
 
 
 def test_it_answers_questions_it_has_not_seen(engine: Engine) -> None:
@@ -56,8 +66,11 @@ def test_it_answers_what_the_page_suggests(engine: Engine) -> None:
 
 @hears
 @pytest.mark.parametrize(("part", "greedy"), [(SENTENCES, True), (DOMAIN, False)])
-def test_it_is_understood(engine: Engine, listener: score.Recogniser, part: slice, greedy: bool) -> None:
-    """Twice as many wrong words as the score found would be too many; all sentences end by themselves."""
+def test_it_is_understood(
+    engine: Engine, listener: score.Recogniser, part: slice, greedy: bool
+) -> None:
+    """Twice as many wrong words as the score found would be too many; all sentences end by
+    themselves."""
     pairs = score.questions()[part]
     speech = score.asked(engine, "test", pairs, greedy_speech=greedy)
     assert len(pairs) == 10
@@ -73,7 +86,9 @@ def test_a_random_checkpoint_is_not_understood(listener: score.Recogniser) -> No
 
 
 @pytest.mark.parametrize(("number", "program"), [(0, "flite"), (1, "espeak-ng")])
-def test_it_understands_a_voice_it_has_not_heard(engine: Engine, tmp_path: Path, number: int, program: str) -> None:
+def test_it_understands_a_voice_it_has_not_heard(
+    engine: Engine, tmp_path: Path, number: int, program: str
+) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed: scripts/debian.sh voices")
     asked = voices.chunk(number)[:8]

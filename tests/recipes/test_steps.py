@@ -1,4 +1,5 @@
-"""Every training step of the recipe runs, at a size where it learns nothing; and what the talker is taught with."""
+"""Every training step of the recipe runs, at a size where it learns nothing; and what the talker is
+taught with."""
 
 from __future__ import annotations
 
@@ -11,7 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipes.nano import aids, codec, codes, corpus, export, grow, hide, layout, phones, talker, thinker
+from recipes.nano import (
+    aids,
+    codec,
+    codes,
+    corpus,
+    export,
+    grow,
+    hide,
+    layout,
+    phones,
+    talker,
+    thinker,
+)
 from recipes.nano.audio import HOP
 from recipes.nano.decoder import segment_mask
 from recipes.nano.festival import NO_WORD, PAUSE, PHONES, Uttered
@@ -59,7 +72,15 @@ def test_the_codecs_step(work: Path, tmp_path: Path) -> None:
         spoken = [(rng.standard_normal(2 * HOP) * 3000).astype(np.int16) for _ in range(count)]
         corpus.save(audio, chunk, spoken, phones.unknown(2 * count))
     settings = codec.Settings(
-        60, audio, first_hours=1e-4, batch=2, long=24, compile=False, tiny=True, device="cpu", steps=2
+        60,
+        audio,
+        first_hours=1e-4,
+        batch=2,
+        long=24,
+        compile=False,
+        tiny=True,
+        device="cpu",
+        steps=2,
     )
     codec.train(work, settings)
     assert _report(work, "codec")["steps"] == 2
@@ -89,7 +110,12 @@ def test_labels_say_what_is_heard_in_a_frame() -> None:
     names = ("hh", "ay", "pau", "dh")
     ends = np.array([0.5, 1.6, 2.2, 3.0]) * HOP
     ids = np.array([PHONES.index(n) for n in names], np.uint8)
-    said = Uttered(np.zeros(3 * HOP + 1, np.int16), ids, np.array([0, 0, NO_WORD, 1], np.uint8), ends.astype(np.int32))
+    said = Uttered(
+        np.zeros(3 * HOP + 1, np.int16),
+        ids,
+        np.array([0, 0, NO_WORD, 1], np.uint8),
+        ends.astype(np.int32),
+    )
     hh, ay, dh = ids[0], ids[1], ids[3]
     assert phones.labels(said).tolist() == [
         [hh, ay, 0], [ay, PAUSE, 0], [dh, dh, 1], [PAUSE, PAUSE, NO_WORD],
@@ -105,13 +131,23 @@ def test_a_frame_is_led_to_the_text_of_its_word(made: Made) -> None:
     ]  # fmt: skip
     frames = np.repeat([0, NO_WORD, 1, 2], [2, 1, 30, 1]).astype(np.int64)
     user = text.turn("user", text.encode("Go"))
-    e = layout.example(text.config, user, text.opening, ids, len(frames), "nano", layout.Said(words, frames))
+    e = layout.example(
+        text.config, user, text.opening, ids, len(frames), "nano", layout.Said(words, frames)
+    )
     first = int((e.frame == 0).nonzero()[0][0])
-    assert e.low[first] == e.high[first] == first  # of the long word, only the first token has been fed
+    assert (
+        e.low[first] == e.high[first] == first
+    )  # of the long word, only the first token has been fed
     assert (e.low[first + 1], e.high[first + 1]) == (first, first + 1)
     assert e.low[first + 2] == layout.NONE
-    assert e.text[e.low[first + 32] : e.high[first + 32] + 1].tolist() == np.array(ids)[words == 1].tolist()
-    assert e.text[e.low[first + 33] : e.high[first + 33] + 1].tolist() == np.array(ids)[words == 2].tolist()
+    assert (
+        e.text[e.low[first + 32] : e.high[first + 32] + 1].tolist()
+        == np.array(ids)[words == 1].tolist()
+    )
+    assert (
+        e.text[e.low[first + 33] : e.high[first + 33] + 1].tolist()
+        == np.array(ids)[words == 2].tolist()
+    )
     batch = layout.side_by_side([(e, 0), (e, len(frames))], 256)
     size = len(e.text)
     assert (batch.low[0, size : 2 * size][e.low >= 0] == e.low[e.low >= 0] + size).all()
@@ -119,19 +155,26 @@ def test_a_frame_is_led_to_the_text_of_its_word(made: Made) -> None:
 
 def test_hidden_codes_do_not_reach_the_talker(made: Made) -> None:
     text = made.text
-    model, embedding = talker.load(made.work, text, CPU), torch.randn(text.config.thinker.text.vocab_size, 256)
+    model, embedding = (
+        talker.load(made.work, text, CPU),
+        torch.randn(text.config.thinker.text.vocab_size, 256),
+    )
     helper = aids.Aids(model.model, text.config.talker.text.hidden_size)
     user = text.turn("user", text.encode("Go"))
     e = layout.example(text.config, user, text.opening, text.encode("Yes, I go."), 8, "nano")
     rng = np.random.default_rng(0)
     table = rng.integers(0, CODES, (8, GROUPS)).astype(np.uint16)
-    other = np.concatenate((rng.integers(0, CODES, (7, GROUPS)), table[7:])).astype(np.uint16)  # another past
+    other = np.concatenate((rng.integers(0, CODES, (7, GROUPS)), table[7:])).astype(
+        np.uint16
+    )  # another past
 
     def last(frames: codes.Codes, rate: float) -> float:
         """The loss of the end code, the only row that both tables have in common as target."""
         data = grow.Data.place(layout.side_by_side([(e, 0)], 64), frames, phones.unknown(8), CPU)
         with torch.no_grad():
-            found = talker.losses(model, helper, embedding, data, torch.tensor([0]), 8, talker.View(rate))
+            found = talker.losses(
+                model, helper, embedding, data, torch.tensor([0]), 8, talker.View(rate)
+            )
         return float(found.end)
 
     assert last(table, 1.0) == last(other, 1.0)
@@ -146,7 +189,9 @@ def test_less_is_hidden_at_the_end_of_training() -> None:
         assert nothing - 0.03 < float((rows == 0).float().mean()) < nothing + 0.1
         assert hide.ALL - 0.03 < float((rows == 1).float().mean()) < hide.ALL + 0.1
     frames = torch.arange(4000 * 64).view(4000, 64)
-    moved = hide.elsewhere(frames, torch.tensor(float(frames.numel()), dtype=torch.float64)) != frames
+    moved = (
+        hide.elsewhere(frames, torch.tensor(float(frames.numel()), dtype=torch.float64)) != frames
+    )
     assert 0.5 * hide.ELSEWHERE < float(moved.float().mean()) < 1.5 * hide.ELSEWHERE
 
 
@@ -162,7 +207,9 @@ def test_attention_on_the_word_is_what_the_loss_wants(made: Made) -> None:
     loss, share = helper.where(low, high, mask)
     assert float(share) > 0.999
     assert float(loss) < 1e-3
-    _, elsewhere = helper.where(torch.tensor([[-1, -1, 2, 3]]), torch.tensor([[-1, -1, 2, 3]]), mask)
+    _, elsewhere = helper.where(
+        torch.tensor([[-1, -1, 2, 3]]), torch.tensor([[-1, -1, 2, 3]]), mask
+    )
     assert float(elsewhere) < 1e-3
 
 
@@ -214,7 +261,10 @@ def test_speech_that_is_made_meanwhile_is_taken_in(work: Path, made: Made, tmp_p
 
 def test_sound_in_a_question_is_rows_of_zeros(made: Made) -> None:
     text = made.text
-    model, embedding = talker.load(made.work, text, CPU), torch.randn(text.config.thinker.text.vocab_size, 256)
+    model, embedding = (
+        talker.load(made.work, text, CPU),
+        torch.randn(text.config.thinker.text.vocab_size, 256),
+    )
     ids = torch.tensor([[5, layout.NONE, 7]])
     none = torch.full((1, 3), layout.NONE)
     rows = model.inputs(embedding, ids, none, none[..., None].expand(-1, -1, GROUPS - 1))

@@ -1,5 +1,5 @@
-"""`scripts/mutations.py`: which mutants it makes of a source, which lines and tests it takes, that it leaves no process
-behind, and all of it in a small repository."""
+"""`scripts/mutations.py`: which mutants it makes of a source, which lines and tests it takes, that
+it leaves no process behind, and all of it in a small repository."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def test_a_guard_that_raises_is_removed() -> None:
 def test_a_guard_that_leaves_is_tried_both_ways() -> None:
     for word in ("return", "continue", "break"):
         source = f"def f():\n    while c:\n        if a:\n            {word}\n"
-        assert sources(source) == [source.replace("if a", "if False"), source.replace("if a", "if True")]
+        assert sources(source) == [
+            source.replace("if a", "if False"),
+            source.replace("if a", "if True"),
+        ]
 
 
 def test_an_elif_is_a_guard() -> None:
@@ -70,7 +73,9 @@ def test_a_raise_behind_other_statements_is_removed() -> None:
 
 def test_calls_for_their_effect_and_del_are_removed() -> None:
     assert sources("a.close()\n") == ["pass\n"]
-    assert sources("async def f():\n    await a.close(\n        1\n    )\n") == ["async def f():\n    pass\n"]
+    assert sources("async def f():\n    await a.close(\n        1\n    )\n") == [
+        "async def f():\n    pass\n"
+    ]
     assert sources("del a[0]\n") == ["pass\n"]
     assert changes("b = a.close()\n'text'\n") == []
 
@@ -83,7 +88,11 @@ def test_finally_is_emptied_once() -> None:
     source = "try:\n    a = 1\nfinally:\n    b.close()\n"
     assert changes(source) == [(4, "`finally` does nothing")]
     assert sources(source) == [source.replace("b.close()", "pass")]
-    assert [line for line, _ in changes(source.replace("b.close()", "b.close()\n    c()"))] == [4, 4, 5]
+    assert [line for line, _ in changes(source.replace("b.close()", "b.close()\n    c()"))] == [
+        4,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(("old", "new"), [("<", "<="), ("<=", "<"), (">", ">="), (">=", ">")])
@@ -97,11 +106,17 @@ def test_each_comparison_of_a_chain_moves() -> None:
 
 
 def test_positions_are_those_of_utf8() -> None:
-    assert sources("x = 'höö' < 'ß'; ä.close()\n") == ["x = 'höö' <= 'ß'; ä.close()\n", "x = 'höö' < 'ß'; pass\n"]
+    assert sources("x = 'höö' < 'ß'; ä.close()\n") == [
+        "x = 'höö' <= 'ß'; ä.close()\n",
+        "x = 'höö' < 'ß'; pass\n",
+    ]
 
 
 def test_only_lines_that_changed() -> None:
-    source = "if a:\n    b = 1\n    raise X\nc.close()\nx = d < e\ntry:\n    x = 1\nfinally:\n    x = 2\n    y = 3\n"
+    source = (
+        "if a:\n    b = 1\n    raise X\nc.close()\nx = d < e\ntry:\n    x = 1\nfinally:\n    x = "
+        "2\n    y = 3\n"
+    )
     assert changes(source, 2, 7) == []
     assert changes(source, 1) == [(1, "condition is False")]
     assert changes("if a:\n    raise X\n", 2) == [(1, "condition is False")]
@@ -124,7 +139,9 @@ def test_lines_of_a_diff() -> None:
     assert added_lines(diff) == {3, 4, 21}
 
 
-def test_lines_that_changed_since_the_branch_left_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_changed_since_the_branch_left_main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
     (tmp_path / "stretto").mkdir()
 
@@ -170,7 +187,10 @@ def test_tests_mirror_or_import_the_module(tmp_path: Path) -> None:
     write("other/test_any.py", "import stretto.server.loop_time\n")
     write("other/test_near.py", "import stretto.server.looptimer\n")
     write("other/test_server_looptime.py")
-    write("help/conftest.py", "from stretto.server.http.body import Body\nfrom stretto.server.app import App\n")
+    write(
+        "help/conftest.py",
+        "from stretto.server.http.body import Body\nfrom stretto.server.app import App\n",
+    )
     write("help/test_by_help.py")
     found = find_tests("stretto/server/loop_time.py", tmp_path)
     assert found == [
@@ -200,7 +220,14 @@ def test_seconds_are_of_files_that_pass() -> None:
     assert seconds_of("tests/a/test_good.py", cases) == 3.5
     assert seconds_of("tests/a/test_good.py::x", cases) == 3.5
     assert seconds_of("tests/a/", cases) == 3.5
-    for test in ("tests/a/test_skipped.py", "tests/b", "tests/b/test_bad.py", "tests/c", "tests/d", "tests/a/test_goo"):
+    for test in (
+        "tests/a/test_skipped.py",
+        "tests/b",
+        "tests/b/test_bad.py",
+        "tests/c",
+        "tests/d",
+        "tests/a/test_goo",
+    ):
         assert seconds_of(test, cases) is None
 
 
@@ -221,13 +248,14 @@ def test_a_copy_is_apart_from_the_tree(tmp_path: Path) -> None:
     assert all(time < 1000 for time in times)
 
 
-# A child says "alive" into the pipe, unless it is killed while it sleeps: with the pipe's end, both are known.
+# A child says "alive" into the pipe, unless it is killed while it sleeps: with the pipe's end, both
+# are known.
 LEFT = "sleep 3; echo alive >&3"
 
 
 class Shell:
-    """Runs shell commands; what they leave writes into a pipe, which they have as descriptor 3. The other pipe,
-    `ready`, lets a command wait until its child runs."""
+    """Runs shell commands; what they leave writes into a pipe, which they have as descriptor 3. The
+    other pipe, `ready`, lets a command wait until its child runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -238,7 +266,9 @@ class Shell:
 
     async def run(self, command: str, limit: float | None) -> int | None:
         words = ["sh", "-c", f"exec 3>'{self._pipe}'; {command}"]
-        return await run(words, self.folder, dict(os.environ), "mark.1.", limit, self.folder / "output")
+        return await run(
+            words, self.folder, dict(os.environ), "mark.1.", limit, self.folder / "output"
+        )
 
     def read(self) -> bytes:
         os.set_blocking(self._reader, True)
@@ -257,7 +287,10 @@ def test_the_status_and_the_output_are_those_of_the_command(shell: Shell) -> Non
 
 
 def test_a_process_that_is_left_in_the_group_is_killed(shell: Shell) -> None:
-    assert asyncio.run(shell.run(f"env -i PATH=$PATH sh -c ': > ready; {LEFT}' & : < ready", None)) == 0
+    assert (
+        asyncio.run(shell.run(f"env -i PATH=$PATH sh -c ': > ready; {LEFT}' & : < ready", None))
+        == 0
+    )
     assert shell.read() == b""
 
 
@@ -292,7 +325,9 @@ def test_processes_of_another_run_are_not_killed() -> None:
     async def other() -> int:
         env = {**os.environ, mutations.MARK: "mark.12."}
         command = ["sh", "-c", "read line; exit 7"]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env=env)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, env=env
+        )
         await kill_marked("mark.1.")
         await process.communicate(b"line\n")
         return await process.wait()
@@ -321,7 +356,8 @@ def old(items):
     items.clear()
 """
 CHANGED = MODULE.replace(
-    "    return items[0]", "    items.sort()\n    if items[0] < 0:\n        raise ValueError\n    return items[0]"
+    "    return items[0]",
+    "    items.sort()\n    if items[0] < 0:\n        raise ValueError\n    return items[0]",
 )
 TESTS = """\
 import pytest
@@ -337,7 +373,9 @@ def test_first():
 def test_a_small_repository(tmp_path: Path) -> None:
     def command(*words: str, status: int = 0) -> str:
         env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
@@ -362,6 +400,8 @@ def test_a_small_repository(tmp_path: Path) -> None:
     assert "  stretto/items.py:4  call removed:  items.sort()\n" in printed
     assert "1 of 3 mutants noticed" in printed
     assert (tmp_path / "stretto" / "items.py").read_text() == CHANGED
-    (tmp_path / "tests" / "test_items.py").write_text(TESTS.replace("[2, 3]", "[3, 0, 2]").replace("== 2", "== 0"))
+    (tmp_path / "tests" / "test_items.py").write_text(
+        TESTS.replace("[2, 3]", "[3, 0, 2]").replace("== 2", "== 0")
+    )
     printed = command(sys.executable, "scripts/mutations.py", "stretto/items.py", "--lines", "4")
     assert "1 of 1 mutants noticed" in printed

@@ -23,13 +23,17 @@ import pytest
 import soundfile
 
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
 
 T = TypeVar("T")
-PATIENCE_S = None  # what hangs is ended by pytest: how long anything may take depends on the machine
-HEAD = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # of a request sent by hand
+PATIENCE_S = (
+    None  # what hangs is ended by pytest: how long anything may take depends on the machine
+)
+HEAD = (
+    "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # of a request sent by hand
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,15 @@ class Reply:
         """The data of a stream of events; the last may be "[DONE]"."""
         parts = self.body.decode().split("\n\n")
         assert parts.pop() == ""
-        return [p if (p := part.removeprefix("data: ")) == "[DONE]" else json.loads(p) for part in parts]
+        return [
+            p if (p := part.removeprefix("data: ")) == "[DONE]" else json.loads(p) for part in parts
+        ]
 
 
 class Running:
     """A live server. `do` runs a coroutine on its loop, where its state may be looked at."""
 
-    def __init__(self, open_engine: Callable[[], Awaitable[Engine]], **settings: Any) -> None:
+    def __init__(self, open_engine: Callable[[], Awaitable[EngineClient]], **settings: Any) -> None:
         self.open_engine, self.settings = open_engine, settings
         self.loop = asyncio.new_event_loop()
         self.bound = threading.Event()
@@ -105,19 +111,29 @@ class Running:
 
     @cached_property
     def _client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+        )
 
     def ask(
-        self, path: str, body: Any = None, *, method: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """One request on a connection of its own; a body that is not bytes is sent as JSON, and any is called that."""
+        """One request on a connection of its own; a body that is not bytes is sent as JSON, and any
+        is called that."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             connection.request(method or ("GET" if body is None else "POST"), path, data, sent)
             answer = connection.getresponse()
-            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+            return Reply(
+                answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+            )
 
     def client(self, **options: Any) -> openai.OpenAI:
         return self._client.with_options(**options) if options else self._client
@@ -146,8 +162,8 @@ def read_open(data: bytes) -> tuple[npt.NDArray[np.int16], int]:
         return np.concatenate([frame.to_ndarray()[0] for frame in file.decode(audio=0)]), rate
 
 
-def serve(engine: Engine, **settings: Any) -> Running:
-    async def open_engine() -> Engine:
+def serve(engine: EngineClient, **settings: Any) -> Running:
+    async def open_engine() -> EngineClient:
         return engine
 
     return Running(open_engine, **settings)

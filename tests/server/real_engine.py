@@ -40,13 +40,19 @@ class Served:
 
 
 @contextmanager
-def served(model: Path | PipelineEngine, config: EngineConfig | None = None, **settings: Any) -> Iterator[Served]:
+def served(
+    model: Path | PipelineEngine, config: EngineConfig | None = None, **settings: Any
+) -> Iterator[Served]:
     """Of an engine that was made and not started, or of one with this model and configuration."""
     engines: list[PipelineEngine] = []
     starts: list[asyncio.Task[None]] = []
 
     async def open_engine() -> PipelineEngine:
-        engines.append(model if isinstance(model, PipelineEngine) else PipelineEngine(model, config or EngineConfig()))
+        engines.append(
+            model
+            if isinstance(model, PipelineEngine)
+            else PipelineEngine(model, config or EngineConfig())
+        )
         starts.append(asyncio.create_task(engines[0].start()))
         return engines[0]
 

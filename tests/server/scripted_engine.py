@@ -1,4 +1,5 @@
-"""An engine that says what it is told to: for what the server does around an answer, whatever the answer is."""
+"""An engine that says what it is told to: for what the server does around an answer, whatever the
+answer is."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from stretto.engine.protocol import (
     Usage,
 )
 from stretto.family import ModelInfo
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation, Outlined
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.threads import Prompts
@@ -33,8 +34,8 @@ from tests.server.solo_engine import Ledger, decoded
 class ScriptedEngine:
     """Says `pieces` and plays `packets`, in turn; `gate`, if given, is awaited before each event.
 
-    With `prompts`, prompts are built for real before anything is said. With `live_text` a text is read while it is
-    written: a packet for each piece, as it comes."""
+    With `prompts`, prompts are built for real before anything is said. With `live_text` a text is
+    read while it is written: a packet for each piece, as it comes."""
 
     pieces: Sequence[str] = ("Hello", " there", ".")
     packets: Sequence[np.ndarray] = ()
@@ -56,7 +57,8 @@ class ScriptedEngine:
     def info(self) -> ModelInfo:
         names = ("Ethan", "Chelsie", "Aiden")
         return ModelInfo(
-            self.name, names, "Ethan", 24_000, 32768, defaults=self.defaults, live_text=self.live_text
+            self.name, names, "Ethan", 24_000, 32768, defaults=self.defaults,
+            live_text=self.live_text
         )  # fmt: skip
 
     @property
@@ -86,7 +88,9 @@ class ScriptedEngine:
             return await self.prompts.outline(body, long, most, sender)
         return do_outline(body.view(), long, most)
 
-    def generate(self, messages: Sequence[Message] | Conversation, **given: Any) -> AsyncIterator[Event]:
+    def generate(
+        self, messages: Sequence[Message] | Conversation, **given: Any
+    ) -> AsyncIterator[Event]:
         if self.prompts is None:
             plain, tools = decoded(messages)
             self.calls.append({"messages": plain, **given, "tools": tools})
@@ -96,7 +100,9 @@ class ScriptedEngine:
         self.calls.append({"text": text, **given})
         return self._events(text, True, given) if isinstance(text, str) else self._live(text, given)
 
-    async def _live(self, text: AsyncIterator[str], given: Mapping[str, Any]) -> AsyncIterator[Event]:
+    async def _live(
+        self, text: AsyncIterator[str], given: Mapping[str, Any]
+    ) -> AsyncIterator[Event]:
         name, count = str(given["request_id"]), 0
         self.ledger.open(name)
         try:
@@ -104,17 +110,25 @@ class ScriptedEngine:
                 yield AudioChunk(1920 * count, np.full(1920, 0.25, np.float32))
                 count += 1
             self.ledger.finished += 1
-            yield Finished("stop", "stop", Usage(7, count, count, 1920 * count), given["params"].seed or 0, ())
+            yield Finished(
+                "stop", "stop", Usage(7, count, count, 1920 * count), given["params"].seed or 0, ()
+            )
         finally:
             self.ledger.close(name)
 
-    async def _events(self, talk: Any, spoken: bool, given: Mapping[str, Any]) -> AsyncIterator[Event]:
+    async def _events(
+        self, talk: Any, spoken: bool, given: Mapping[str, Any]
+    ) -> AsyncIterator[Event]:
         name, params = str(given["request_id"]), given["params"]
         self.ledger.open(name)
         try:
             length = 7
             if self.prompts is not None:
-                build = self.prompts.build(talk) if isinstance(talk, Conversation) else self.prompts.read(talk)
+                build = (
+                    self.prompts.build(talk)
+                    if isinstance(talk, Conversation)
+                    else self.prompts.read(talk)
+                )
                 length = len((await build).packed.ids)
             events = self._script(spoken)
             for i, event in enumerate(events):
@@ -127,7 +141,9 @@ class ScriptedEngine:
             samples = sum(len(p) for p in self.packets) if spoken else 0
             usage = Usage(length, len(self.pieces), len(self.packets) if spoken else 0, samples)
             self.ledger.finished += 1
-            yield Finished("stop", "stop" if spoken else None, usage, params.seed or 0, self.timeline)
+            yield Finished(
+                "stop", "stop" if spoken else None, usage, params.seed or 0, self.timeline
+            )
         finally:
             self.ledger.close(name)
 

@@ -1,4 +1,5 @@
-"""The real tiny model behind the engine's protocol, run by `Solo`: for tests of the server, and to try things out.
+"""The real tiny model behind the engine's protocol, run by `Solo`: for tests of the server, and to
+try things out.
 
 Keeps the promises of `stretto.engine.protocol`; counts the iterators it gave out and saw closed."""
 
@@ -29,9 +30,9 @@ from stretto.engine.protocol import (
 )
 from stretto.errors import Busy, Invalid, TooLong
 from stretto.family import ModelInfo
-from stretto.messages.params import PLAIN, Manner, Params
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess import build as work
 from stretto.preprocess.media import MediaLimits
 from stretto.preprocess.pool.jobs import Conversation, Outlined
@@ -70,7 +71,8 @@ class Ledger:
 def model_info(config: OmniConfig, name: str = "tiny") -> ModelInfo:
     voices = tuple(config.talker.speakers)
     return ModelInfo(
-        name, voices, config.talker.default_voice, SAMPLE_RATE_OUT, config.thinker.text.max_positions
+        name, voices, config.talker.default_voice, SAMPLE_RATE_OUT,
+        config.thinker.text.max_positions
     )  # fmt: skip
 
 
@@ -98,7 +100,9 @@ def decoded(messages: Any, tools: Any = None) -> tuple[Any, Any]:
 class SoloEngine:
     """The real tiny model. Requests take turns on one worker thread, an event at a time."""
 
-    def __init__(self, directory: Path, *, max_running: int = 64, limits: MediaLimits | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, max_running: int = 64, limits: MediaLimits | None = None
+    ) -> None:
         from stretto.models.qwen3_omni.load import Models, Source
 
         self.config = OmniConfig.read(directory)
@@ -173,7 +177,7 @@ class SoloEngine:
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: Manner = PLAIN,
+        manner: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
@@ -202,7 +206,9 @@ class SoloEngine:
             raise TooLong("so many frames do not fit the talker", "max_audio_frames")
         return params
 
-    def _options(self, params: Params, voice: str | None, speak: bool, tokens: int | None = None) -> Any:
+    def _options(
+        self, params: Params, voice: str | None, speak: bool, tokens: int | None = None
+    ) -> Any:
         from stretto.types import SamplingParams
         from tests.solo import Options
 
@@ -215,11 +221,17 @@ class SoloEngine:
             max_frames=params.max_frames,
         ).seeded(params.seed or 0)  # fmt: skip
         if params.greedy_speech:
-            options = replace(options, code0=options.greedy().code0, residual=options.greedy().residual)
+            options = replace(
+                options, code0=options.greedy().code0, residual=options.greedy().residual
+            )
         return options
 
     async def _events(
-        self, start: Callable[[], tuple[Prompt, Iterator[Any]]], params: Params, name: str, silent: bool = False
+        self,
+        start: Callable[[], tuple[Prompt, Iterator[Any]]],
+        params: Params,
+        name: str,
+        silent: bool = False,
     ) -> AsyncIterator[Event]:
         from tests.solo import Audio, Done, Frame, TextToken
 
@@ -250,7 +262,10 @@ class SoloEngine:
                         break
             usage = usage_of(prompt, self.config, tokens, frames, samples)
             reasons = ("stop", "stop") if cut else (why, heard)
-            spans = (TimelineSpan("thinker", "step", 0.0, 0.001), TimelineSpan("talker", "frame", 0.001, 0.002))
+            spans = (
+                TimelineSpan("thinker", "step", 0.0, 0.001),
+                TimelineSpan("talker", "frame", 0.001, 0.002),
+            )
             self.ledger.finished += 1
             yield Finished(*reasons, usage, params.seed or 0, spans, prompt.ids)
         finally:
@@ -301,7 +316,9 @@ def held(models: Any, params: Params) -> Any:
     def frame(*args: Any) -> Any:
         return talker.frame(*args, hold=hold)
 
-    return replace(models, thinker=Instead(thinker, logits=logits), talker=Instead(talker, frame=frame))
+    return replace(
+        models, thinker=Instead(thinker, logits=logits), talker=Instead(talker, frame=frame)
+    )
 
 
 def read_aloud(models: Any, words: list[int]) -> Any:
@@ -311,7 +328,9 @@ def read_aloud(models: Any, words: list[int]) -> Any:
     class Reader(Solo):
         def _pick_text(self, voices: Any, hidden: Any) -> list[int]:
             [v] = voices
-            token = words[len(v.tokens)] if len(v.tokens) < len(words) else self.config.tokens.im_end
+            token = (
+                words[len(v.tokens)] if len(v.tokens) < len(words) else self.config.tokens.im_end
+            )
             v.tokens.append(token)
             if token == self.config.tokens.im_end:
                 v.finish = "stop"
@@ -331,7 +350,9 @@ class StopText:
         at = min((i for s in self.stop if (i := self.held.find(s)) >= 0), default=-1)
         if at >= 0:
             return self.held[:at], True
-        wait = max((n for s in self.stop for n in range(len(s)) if self.held.endswith(s[:n])), default=0)
+        wait = max(
+            (n for s in self.stop for n in range(len(s)) if self.held.endswith(s[:n])), default=0
+        )
         out, self.held = self.held[: len(self.held) - wait], self.held[len(self.held) - wait :]
         return out, False
 

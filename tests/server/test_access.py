@@ -1,4 +1,5 @@
-"""Places: all for one client while nobody else asks, fair turns of owners when they are full, none lost."""
+"""Places: all for one client while nobody else asks, fair turns of owners when they are full, none
+lost."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ class Desk:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        assert (self.admission.running, self.admission.waiting, self.admission.readings.held) == (0, 0, 0)
+        assert (self.admission.running, self.admission.waiting, self.admission.readings.held) == (
+            0,
+            0,
+            0,
+        )
         assert self.admission.idle.is_set()
         assert not self.admission._requests
         assert not self.admission._places
@@ -61,7 +66,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def at_desk(admission: Admission) -> Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], Callable[[], None]]:
+def at_desk(
+    admission: Admission,
+) -> Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], Callable[[], None]]:
     """A test with a desk; afterwards nothing may be held."""
 
     def wrap(test: Callable[[Desk], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -92,7 +99,8 @@ async def test_one_owner_may_hold_all_places(desk: Desk) -> None:
 async def test_the_next_place_is_for_the_owner_with_the_fewest(desk: Desk) -> None:
     await desk.come("a1", "a2", "a3", "a4", "a5", "a6", "b1", "b2", "c1", "b3")
     await desk.go("a1", "a2", "a3", "a4")
-    # With 3, 0 and 0 places b has come before c; then c has none; with 1, 1 and 1 it is a's turn, and then b's.
+    # With 3, 0 and 0 places b has come before c; then c has none; with 1, 1 and 1 it is a's turn,
+    # and then b's.
     assert desk.served[4:] == ["b1", "c1", "a5", "b2"]
     await desk.go("c1", "b1")
     assert desk.served[8:] == ["a6", "b3"]
@@ -112,7 +120,8 @@ async def test_a_full_queue_drops_the_last_of_the_owner_with_the_most(desk: Desk
 
 @at_desk(Admission(1, 0, queue=99))
 async def test_one_place_goes_round(desk: Desk) -> None:
-    """Nobody waits for all that another owner has in the queue, nor is passed by owners who come later."""
+    """Nobody waits for all that another owner has in the queue, nor is passed by owners who come
+    later."""
     await desk.come("a0", "a1", "a2", "a3", "b1", "b2", "c1")
     for _ in range(3):
         await desk.go(desk.served[-1])
@@ -128,7 +137,9 @@ async def test_what_would_be_refused_is_refused_before_its_body_is_read(desk: De
     await desk.come("a0")
     desk.admission.check("a")
     await desk.come("a1", "a2")
-    with pytest.raises(Refused, match="answers 1 requests at once, and does, and 2 wait already") as refused:
+    with pytest.raises(
+        Refused, match="answers 1 requests at once, and does, and 2 wait already"
+    ) as refused:
         desk.admission.check("a")
     assert (refused.value.status, refused.value.code) == (429, "server_busy")
     desk.admission.check("b")
@@ -268,7 +279,9 @@ def test_no_place_is_lost_or_made(seed: int) -> None:
         rng, desk = random.Random(seed), Desk(Admission(6, 0, queue=10, live=3))
         for i in range(300):
             if rng.random() < 0.5:
-                places, reading = (rng.choice((1, 1, 2, 6)), False) if rng.random() < 0.7 else (1, True)
+                places, reading = (
+                    (rng.choice((1, 1, 2, 6)), False) if rng.random() < 0.7 else (1, True)
+                )
                 await desk.come(f"{rng.choice('abcd')}{i}", places=places, reading=reading)
             elif desk.tasks:
                 name = rng.choice(list(desk.tasks))

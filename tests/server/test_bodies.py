@@ -1,4 +1,5 @@
-"""What clients send, while it arrives and while it is prepared: nobody's body holds up anybody else."""
+"""What clients send, while it arrives and while it is prepared: nobody's body holds up anybody
+else."""
 
 from __future__ import annotations
 
@@ -75,11 +76,22 @@ class Front:
         """Sends a request, or the beginning of one, on a connection of its own."""
         s = socket.create_connection(("127.0.0.1", self.running.port), timeout=120)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        s.sendall(f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+        s.sendall(
+            f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode()
+            + body
+        )
         return s
 
     def nothing_is_held(self) -> None:
-        self.until(lambda: not (self.service.admission.running or self.service.bodies.held or self.pool.lane.running))
+        self.until(
+            lambda: (
+                not (
+                    self.service.admission.running
+                    or self.service.bodies.held
+                    or self.pool.lane.running
+                )
+            )
+        )
         assert not self.engine.ledger.running
 
 
@@ -96,7 +108,10 @@ def test_bad_messages_and_tools_are_named(front: Front) -> None:
         ({"messages": "hello"}, "messages"),
         ({"messages": [1]}, "messages[0]"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "assistant", "audio": {"id": "audio_" + "0" * 32}}]}, "messages[0].audio"),
+        (
+            {"messages": [{"role": "assistant", "audio": {"id": "audio_" + "0" * 32}}]},
+            "messages[0].audio",
+        ),
         ({"tools": [tool]}, "tools[0].function.name"),
     ):
         reply = front.running.ask(CHAT, {**ASK, **change})
@@ -104,17 +119,25 @@ def test_bad_messages_and_tools_are_named(front: Front) -> None:
         assert reply.error["param"] == param
         assert param.rpartition(".")[2] in reply.error["message"]
         padded = {**ASK, **change, "stop": "x" * 200}
-        large = json.dumps(padded).encode() + b" " * ON_THE_LOOP  # the same when it is cut elsewhere
+        large = (
+            json.dumps(padded).encode() + b" " * ON_THE_LOOP
+        )  # the same when it is cut elsewhere
         assert front.running.ask(CHAT, large).error["param"] == param
     missing = front.running.ask(CHAT, {"stream": False})
     assert (missing.status, missing.error["param"]) == (400, "messages")
-    assert front.running.ask(CHAT, b'{"model": null}' + b" " * ON_THE_LOOP).error["param"] == "messages"
+    assert (
+        front.running.ask(CHAT, b'{"model": null}' + b" " * ON_THE_LOOP).error["param"]
+        == "messages"
+    )
     assert front.running.ask(CHAT, b'{"modle": 1}' + b" " * ON_THE_LOOP).error["param"] == "modle"
 
 
 def test_half_a_surrogate_pair_is_replaced(front: Front) -> None:
     """As cutting a JavaScript string in two leaves it."""
-    half, whole = (json.dumps({"messages": [{"role": "user", "content": f"cut {c}"}]}) for c in ("\ud83d", "\ufffd"))
+    half, whole = (
+        json.dumps({"messages": [{"role": "user", "content": f"cut {c}"}]})
+        for c in ("\ud83d", "\ufffd")
+    )
     want = front.running.ask(CHAT, whole.encode()).json["usage"]
     for body in (half, half + " " * ON_THE_LOOP):
         assert front.running.ask(CHAT, body.encode()).json["usage"] == want
@@ -135,7 +158,15 @@ def test_a_large_body_is_the_same_request(front: Front) -> None:
 def test_earlier_answers_are_recalled_in_small_and_large_bodies(front: Front) -> None:
     aloud = {**ASK, "modalities": ["text", "audio"]}
     said = front.running.ask(CHAT, aloud).json["choices"][0]["message"]["audio"]["id"]
-    body = json.dumps({"messages": [*ASK["messages"], {"role": "assistant", "audio": {"id": said}}, *ASK["messages"]]})
+    body = json.dumps(
+        {
+            "messages": [
+                *ASK["messages"],
+                {"role": "assistant", "audio": {"id": said}},
+                *ASK["messages"],
+            ]
+        }
+    )
     replies = [front.running.ask(CHAT, body.encode() + pad) for pad in (b"", b" " * ON_THE_LOOP)]
     assert [r.status for r in replies] == [200, 200]
     assert replies[0].json["usage"] == replies[1].json["usage"]
@@ -224,10 +255,13 @@ class Turned(asyncio.SelectorEventLoop):
         return super().time() + self.ahead
 
 
-@pytest.mark.parametrize(("size", "limit_s", "late"), [(100, 2000, False), (40, 2000, True), (100, 250, True)])
+@pytest.mark.parametrize(
+    ("size", "limit_s", "late"), [(100, 2000, False), (40, 2000, True), (100, 250, True)]
+)
 def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> None:
-    """In pieces of so many KiB, one a minute, at a KiB a second and two minutes of grace: the deadline moves with what
-    came, so that the last byte of a body that is fast enough is not late. But none may take longer than the limit."""
+    """In pieces of so many KiB, one a minute, at a KiB a second and two minutes of grace: the
+    deadline moves with what came, so that the last byte of a body that is fast enough is not late.
+    But none may take longer than the limit."""
     loop = Turned()
 
     async def receive() -> dict[str, Any]:
@@ -239,7 +273,9 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
     parts: list[bytes] = []
     config = ServerConfig(body_grace=120.0, min_body_kb_s=1.0, body_timeout=limit_s)
     with Body(Shares(1 << 31), "me") as body:
-        work = Exchange({"type": "http", "headers": []}, receive, receive, config).read_body(body, 1 << 30)  # type: ignore[arg-type]
+        work = Exchange({"type": "http", "headers": []}, receive, receive, config).read_body(
+            body, 1 << 30
+        )  # type: ignore[arg-type]
         with contextlib.closing(loop):
             if late:
                 with pytest.raises(Refused, match="too long to arrive"):

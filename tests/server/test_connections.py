@@ -1,6 +1,8 @@
-"""What a connection may hold: bytes and time of headers, requests sent ahead, and how many there may be.
+"""What a connection may hold: bytes and time of headers, requests sent ahead, and how many there
+may be.
 
-Times are those of a clock that the tests turn by hand; real sockets show that a server is wired to all this."""
+Times are those of a clock that the tests turn by hand; real sockets show that a server is wired to
+all this."""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         until = self.now + seconds
-        while due := sorted((t for t in self.timers if not t.cancelled and t.due <= until), key=lambda t: t.due):
+        while due := sorted(
+            (t for t in self.timers if not t.cancelled and t.due <= until), key=lambda t: t.due
+        ):
             self.now = due[0].due
             self.timers.remove(due[0])
             due[0].call()
@@ -111,7 +115,8 @@ class Wire(asyncio.Transport):
 
 
 class House:
-    """A server without sockets: `connect` brings a client, `answer` lets requests held by the app go."""
+    """A server without sockets: `connect` brings a client, `answer` lets requests held by the app
+    go."""
 
     def __init__(self, **limits: Any) -> None:
         self.clock, self.state, self.refused = Clock(), ServerState(), Counter[str]()
@@ -141,7 +146,9 @@ class House:
                 self.left.append(path)
                 return
             gone.cancel()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        )
         await send({"type": "http.response.body", "body": b"ok"})
 
     def connect(self) -> Wire:
@@ -225,8 +232,12 @@ def test_each_request_of_a_connection_has_its_own_bytes() -> None:
         house = House(max_header_kb=1)
         wire = house.connect()
         for _ in range(3):
-            assert (await house.put(wire, head_of(1000)[:600], head_of(1000)[600:])).startswith(b"HTTP/1.1 200")
-        assert (await house.put(wire, head_of(1100)[:600], head_of(1100)[600:])).startswith(b"HTTP/1.1 431")
+            assert (await house.put(wire, head_of(1000)[:600], head_of(1000)[600:])).startswith(
+                b"HTTP/1.1 200"
+            )
+        assert (await house.put(wire, head_of(1100)[:600], head_of(1100)[600:])).startswith(
+            b"HTTP/1.1 431"
+        )
 
     run(main)
 
@@ -251,17 +262,22 @@ CHUNKED = b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n
 
 @pytest.mark.parametrize("behind", [b"", b"0\r\nX: y\r\n\r\n"], ids=["chunks", "headers behind it"])
 def test_pieces_of_a_body_are_bounded_in_one_read(behind: bytes) -> None:
-    """Each is a call from the parser during which nobody else is served; in reads of their own they may be small."""
+    """Each is a call from the parser during which nobody else is served; in reads of their own they
+    may be small."""
 
     async def main() -> None:
         house = House(max_header_kb=1)
         piece = b"X: y\r\n" if behind else b"1\r\nb\r\n"
         begin, end = (CHUNKED + b"0\r\n", b"\r\n") if behind else (CHUNKED, b"0\r\n\r\n")
         wire = house.connect()
-        assert (await house.put(wire, begin, piece * MAX_PIECES, piece, end)).startswith(b"HTTP/1.1 200 ")
+        assert (await house.put(wire, begin, piece * MAX_PIECES, piece, end)).startswith(
+            b"HTTP/1.1 200 "
+        )
         assert not wire.closing
         assert house.seen == [("/body", 0 if behind else MAX_PIECES + 1)]
-        got = await house.put(wire, begin, piece * (MAX_PIECES + 2))  # a header is told when the next has begun
+        got = await house.put(
+            wire, begin, piece * (MAX_PIECES + 2)
+        )  # a header is told when the next has begun
         assert got.startswith(b"HTTP/1.1 400 ")
         assert b"too many pieces" in got
         assert wire.lost
@@ -354,7 +370,9 @@ def test_headers_behind_a_body_are_not_the_requests_and_are_bounded() -> None:
     async def main() -> None:
         house = House(max_header_kb=1)
         wire = house.connect()
-        assert (await house.put(wire, CHUNKED, b"3\r\nabc\r\n0\r\nHost: y\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert (await house.put(wire, CHUNKED, b"3\r\nabc\r\n0\r\nHost: y\r\n\r\n")).startswith(
+            b"HTTP/1.1 200 "
+        )
         assert house.hosts == [b"x"]
         assert (await house.put(wire, CHUNKED + b"0\r\n", b"X: ", b"y" * 1000)) == b""
         assert (await house.put(wire, b"y" * 1000)).startswith(b"HTTP/1.1 431 ")
@@ -426,7 +444,8 @@ def test_silence_ends() -> None:
 @pytest.mark.parametrize("drops", [GET, b"\r\n" * 30])
 @pytest.mark.parametrize("later", [False, True])
 def test_headers_by_drops(drops: bytes, later: bool) -> None:
-    """Each byte comes in time, and they do not help: nor on a connection that has been of use before."""
+    """Each byte comes in time, and they do not help: nor on a connection that has been of use
+    before."""
 
     async def main() -> None:
         house = House(header_timeout=10)
@@ -485,7 +504,8 @@ def test_a_request_begun_during_an_answer_must_end_after_it() -> None:
 
 
 def test_the_rest_of_an_answered_body() -> None:
-    """An answer may come before all of the body: what is left must come soon, and then the connection is idle."""
+    """An answer may come before all of the body: what is left must come soon, and then the
+    connection is idle."""
 
     async def main() -> None:
         house = House(header_timeout=10)
@@ -641,7 +661,9 @@ def test_bodies_ahead_are_bounded() -> None:
         for size in (AHEAD_BYTES, AHEAD_BYTES + 1):
             house = House()
             wire = house.connect()
-            await house.put(wire, get("/hold"), b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n")
+            await house.put(
+                wire, get("/hold"), b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
+            )
             await house.put(wire, b"x" * (size - 10), b"x" * 10)
             assert wire.lost == (size > AHEAD_BYTES)
             assert not wire.protocol.flow.read_paused
@@ -686,7 +708,9 @@ def everything(s: socket.socket) -> bytes:
 def refused(running: Running, reason: str) -> float:
     text = running.ask("/metrics").body.decode()
     found = [
-        line for line in text.splitlines() if line.startswith(f'stretto_connections_refused_total{{reason="{reason}"')
+        line
+        for line in text.splitlines()
+        if line.startswith(f'stretto_connections_refused_total{{reason="{reason}"')
     ]
     return float(found[0].split()[1]) if found else 0.0
 
@@ -711,7 +735,9 @@ def test_large_headers_and_garbage() -> None:
 
 def test_idle_connections_make_room() -> None:
     with serve(ScriptedEngine(), max_connections=3) as running, clients(running, 1) as (first,):
-        first.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")  # so that it is there before the others
+        first.sendall(
+            b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )  # so that it is there before the others
         read_until(first, b"alive")
         with clients(running, 3) as others:
             assert everything(first) == b""
@@ -738,7 +764,8 @@ def test_busy_connections_do_not() -> None:
     "upgrade", [b"", b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"]
 )
 def test_nobody_holds_the_engine_by_asking_ahead(upgrade: bytes) -> None:
-    """A second request, or a WebSocket, behind one that is being answered; then the client leaves."""
+    """A second request, or a WebSocket, behind one that is being answered; then the client
+    leaves."""
     with HeldServer() as held:
         s = held.start(ALOUD)
         s.sendall(
@@ -757,8 +784,12 @@ def test_nobody_holds_the_engine_by_asking_ahead(upgrade: bytes) -> None:
 def test_nothing_is_kept_of_a_denied_websocket() -> None:
     """The HTTP side of a connection is not told when the WebSocket side ends."""
     with serve(ScriptedEngine()) as running, clients(running, 1) as (s,):
-        s.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n")
-        s.sendall(b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA==\r\n\r\n")
+        s.sendall(
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        )
+        s.sendall(
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA==\r\n\r\n"
+        )
         assert everything(s).startswith(b"HTTP/1.1 404 ")
 
         async def kept() -> int:
@@ -772,21 +803,27 @@ def test_nothing_is_kept_of_a_denied_websocket() -> None:
 def test_an_upgrade_to_something_else_is_a_request_like_any() -> None:
     with serve(ScriptedEngine()) as running, clients(running, 1) as (s,):
         for _ in range(2):
-            s.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+            s.sendall(
+                b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
+                b"h2c\r\n\r\n"
+            )
             assert read_until(s, b"alive").startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_refused_body_leaves_the_connection_usable() -> None:
     with serve(ScriptedEngine()) as running, clients(running, 1) as (s,):
         body = json.dumps(ASK).encode()
-        s.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        s.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()  # noqa: E501
+        )
         assert read_until(s, b"unsupported_media_type").startswith(b"HTTP/1.1 415 ")
         s.sendall(body + f"POST {CHAT} {HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert read_until(s, b"Hello there.").startswith(b"HTTP/1.1 200 ")
 
 
 def test_small_packets_do_not_wait() -> None:
-    """Nagle's algorithm would hold each back until the client's kernel acknowledges the last: up to 40 ms."""
+    """Nagle's algorithm would hold each back until the client's kernel acknowledges the last: up to
+    40 ms."""
     with serve(ScriptedEngine()) as running, clients(running, 1) as (s,):
         s.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         read_until(s, b"alive")
@@ -814,9 +851,14 @@ def test_a_client_that_never_speaks_tls(tmp_path: Path) -> None:
         "-subj",
         "/CN=x",
     ]
-    subprocess.run([*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)
+    subprocess.run(
+        [*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True
+    )
     tls = {"ssl_certfile": certificate, "ssl_keyfile": key}
-    with serve(ScriptedEngine(), header_timeout=0.05, **tls) as running, clients(running, 20) as some:
+    with (
+        serve(ScriptedEngine(), header_timeout=0.05, **tls) as running,
+        clients(running, 20) as some,
+    ):
         for s in some[10:]:
             with suppress(ConnectionError):  # it may have been closed already
                 s.sendall(b"\x16\x03\x01")  # half a hello
@@ -850,7 +892,9 @@ def test_files_for_all_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_fewer_files_are_fewer_connections(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_files_are_fewer_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else the last of them would have no file, and neither would the answers of others."""
     limits, most = [], [2048]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, most[0]))
@@ -862,7 +906,9 @@ def test_fewer_files_are_fewer_connections(monkeypatch: pytest.MonkeyPatch, capl
     assert "takes 1023 connections, not 1024; `ulimit -n 2048` would do" in caplog.text
     assert limits == [(2048, 2048), (2047, 2047)]
     most[0] = FEWEST_FILES - 1
-    with pytest.raises(StrettoError, match="may open 255 files, and a server needs 256: raise `ulimit -n`"):
+    with pytest.raises(
+        StrettoError, match="may open 255 files, and a server needs 256: raise `ulimit -n`"
+    ):
         raise_file_limit(1024)
 
 
@@ -870,7 +916,10 @@ def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) ->
     """All of them may wait to be taken, and few are taken in one turn of the event loop."""
 
     async def come() -> list[int]:
-        clients = [socket.create_connection(("127.0.0.1", solo_server.port), timeout=60) for _ in range(100)]
+        clients = [
+            socket.create_connection(("127.0.0.1", solo_server.port), timeout=60)
+            for _ in range(100)
+        ]
         try:
             taken = [len(held)]
             while taken[-1] < taken[0] + len(clients):

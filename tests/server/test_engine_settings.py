@@ -18,7 +18,12 @@ from tests.server.conftest import HEAD, read_until
 from tests.server.real_engine import Served, served
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-ALOUD: dict[str, Any] = {**ASK, "modalities": ["text", "audio"], "stream": True, "audio": {"format": "pcm16"}}
+ALOUD: dict[str, Any] = {
+    **ASK,
+    "modalities": ["text", "audio"],
+    "stream": True,
+    "audio": {"format": "pcm16"},
+}
 NEVER = 10**9
 
 
@@ -30,8 +35,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def strict(tiny_dir: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """Asks its hosts for numbers when they start and never again, and wants speech at an impossible pace from the first
-    packet on."""
+    """Asks its hosts for numbers when they start and never again, and wants speech at an impossible
+    pace from the first packet on."""
     patch.setattr(watch, "PING_EVERY", NEVER)
     patch.setattr(ticket, "SETTLED_S", 0.0)
     with served(tiny_dir, EngineConfig(placement="two", min_pace=1e9)) as it:
@@ -49,20 +54,36 @@ def test_numbers_are_there_from_the_first_look(strict: Served) -> None:
 
 
 def test_speech_is_refused_while_running_speech_is_too_slow(strict: Served) -> None:
-    body = {**ALOUD, "ignore_eos": True, "min_audio_frames": 3000, "max_audio_frames": 3000, "max_tokens": 2000}
+    body = {
+        **ALOUD,
+        "ignore_eos": True,
+        "min_audio_frames": 3000,
+        "max_audio_frames": 3000,
+        "max_tokens": 2000,
+    }
     data = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", strict.running.port), timeout=60) as s:
-        s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        s.sendall(
+            f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        )
         read_until(s, b'"data"')
         refused = strict.running.ask("/v1/chat/completions", ALOUD)
         assert (refused.status, refused.error["code"]) == (429, "server_busy")
         assert "times real time" in refused.error["message"]
         assert "retry-after" in refused.headers
-        assert strict.running.ask("/v1/chat/completions", ASK).status == 200, "text does not need a pace"
+        assert strict.running.ask("/v1/chat/completions", ASK).status == 200, (
+            "text does not need a pace"
+        )
 
 
 def test_without_streaming_sound_is_made_when_all_speech_is(tiny_dir: Path) -> None:
-    fixed = {"ignore_eos": True, "min_audio_frames": 12, "max_audio_frames": 12, "timeline": True, "stream": False}
+    fixed = {
+        "ignore_eos": True,
+        "min_audio_frames": 12,
+        "max_audio_frames": 12,
+        "timeline": True,
+        "stream": False,
+    }
     with served(tiny_dir, EngineConfig(), streaming=False) as it:
         spans = it.chat(**{**ALOUD, **fixed})["stretto"]["timeline"]
     spoken = [s["stop"] for s in spans if s["lane"] == "talker"]

@@ -1,4 +1,5 @@
-"""Nobody uses up what all share: with many requests, stalled bodies, idle sessions, wide requests or forged headers."""
+"""Nobody uses up what all share: with many requests, stalled bodies, idle sessions, wide requests
+or forged headers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def until(running: Running, condition: Callable[[], bool]) -> None:
 def ask(running: Running, body: bytes | dict[str, Any], address: str = ME, **headers: str) -> Reply:
     """A chat request from one of the addresses of the loopback."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    line = http.client.HTTPConnection(ME, running.port, timeout=PATIENCE_S, source_address=(address, 0))
+    line = http.client.HTTPConnection(
+        ME, running.port, timeout=PATIENCE_S, source_address=(address, 0)
+    )
     with contextlib.closing(line):
         line.request("POST", CHAT, data, {"Content-Type": "application/json", **headers})
         answer = line.getresponse()
@@ -58,13 +61,19 @@ def ask(running: Running, body: bytes | dict[str, Any], address: str = ME, **hea
 
 
 def test_stalled_uploads_of_one_client_refuse_nobody_else() -> None:
-    with serve(ScriptedEngine(), max_body_mb=1.0, max_bodies_mb=8.0) as running, ExitStack() as stack:
+    with (
+        serve(ScriptedEngine(), max_body_mb=1.0, max_bodies_mb=8.0) as running,
+        ExitStack() as stack,
+    ):
         bodies = running.server.service.bodies
         stalled = [
-            stack.enter_context(socket.create_connection((ME, running.port), timeout=PATIENCE_S)) for _ in range(8)
+            stack.enter_context(socket.create_connection((ME, running.port), timeout=PATIENCE_S))
+            for _ in range(8)
         ]
         for i, s in enumerate(stalled):
-            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {MIB}\r\n\r\n".encode() + b" " * (MIB - 1))
+            s.sendall(
+                f"POST {CHAT} {HEAD}Content-Length: {MIB}\r\n\r\n".encode() + b" " * (MIB - 1)
+            )
             if i < 4:
                 until(running, lambda i=i: bodies.held == (i + 1) * (MIB - 1))  # type: ignore[misc]
             else:
@@ -113,22 +122,29 @@ def test_several_answers_wait_until_there_is_room() -> None:
 
 
 def test_a_client_that_fills_the_queue_refuses_nobody_else() -> None:
-    """It keeps its places; the last of its waiting requests makes room, and the next place is the other's."""
+    """It keeps its places; the last of its waiting requests makes room, and the next place is the
+    other's."""
     with HeldServer(max_concurrent=2, max_queue=4) as held, ExitStack() as stack:
         admission = held.running.server.service.admission
         first = [held.start(ALOUD) for _ in range(2)]
         data = json.dumps(ASK).encode()
         waiting = []
         for i in range(4):
-            s = stack.enter_context(socket.create_connection((ME, held.running.port), timeout=PATIENCE_S))
+            s = stack.enter_context(
+                socket.create_connection((ME, held.running.port), timeout=PATIENCE_S)
+            )
             s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             waiting.append(s)
             until(held.running, lambda i=i: admission.waiting == i + 1)  # type: ignore[misc]
         assert ask(held.running, ASK).error["code"] == "server_busy"
-        other = socket.create_connection((ME, held.running.port), timeout=PATIENCE_S, source_address=(OTHER, 0))
+        other = socket.create_connection(
+            (ME, held.running.port), timeout=PATIENCE_S, source_address=(OTHER, 0)
+        )
         with other:
             other.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            assert waiting[-1].recv(4096).startswith(b"HTTP/1.1 429 "), "it came last of the one with the most"
+            assert waiting[-1].recv(4096).startswith(b"HTTP/1.1 429 "), (
+                "it came last of the one with the most"
+            )
             first[0].close()
             until(held.running, lambda: len(held.engine.calls) == 3)
             assert admission.waiting == 3
@@ -143,7 +159,8 @@ def test_a_client_that_fills_the_queue_refuses_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trusted", "second"), [((), 429), (("10.0.0.0/8",), 429), (("127.0.0.0/8",), 400), (("*",), 400)]
+    ("trusted", "second"),
+    [((), 429), (("10.0.0.0/8",), 429), (("127.0.0.0/8",), 400), (("*",), 400)],
 )
 def test_only_named_proxies_say_who_calls(trusted: tuple[str, ...], second: int) -> None:
     with HeldServer(max_concurrent_per_key=1, trusted_proxies=trusted) as held:
@@ -157,8 +174,14 @@ def test_only_named_proxies_say_who_calls(trusted: tuple[str, ...], second: int)
 @pytest.mark.parametrize(("trusted", "status"), [((), 200), ((ME,), 403)])
 def test_only_named_proxies_say_how_a_client_came(trusted: tuple[str, ...], status: int) -> None:
     """A page that was sent in the clear is not that of a server behind TLS."""
-    with serve(ScriptedEngine(), trusted_proxies=trusted, allowed_hosts=("omni.example",)) as running:
-        headers = {"Host": "omni.example", "Origin": "http://omni.example", "X-Forwarded-Proto": "https"}
+    with serve(
+        ScriptedEngine(), trusted_proxies=trusted, allowed_hosts=("omni.example",)
+    ) as running:
+        headers = {
+            "Host": "omni.example",
+            "Origin": "http://omni.example",
+            "X-Forwarded-Proto": "https",
+        }
         assert ask(running, ASK, **headers).status == status
 
 
@@ -216,7 +239,9 @@ MINE = {"additional_headers": {"Authorization": "Bearer mine"}}
 
 
 @pytest.mark.parametrize("speaks", [False, True])
-def test_a_session_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool) -> None:
+def test_a_session_ends_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool
+) -> None:
     """By itself; and at the next event, before it is answered."""
     monkeypatch.setattr(keys, "LOOK_S", 0.0)
     monkeypatch.setattr(connection, "POLL_S", 3600.0 if speaks else 0.01)
@@ -238,7 +263,9 @@ def test_a_session_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not engine.asks
 
 
-def test_an_answer_to_a_request_is_finished_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_to_a_request_is_finished_without_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keys, "LOOK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("mine\nother\n")
@@ -267,7 +294,10 @@ def fill(c: Client, size: int) -> str:
 
 
 def test_all_sessions_of_one_client_have_half_of_the_memory() -> None:
-    with talking(TalkEngine(), realtime_held_mb=16.0, realtime_total_mb=48.0) as running, ExitStack() as stack:
+    with (
+        talking(TalkEngine(), realtime_held_mb=16.0, realtime_total_mb=48.0) as running,
+        ExitStack() as stack,
+    ):
         memory = running.server.service.sessions.memory
         mine, more = (stack.enter_context(talk(running)) for _ in range(2))
         mine.manual()
@@ -311,8 +341,12 @@ def test_memory_of_sessions_goes_back_to_the_system(monkeypatch: pytest.MonkeyPa
 
 
 def test_unfinished_messages_count_and_are_bounded() -> None:
-    """Beyond its half of the memory, a client's connections are closed; those with little in them are not."""
-    with talking(TalkEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running, ExitStack() as stack:
+    """Beyond its half of the memory, a client's connections are closed; those with little in them
+    are not."""
+    with (
+        talking(TalkEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,
+        ExitStack() as stack,
+    ):
         memory = running.server.service.sessions.memory
         lines = [stack.enter_context(by_hand(running)) for _ in range(4)]
         part = frame(CONTINUED, bytes(60_000), False)
@@ -338,7 +372,8 @@ def test_unfinished_messages_count_and_are_bounded() -> None:
 def by_hand(running: Running) -> Iterator[socket.socket]:
     with socket.create_connection((ME, running.port), timeout=PATIENCE_S) as s:
         s.sendall(
-            b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
+            b"websocket\r\n"
             b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         )
         read_until(s, b"session.created")

@@ -1,4 +1,5 @@
-"""Over HTTP no file of the server's can be named: the real engine behind the real server, real files."""
+"""Over HTTP no file of the server's can be named: the real engine behind the real server, real
+files."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from stretto.preprocess.pool.pool import PoolSettings
 from tests.preprocess.samples import data_uri, image_file, picture, sound_file, tone, video_file
 from tests.server.conftest import Reply, Running
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(tiny_dir: Path, folder: Path) -> Iterator[Running]:
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         engine = PipelineEngine(tiny_dir.resolve(), EngineConfig(prompts=PoolSettings()))
         await engine.start()
         return engine
@@ -50,8 +51,19 @@ def test_files_are_not_read(kind: str, running: Running, folder: Path) -> None:
     path = folder / "a"
     path.write_bytes(FILES[kind])
     name = f"{kind}_url"
-    assert ask(running, {"type": name, name: {"url": data_uri(FILES[kind], f"{kind}/x")}}).status == 200
-    for url in (path.as_uri(), f"file://{path}", f"FILE:{path}", str(path), "a", "./a", f"//{path}"):
+    assert (
+        ask(running, {"type": name, name: {"url": data_uri(FILES[kind], f"{kind}/x")}}).status
+        == 200
+    )
+    for url in (
+        path.as_uri(),
+        f"file://{path}",
+        f"FILE:{path}",
+        str(path),
+        "a",
+        "./a",
+        f"//{path}",
+    ):
         reply = ask(running, {"type": name, name: {"url": url}})
         assert reply.status == 400
         assert reply.error["param"] == f"messages[0].content[0].{name}.url"

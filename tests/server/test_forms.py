@@ -1,4 +1,5 @@
-"""Forms and clips on their way in: how they are cut, what is refused, and that the event loop copies nothing large."""
+"""Forms and clips on their way in: how they are cut, what is refused, and that the event loop
+copies nothing large."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ class Elsewhere(ScriptedEngine):
 
 def part(name: str, data: bytes, file: bool = False) -> bytes:
     extra = '; filename="a"' if file else ""
-    return f'--mark\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode() + data + b"\r\n"
+    return (
+        f'--mark\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode()
+        + data
+        + b"\r\n"
+    )
 
 
 def form(*parts: bytes) -> bytes:
@@ -108,8 +113,11 @@ def test_a_form_is_the_same_however_it_is_read(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["sound", "clip in a form", "clip in JSON"])
-def test_the_loop_copies_nothing_large(kind: str, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a request of megabytes, the event loop's thread touches what arrives, part by part, and the short fields."""
+def test_the_loop_copies_nothing_large(
+    kind: str, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request of megabytes, the event loop's thread touches what arrives, part by part, and
+    the short fields."""
     sizes: list[int] = []
     loop = running.thread
 
@@ -128,7 +136,10 @@ def test_the_loop_copies_nothing_large(kind: str, running: Running, monkeypatch:
     before = descriptors()
     clip = bytes(LARGE)
     if kind == "clip in JSON":
-        body, headers = json.dumps({"name": "a", "audio": base64.b64encode(clip).decode()}).encode(), {}
+        body, headers = (
+            json.dumps({"name": "a", "audio": base64.b64encode(clip).decode()}).encode(),
+            {},
+        )
     else:
         body, headers = form(part("file", clip, file=True), part("name", b"a")), FORM
         if kind == "sound":
@@ -141,8 +152,8 @@ def test_the_loop_copies_nothing_large(kind: str, running: Running, monkeypatch:
 
 
 def test_leaving_while_a_form_is_read_closes_its_files() -> None:
-    """The request's own file is closed at once, the thread reads on in its copy of the descriptor, and what it made is
-    closed when it is done."""
+    """The request's own file is closed at once, the thread reads on in its copy of the descriptor,
+    and what it made is closed when it is done."""
     before = descriptors()
     begun, go_on, done = threading.Event(), threading.Event(), asyncio.Event()
 

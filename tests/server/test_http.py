@@ -1,4 +1,5 @@
-"""What the server does around an answer: keys, ids, limits, states, pages, errors, numbers. The engine is scripted."""
+"""What the server does around an answer: keys, ids, limits, states, pages, errors, numbers. The
+engine is scripted."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import openai
 import pytest
 
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import Engine, TimelineSpan
+from stretto.engine.protocol import EngineClient, TimelineSpan
 from stretto.errors import Bug, Busy, Invalid, StageDead, WireError
-from stretto.messages.params import ChunkSizes
+from stretto.params import ChunkSizes
 from stretto.server.app import make_app
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
@@ -31,7 +32,9 @@ ALOUD: dict[str, Any] = {**ASK, "modalities": ["text", "audio"]}
 
 @pytest.fixture(scope="module")
 def engine() -> ScriptedEngine:
-    return ScriptedEngine(packets=SOUND, numbers={'stretto_queue{stage="talker"}': 3.0, "stretto_steps_total": 5.0})
+    return ScriptedEngine(
+        packets=SOUND, numbers={'stretto_queue{stage="talker"}': 3.0, "stretto_steps_total": 5.0}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +48,24 @@ def running(engine: ScriptedEngine) -> Iterator[Running]:
 
 def test_fields_become_params(running: Running, engine: ScriptedEngine) -> None:
     body = {
-        **ASK, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.1, "seed": 3, "stop": "END",
-        "max_tokens": 9, "logit_bias": {"17": -100}, "ignore_eos": True, "min_tokens": 2, "min_audio_frames": 3,
-        "max_audio_frames": 8, "greedy_speech": True, "user": "me", "metadata": {"a": "b"}, "store": False,
-        "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "response_format": {"type": "text"},
+        **ASK, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.1, "seed": 3,
+        "stop": "END",
+        "max_tokens": 9, "logit_bias": {"17": -100}, "ignore_eos": True, "min_tokens": 2,
+        "min_audio_frames": 3,
+        "max_audio_frames": 8, "greedy_speech": True, "user": "me", "metadata": {"a": "b"},
+        "store": False,
+        "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1,
+        "response_format": {"type": "text"},
     }  # fmt: skip
     assert running.ask(CHAT, body).status == 200
     call = engine.calls[-1]
     params = call["params"]
-    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.5, 0.9, 0, 1.1)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (
+        0.5,
+        0.9,
+        0,
+        1.1,
+    )
     assert (params.seed, params.stop, params.logit_bias) == (3, ("END",), {17: -100})
     assert (params.max_text_tokens, params.max_frames) == (9, 8)
     assert (params.min_text_tokens, params.min_frames) == (2, 3)
@@ -69,17 +81,34 @@ def test_fields_become_params(running: Running, engine: ScriptedEngine) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "given"),
-    [("CHELSIE", "Chelsie"), ("alloy", "Chelsie"), ("onyx", "Ethan"), ({"id": "aiden"}, "Aiden"), (None, None)],
+    [
+        ("CHELSIE", "Chelsie"),
+        ("alloy", "Chelsie"),
+        ("onyx", "Ethan"),
+        ({"id": "aiden"}, "Aiden"),
+        (None, None),
+    ],
 )
-def test_voices_by_any_name(asked: Any, given: str | None, running: Running, engine: ScriptedEngine) -> None:
-    assert running.ask(SPEECH, {"input": "Hi", "voice": asked, "response_format": "pcm"}).status == 200
+def test_voices_by_any_name(
+    asked: Any, given: str | None, running: Running, engine: ScriptedEngine
+) -> None:
+    assert (
+        running.ask(SPEECH, {"input": "Hi", "voice": asked, "response_format": "pcm"}).status == 200
+    )
     assert engine.calls[-1]["voice"] == given
     assert running.ask(CHAT, {**ALOUD, "audio": {"voice": asked}}).status == 200
     assert engine.calls[-1]["voice"] == given
 
 
 def test_speech_fields(running: Running, engine: ScriptedEngine) -> None:
-    body = {"input": "Hi", "model": "scripted", "voice": "nova", "instructions": None, "speed": 1.0, "seed": 5}
+    body = {
+        "input": "Hi",
+        "model": "scripted",
+        "voice": "nova",
+        "instructions": None,
+        "speed": 1.0,
+        "seed": 5,
+    }
     assert running.ask(SPEECH, {**body, "min_audio_frames": 2, "max_audio_frames": 6}).status == 200
     params = engine.calls[-1]["params"]
     assert (params.seed, params.min_frames, params.max_frames) == (5, 2, 6)
@@ -145,7 +174,9 @@ def test_speech_is_sent_as_it_is_made(format: str) -> None:
         ({"stream": "yes"}, "stream"),
     ],
 )
-def test_bad_fields_are_named(change: dict[str, Any], param: str, running: Running, engine: ScriptedEngine) -> None:
+def test_bad_fields_are_named(
+    change: dict[str, Any], param: str, running: Running, engine: ScriptedEngine
+) -> None:
     before = engine.ledger.opened
     reply = running.ask(CHAT, {**ASK, **change})
     assert reply.status == 400
@@ -156,7 +187,8 @@ def test_bad_fields_are_named(change: dict[str, Any], param: str, running: Runni
 
 
 @pytest.mark.parametrize(
-    "change", [{"speed": 2.0}, {"input": " "}, {"response_format": "aac"}, {"voice": "hal"}, {"x": 1}]
+    "change",
+    [{"speed": 2.0}, {"input": " "}, {"response_format": "aac"}, {"voice": "hal"}, {"x": 1}],
 )
 def test_bad_speech_is_refused(change: dict[str, Any], running: Running) -> None:
     reply = running.ask(SPEECH, {"input": "Hi", **change})
@@ -197,7 +229,9 @@ def test_a_stream_event_by_event(running: Running, engine: ScriptedEngine) -> No
     assert done == "[DONE]"
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant"}
     assert set(chunks[1]["choices"][0]["delta"]["audio"]) == {"id"}
-    data = [a["data"] for c in chunks[:-1] if "data" in (a := c["choices"][0]["delta"].get("audio", {}))]
+    data = [
+        a["data"] for c in chunks[:-1] if "data" in (a := c["choices"][0]["delta"].get("audio", {}))
+    ]
     pcm = b"".join((s * 32767).round().astype("<i2").tobytes() for s in SOUND)
     assert base64.b64decode("".join(data)) == pcm
     assert all(len(base64.b64decode(d, validate=True)) % 6 == 0 for d in data[:-1])
@@ -208,7 +242,9 @@ def test_a_stream_event_by_event(running: Running, engine: ScriptedEngine) -> No
 
 
 def test_speech_as_events(running: Running) -> None:
-    reply = running.ask(SPEECH, {"input": "Hi", "response_format": "pcm", "stream_format": "sse", "timeline": True})
+    reply = running.ask(
+        SPEECH, {"input": "Hi", "response_format": "pcm", "stream_format": "sse", "timeline": True}
+    )
     *deltas, done = reply.events
     assert {d["type"] for d in deltas} == {"speech.audio.delta"}
     pcm = b"".join((s * 32767).round().astype("<i2").tobytes() for s in SOUND)
@@ -219,7 +255,9 @@ def test_speech_as_events(running: Running) -> None:
 
 
 def test_tools_are_called(tmp_path: Path) -> None:
-    said = 'One moment.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    said = (
+        'One moment.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    )
     pieces = [said[i : i + 5] for i in range(0, len(said), 5)]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     engine = ScriptedEngine(pieces=pieces, packets=SOUND)
@@ -237,9 +275,14 @@ def test_tools_are_called(tmp_path: Path) -> None:
         assert streamed.finish_reason == "tool_calls"
         assert streamed.message.content == "One moment."
         [again] = streamed.message.tool_calls or []
-        assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
+        assert (again.function.name, again.function.arguments) == (
+            call.function.name,
+            call.function.arguments,
+        )
         assert again.id.count("call_") == 1
-        plain = running.ask(CHAT, {**ASK, "tools": [tool], "tool_choice": "none"}).json["choices"][0]
+        plain = running.ask(CHAT, {**ASK, "tools": [tool], "tool_choice": "none"}).json["choices"][
+            0
+        ]
         assert plain["message"]["content"] == said
         assert plain["finish_reason"] == "stop"
         aloud = running.ask(CHAT, {**ALOUD, "tools": [tool]}).json["choices"][0]["message"]
@@ -280,7 +323,9 @@ def test_engine_errors(error: Exception, status: int, kind: str) -> None:
         assert "secret" not in late.body.decode()
         with pytest.raises(openai.APIError):
             list(running.client().chat.completions.create(model="scripted", stream=True, **ALOUD))
-        with pytest.raises((http.client.IncompleteRead, ConnectionError)):  # cut: half a sentence is not the whole
+        with pytest.raises(
+            (http.client.IncompleteRead, ConnectionError)
+        ):  # cut: half a sentence is not the whole
             running.ask(SPEECH, {"input": "Hi", "response_format": "pcm"})
         assert not engine.ledger.running
         assert running.ask("/live").status == 200
@@ -323,7 +368,9 @@ def test_unknown_paths_and_methods(running: Running) -> None:
 def test_keys() -> None:
     with serve(ScriptedEngine(), api_key=("first", "second")) as running:
         for key in ("first", "second"):
-            assert running.ask("/v1/models", headers={"Authorization": f"Bearer {key}"}).status == 200
+            assert (
+                running.ask("/v1/models", headers={"Authorization": f"Bearer {key}"}).status == 200
+            )
             assert running.ask("/v1/models", headers={"api-key": key}).status == 200
         for headers in (
             {},
@@ -338,10 +385,15 @@ def test_keys() -> None:
         for open_path in ("/health", "/live", "/version", "/metrics"):
             assert running.ask(open_path).status == 200
         answer = running.ask(CHAT, ALOUD, headers={"Authorization": "Bearer first"}).json
-        said = {"role": "assistant", "audio": {"id": answer["choices"][0]["message"]["audio"]["id"]}}
+        said = {
+            "role": "assistant",
+            "audio": {"id": answer["choices"][0]["message"]["audio"]["id"]},
+        }
         body = {"messages": [*ASK["messages"], said, *ASK["messages"]]}
         assert running.ask(CHAT, body, headers={"Authorization": "Bearer first"}).status == 200
-        assert running.ask(CHAT, body, headers={"Authorization": "Bearer second"}).status == 400  # not its own
+        assert (
+            running.ask(CHAT, body, headers={"Authorization": "Bearer second"}).status == 400
+        )  # not its own
 
 
 def test_request_ids(running: Running, engine: ScriptedEngine) -> None:
@@ -352,7 +404,9 @@ def test_request_ids(running: Running, engine: ScriptedEngine) -> None:
     assert len(set(inner)) == 2
     assert "my-id_1" not in inner
     for bad in ("", "a b", "x" * 200, "é"):
-        out = running.ask("/version", headers={"X-Request-Id": bad.encode().decode("latin-1")}).headers["x-request-id"]
+        out = running.ask(
+            "/version", headers={"X-Request-Id": bad.encode().decode("latin-1")}
+        ).headers["x-request-id"]
         assert out.startswith("req-")
 
 
@@ -365,7 +419,12 @@ def test_metrics(running: Running, engine: ScriptedEngine) -> None:
     reply = running.ask("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = reply.body.decode()
-    for name in ("time_to_first_token_seconds", "time_to_first_audio_seconds", "audio_rtf", "request_duration_seconds"):
+    for name in (
+        "time_to_first_token_seconds",
+        "time_to_first_audio_seconds",
+        "audio_rtf",
+        "request_duration_seconds",
+    ):
         assert f"# TYPE stretto_{name} histogram" in text
     assert 'stretto_requests_total{route="chat",status="200"}' in text
     assert 'stretto_requests_total{route="chat",status="400"}' in text
@@ -374,7 +433,9 @@ def test_metrics(running: Running, engine: ScriptedEngine) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     families = {f.name: f for f in text_string_to_metric_families(text)}
-    heard = sum(s.value for s in families["stretto_audio_seconds"].samples if s.name.endswith("_total"))
+    heard = sum(
+        s.value for s in families["stretto_audio_seconds"].samples if s.name.endswith("_total")
+    )
     assert heard > 0
     with serve(ScriptedEngine(), metrics=False) as silent:
         assert silent.ask("/metrics").status == 404
@@ -401,7 +462,7 @@ def test_pages(tmp_path: Path) -> None:
     (web / "link.js").symlink_to(tmp_path / "secret.js")
     engine = ScriptedEngine()
 
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         return engine
 
     async def get(path: str, accept: str = "*/*") -> tuple[int, dict[str, str], bytes]:
@@ -414,7 +475,8 @@ def test_pages(tmp_path: Path) -> None:
             return {"type": "http.request", "body": b"", "more_body": False}
 
         scope = {
-            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(),
+            "query_string": b"",
             "headers": [(b"host", b"localhost"), (b"accept", accept.encode())],
             "http_version": "1.1", "scheme": "http", "root_path": "",
             "server": ("x", 80), "client": ("y", 1),
@@ -424,7 +486,11 @@ def test_pages(tmp_path: Path) -> None:
         return sent[0]["status"], head, b"".join(m.get("body", b"") for m in sent[1:])
 
     app = make_app(ServerConfig(), open_engine, web)
-    for path, kind in (("/", "text/html"), ("/app.js", "text/javascript"), ("/icons/a.svg", "image/svg+xml")):
+    for path, kind in (
+        ("/", "text/html"),
+        ("/app.js", "text/javascript"),
+        ("/icons/a.svg", "image/svg+xml"),
+    ):
         status, headers, body = asyncio.run(get(path))
         assert status == 200
         assert body
@@ -432,7 +498,9 @@ def test_pages(tmp_path: Path) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
         assert headers["cross-origin-opener-policy"] == "same-origin"
-        policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+        policy = dict(
+            part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
+        )
         assert policy["default-src"] == "'self'"
         assert policy["frame-ancestors"] == "'none'", "no page may lay itself over this one"
         assert policy["form-action"] == "'self'"
@@ -460,8 +528,13 @@ def test_root_path_and_timeline() -> None:
         assert running.ask("/health").status == 200
         assert running.ask("/").status == 200
         reply = running.ask(CHAT, {**ASK, "timeline": True}, headers={"Authorization": "Bearer k"})
-        assert reply.json["stretto"]["timeline"] == [{"lane": "thinker", "name": "step", "start": 0.5, "stop": 0.75}]
-        assert "timeline" not in running.ask(CHAT, ASK, headers={"Authorization": "Bearer k"}).json["stretto"]
+        assert reply.json["stretto"]["timeline"] == [
+            {"lane": "thinker", "name": "step", "start": 0.5, "stop": 0.75}
+        ]
+        assert (
+            "timeline"
+            not in running.ask(CHAT, ASK, headers={"Authorization": "Bearer k"}).json["stretto"]
+        )
 
 
 def test_nobody_looks_at_a_timeline_that_was_not_asked_for() -> None:

@@ -67,9 +67,14 @@ def files() -> int:
 
 
 def form(**fields: Any) -> tuple[bytes, str]:
-    parts = [f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n'.encode() for k, v in fields.items()]
+    parts = [
+        f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n'.encode()
+        for k, v in fields.items()
+    ]
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
-    return b"".join(parts) + head + sound_file(tone(0.5)) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x"
+    return b"".join(parts) + head + sound_file(
+        tone(0.5)
+    ) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x"
 
 
 class Scribe(ScriptedEngine):
@@ -80,7 +85,9 @@ class Scribe(ScriptedEngine):
         words = Transcription("Write.", "Write in {language}.", "Translate.", {"en": "English"})
         return replace(super().info, transcription=words)
 
-    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+    async def cut(
+        self, sound: MemFile, seconds: float, sender: str = ""
+    ) -> tuple[Windows, MemFile]:
         return await asyncio.to_thread(do_cut, sound.view(), seconds)
 
 
@@ -94,7 +101,9 @@ class Scribe(ScriptedEngine):
         ("transcriptions", {"language": "xx"}, 400),
     ],
 )
-def test_files_of_a_transcription_go_with_it(path: str, fields: dict[str, str], status: int) -> None:
+def test_files_of_a_transcription_go_with_it(
+    path: str, fields: dict[str, str], status: int
+) -> None:
     body, kind = form(**fields)
     with serve(Scribe()) as running:
         before = files()
@@ -125,6 +134,9 @@ def test_files_of_a_transcription_that_fails_go_too() -> None:
     with serve(Full()) as running:
         before = files()
         for _ in range(5):
-            assert running.ask("/v1/audio/transcriptions", body, headers={"Content-Type": kind}).status == 429
+            assert (
+                running.ask("/v1/audio/transcriptions", body, headers={"Content-Type": kind}).status
+                == 429
+            )
         running.do(running.server.service.admission.idle.wait())
         assert files() == before

@@ -1,4 +1,5 @@
-"""Limits and states: what is too large, too many or too slow; clients that leave; loading, draining, dying."""
+"""Limits and states: what is too large, too many or too slow; clients that leave; loading,
+draining, dying."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from stretto.errors import StrettoError
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
@@ -27,14 +28,19 @@ def test_a_large_body_is_refused_while_it_is_read() -> None:
             assert reply.status == 413
             assert reply.error["code"] == "request_too_large"
         with pytest.raises(openai.APIStatusError) as caught:
-            running.client().chat.completions.create(model="x", messages=[{"role": "user", "content": "x" * 20_000}])
+            running.client().chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "x" * 20_000}]
+            )
         assert caught.value.status_code == 413
         with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
             s.sendall(f"POST {CHAT} {HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
             for _ in range(6):  # and no end
                 s.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
             assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
-        for lie in (b"Content-Length: 99999999999", b"Expect: 100-continue\r\nContent-Length: 20000"):
+        for lie in (
+            b"Content-Length: 99999999999",
+            b"Expect: 100-continue\r\nContent-Length: 20000",
+        ):
             with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
                 s.sendall(f"POST {CHAT} {HEAD}".encode() + lie + b"\r\n\r\n")
                 assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
@@ -51,7 +57,9 @@ def test_a_body_that_does_not_come() -> None:
 
 def test_too_many_at_once() -> None:
     """One request is held inside the engine; what comes meanwhile is told to come back."""
-    with HeldServer(max_concurrent=2, max_queue=0, max_concurrent_per_key=1, api_key=("a", "b")) as held:
+    with HeldServer(
+        max_concurrent=2, max_queue=0, max_concurrent_per_key=1, api_key=("a", "b")
+    ) as held:
         first = held.start(ALOUD, key="a")
         same_key = held.running.ask(CHAT, ASK, headers={"Authorization": "Bearer a"})
         assert same_key.status == 429
@@ -115,7 +123,9 @@ def test_leaving_cancels_at_once(path: str) -> None:
         s = held.start(ALOUD if path == CHAT else {"input": "Hi", "response_format": "pcm"}, path)
         assert len(held.engine.ledger.running) == 1
         s.close()
-        held.running.do(held.engine.ledger.idle.wait())  # the engine was never released: only leaving ends this
+        held.running.do(
+            held.engine.ledger.idle.wait()
+        )  # the engine was never released: only leaving ends this
         held.running.do(held.running.server.service.admission.idle.wait())
         assert (held.engine.ledger.closed, held.engine.ledger.finished) == (1, 0)
         while "stretto_disconnects_total 1.0" not in held.running.ask("/metrics").body.decode():
@@ -165,7 +175,7 @@ def test_loading_then_ready_then_draining() -> None:
     gate = asyncio.Event()
     engine = ScriptedEngine(packets=SOUND)
 
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         await gate.wait()
         return engine
 
@@ -230,7 +240,7 @@ def test_draining_has_an_end() -> None:
 
 
 def test_a_model_that_cannot_be_loaded() -> None:
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         raise StrettoError("no such weights")
 
     with Running(open_engine) as running:

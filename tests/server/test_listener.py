@@ -1,4 +1,5 @@
-"""Where a server listens: its Unix socket's file, which nobody else loses a file to, and the port of its metrics."""
+"""Where a server listens: its Unix socket's file, which nobody else loses a file to, and the port
+of its metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_what_is_no_socket_is_never_removed(kind: str, tmp_path: Path) -> None:
         path.mkdir()
     else:
         path.symlink_to(other)
-    with pytest.raises(StrettoError, match="something that is not a socket has this path, and is not removed"):
+    with pytest.raises(
+        StrettoError, match="something that is not a socket has this path, and is not removed"
+    ):
         listen(ServerConfig(uds=str(path)))
     assert path.exists()
     assert kind != "file" or path.read_text() == "mine"
@@ -147,7 +150,9 @@ def test_metrics_on_a_port_of_their_own() -> None:
 
 def test_metrics_behind_a_key() -> None:
     for port in (None, 0):
-        with serve(ScriptedEngine(), metrics_key=("one", "two"), metrics_port=port, api_key=("k",)) as running:
+        with serve(
+            ScriptedEngine(), metrics_key=("one", "two"), metrics_port=port, api_key=("k",)
+        ) as running:
             where = running.port if port is None else running.server.config.metrics_port
             assert where is not None
             for key in (None, "k", "onetwo"):
@@ -170,7 +175,9 @@ def test_a_port_that_is_taken_names_its_flag(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         path = tmp_path / "socket"
-        with pytest.raises(StrettoError, match=rf"127.0.0.1:{port}: .*; --metrics-port N takes another"):
+        with pytest.raises(
+            StrettoError, match=rf"127.0.0.1:{port}: .*; --metrics-port N takes another"
+        ):
             Server.bind(ServerConfig(uds=str(path), metrics_port=port), opened)
         assert not path.exists(), "the address that was taken before is free again"
 

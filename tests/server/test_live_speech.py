@@ -1,4 +1,5 @@
-"""Speech of a text that comes over a WebSocket while it is written: as of the text at once; limits and errors."""
+"""Speech of a text that comes over a WebSocket while it is written: as of the text at once; limits
+and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from stretto.preprocess.pool.pool import PoolSettings
 from stretto.server import keys
 from stretto.server.admission import Admission
 from stretto.server.openai import live_speech as livespeech
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 from stretto.types import RequestId
 from tests.server.conftest import Running, read_until
@@ -51,14 +52,18 @@ ENDLESS = {"min_audio_frames": 4000, "max_audio_frames": 4000}
 def start(folder: Path, kind: Any, **settings: Any) -> Iterator[Served]:
     write_tiny(folder, 0, kind)
     config = EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))
-    with served(folder, config, api_key=("one", "two"), realtime_sessions_per_key=2, **settings) as it:
+    with served(
+        folder, config, api_key=("one", "two"), realtime_sessions_per_key=2, **settings
+    ) as it:
         yield it
 
 
 @pytest.fixture(scope="module")
 def custom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from start(
-        tmp_path_factory.mktemp("live") / "custom", "custom_voice", allowed_origins=("https://page.example",)
+        tmp_path_factory.mktemp("live") / "custom",
+        "custom_voice",
+        allowed_origins=("https://page.example",),
     )
 
 
@@ -76,7 +81,9 @@ def opened(it: Served, key: str = "one", **options: Any) -> Iterator[ClientConne
 
 
 def send(socket: ClientConnection, message: str | bytes) -> None:
-    with contextlib.suppress(ConnectionClosed):  # the server may have had enough of what came before
+    with contextlib.suppress(
+        ConnectionClosed
+    ):  # the server may have had enough of what came before
         socket.send(message)
 
 
@@ -105,11 +112,19 @@ def spoken(it: Served, *pieces: str, **config: Any) -> np.ndarray:
             tell(socket, "input.text", text=piece)
         tell(socket, "input.done")
         events, data = heard(socket)
-    assert [e["type"] for e in events] == ["audio.start", "audio.done", "session.done", "closed"], events
-    assert (events[0]["format"], events[0]["sample_rate"], events[-1]["code"]) == ("pcm", 24_000, 1000)
+    assert [e["type"] for e in events] == ["audio.start", "audio.done", "session.done", "closed"], (
+        events
+    )
+    assert (events[0]["format"], events[0]["sample_rate"], events[-1]["code"]) == (
+        "pcm",
+        24_000,
+        1000,
+    )
     assert events[1]["total_bytes"] == len(data)
     assert events[1]["usage"]["output_tokens"] == FRAMES
-    assert events[1]["usage"]["input_tokens"] == 3 + len(it.engine.builder.tokenizer.encode(TEXT)), "and its role"
+    assert events[1]["usage"]["input_tokens"] == 3 + len(
+        it.engine.builder.tokenizer.encode(TEXT)
+    ), "and its role"
     return np.frombuffer(data, np.int16)
 
 
@@ -117,7 +132,10 @@ def test_pieces_are_the_text_at_once(custom: Served) -> None:
     whole = spoken(custom, TEXT)
     assert len(whole) == FRAMES * 1920
     assert same(whole, spoken(custom, *TEXT))
-    assert same(whole, spoken(custom, "", *(f"{word} " for word in TEXT.split(" ")[:-1]), TEXT.split(" ")[-1], ""))
+    assert same(
+        whole,
+        spoken(custom, "", *(f"{word} " for word in TEXT.split(" ")[:-1]), TEXT.split(" ")[-1], ""),
+    )
     assert not same(whole, spoken(custom, TEXT, voice="vivian"))
 
 
@@ -131,7 +149,10 @@ def test_a_cloned_voice_as_by_the_other_route(base: Served) -> None:
 def test_a_long_text_is_cut_as_by_the_other_route(base: Served) -> None:
     """And spoken on, though the speech of a passage may end before its text has come."""
     base.post(VOICES, 1, name="reader", audio=sound())
-    text = " ".join(f"{'The rain in the garden is quiet this morning, ' * 18}and number {i} ends." for i in range(3))
+    text = " ".join(
+        f"{'The rain in the garden is quiet this morning, ' * 18}and number {i} ends."
+        for i in range(3)
+    )
     few = {"greedy_speech": True, "min_audio_frames": 3, "max_audio_frames": 3, "voice": "reader"}
     at_once = base.post(SPEECH, 1, input=text, response_format="pcm", **few).body
     assert len(at_once) == 3 * 3 * 1920 * 2
@@ -157,12 +178,21 @@ def test_sound_comes_before_the_text_has_ended_and_who_leaves_is_forgotten(custo
 
 def test_sound_in_events_and_in_a_format(custom: Served) -> None:
     with opened(custom) as socket:
-        tell(socket, "session.config", **FIXED, encoding="base64", response_format="wav", stream_audio=True)
+        tell(
+            socket,
+            "session.config",
+            **FIXED,
+            encoding="base64",
+            response_format="wav",
+            stream_audio=True,
+        )
         tell(socket, "input.text", text=TEXT)
         tell(socket, "input.done")
         events, data = heard(socket)
     assert not data
-    sound = b"".join(base64.b64decode(e["audio"]) for e in events if e["type"] == "speech.audio.delta")
+    sound = b"".join(
+        base64.b64decode(e["audio"]) for e in events if e["type"] == "speech.audio.delta"
+    )
     assert sound.startswith(b"RIFF")
     assert same(np.frombuffer(sound[44:], np.int16), spoken(custom, TEXT))
 
@@ -185,13 +215,16 @@ LONG = {"type": "input.text", "text": "a " * 20_000}
         ([CONFIG, {"type": "input.text", "text": " "}, {"type": "input.done"}], "input"),
         ([CONFIG, {"type": "input.text", "text": 5}], "input"),
         ([CONFIG, LONG, LONG], "input"),
-        ([CONFIG, {"type": "input.text", "text": "a"}, {"type": "input.done"}, {"type": "input.done"}], "type"),
+        ([CONFIG, {"type": "input.text", "text": "a"}, {"type": "input.done"},
+        {"type": "input.done"}], "type"),
         ([{"type": "nonsense"}], "type"),
         ([b"\xff\x00"], None),
         ([b"[" * 100_000], None),
     ],
 )  # fmt: skip
-def test_bad_messages_end_the_connection(custom: Served, messages: list[Any], param: str | None) -> None:
+def test_bad_messages_end_the_connection(
+    custom: Served, messages: list[Any], param: str | None
+) -> None:
     with opened(custom) as socket:
         for message in messages:
             send(socket, message if isinstance(message, bytes) else json.dumps(message))
@@ -245,7 +278,10 @@ def test_who_is_silent_is_sent_away(custom: Served, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_example_as_it_stands(
-    custom: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    custom: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", StringIO("Hello, how are you?"))
@@ -451,7 +487,11 @@ def test_dribbling_texts_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> N
 async def nothing_waits(it: Served) -> None:
     service = it.running.server.service
     await service.sessions.idle.wait()
-    assert (service.admission.running, service.admission.waiting, service.admission.readings.held) == (0, 0, 0)
+    assert (
+        service.admission.running,
+        service.admission.waiting,
+        service.admission.readings.held,
+    ) == (0, 0, 0)
 
 
 async def stack_place(stack: ExitStack, it: Served, place: Any) -> None:
@@ -466,7 +506,9 @@ async def leave_place(place: Any) -> None:
 # ---- limits of a connection
 
 
-def test_a_key_that_is_revoked_ends_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_revoked_ends_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keys, "LOOK_S", 0.0)
     monkeypatch.setattr(livespeech, "POLL_S", 0.01)
     file = tmp_path / "keys"
@@ -520,7 +562,7 @@ def test_many_messages_at_once_leave_others_their_turn() -> None:
             sent.append(message["type"])
 
         beside = asyncio.create_task(others())
-        visit = Visit(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        visit = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
         await livespeech.LiveSpeech(service)({"type": "websocket", VISIT: visit}, receive, take)
         beside.cancel()
         await service.close()
@@ -544,7 +586,8 @@ def test_a_listener_that_takes_nothing_is_dropped() -> None:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             s.connect(("127.0.0.1", it.running.port))
             s.sendall(
-                f"GET {livespeech.PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                f"GET {livespeech.PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: "
+                f"Upgrade\r\nUpgrade: websocket\r\n"
                 "Authorization: Bearer one\r\nSec-WebSocket-Version: 13\r\n"
                 "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
             )

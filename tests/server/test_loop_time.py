@@ -1,4 +1,5 @@
-"""What a request may cost on the event loop: fields have limits before they are decoded, turns are one a pass."""
+"""What a request may cost on the event loop: fields have limits before they are decoded, turns are
+one a pass."""
 
 from __future__ import annotations
 
@@ -66,15 +67,18 @@ def with_field(name: str, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("name", "value", "param"),
     [
-        ("chat_template_kwargs", b'{"a":' + many(b"1e300,", LONGEST["chat_template_kwargs"]) + b"}", None),
-        ("tool_choice", b'{"function":{"name":"f"},"x":' + many(b"1e300,", LONGEST["tool_choice"]) + b"}", None),
+        ("chat_template_kwargs", b'{"a":' + many(b"1e300,", LONGEST["chat_template_kwargs"]) + b"}",
+        None),
+        ("tool_choice", b'{"function":{"name":"f"},"x":' + many(b"1e300,",
+        LONGEST["tool_choice"]) + b"}", None),
         ("logit_bias", b'{"1":0' + b',"1":9.5e-324' * (LONGEST["logit_bias"] // 13) + b"}", None),
         (
             "response_format",
             SHAPE % (b'{"enum":' + many(DEEP + b",", MAX_SCHEMA + 4096) + b"}"),
             "response_format.json_schema.schema",
         ),
-        ("response_format", b'{"type":"text","x":' + many(b"[],", LONGEST["response_format"]) + b"}", None),
+        ("response_format", b'{"type":"text","x":' + many(b"[],",
+        LONGEST["response_format"]) + b"}", None),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("pad", [0, ON_THE_LOOP])
@@ -97,7 +101,9 @@ def test_long_fields_are_refused_before_they_are_decoded(
 
 
 @pytest.mark.parametrize("pad", [0, ON_THE_LOOP])
-def test_tools_are_limited_where_a_call_is_required(pad: int, running: Running, engine: ScriptedEngine) -> None:
+def test_tools_are_limited_where_a_call_is_required(
+    pad: int, running: Running, engine: ScriptedEngine
+) -> None:
     function = {"name": "f", "parameters": {"type": "object", "description": "x" * MAX_SCHEMA}}
     body = {**ASK, "tools": [{"type": "function", "function": function}]}
     assert running.ask(CHAT, json.dumps(body).encode() + b" " * pad).status == 200
@@ -108,7 +114,8 @@ def test_tools_are_limited_where_a_call_is_required(pad: int, running: Running, 
 
 
 def test_a_field_counts_once(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of them in one body are thousands of numbers to read, of which one is good for something."""
+    """Thousands of them in one body are thousands of numbers to read, of which one is good for
+    something."""
     decoded: list[int] = []
     decoder = exchange._fields
 
@@ -126,7 +133,10 @@ def test_a_field_counts_once(running: Running, monkeypatch: pytest.MonkeyPatch) 
 
 def test_schemas_are_not_decoded(running: Running, engine: ScriptedEngine) -> None:
     """What the client wrote is what the grammar says, with our word on white space as the last."""
-    schema = '{ "type" : "object",\n "x-guidance" : {"whitespace_flexible": false}, "title": "é\\u00e9" }'
+    schema = (
+        '{ "type" : "object",\n "x-guidance" : {"whitespace_flexible": false}, "title": "é\\u00e9" '
+        "}"
+    )
     assert running.ask(CHAT, with_field("response_format", SHAPE % schema.encode())).status == 200
     grammar = engine.calls[0]["params"].grammar
     written = grammar.removeprefix("start: %json ").strip()

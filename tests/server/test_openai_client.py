@@ -1,4 +1,5 @@
-"""The real `openai` package against a running server that has the tiny model: what it gets is what Solo says."""
+"""The real `openai` package against a running server that has the tiny model: what it gets is what
+Solo says."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import soundfile
 
 from stretto.engine.protocol import AudioChunk, Finished, TextDelta
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.types import RequestId
 from tests.server.conftest import Running, read_file, read_open
 from tests.server.solo_engine import SoloEngine
@@ -50,7 +51,9 @@ def expected(
     async def collect() -> tuple[str, bytes, Finished]:
         params = Params(seed=SEED, max_text_tokens=TOKENS, max_frames=FRAMES)
         modalities = ("text", "audio") if spoken else ("text",)
-        events = solo.generate(messages, modalities=modalities, params=params, request_id=RequestId(name))
+        events = solo.generate(
+            messages, modalities=modalities, params=params, request_id=RequestId(name)
+        )
         got = [e async for e in events]
         text = "".join(e.text for e in got if isinstance(e, TextDelta))
         pcm = b"".join(e.pcm16() for e in got if isinstance(e, AudioChunk))
@@ -65,7 +68,10 @@ def ask(running: Running, messages: Any = QUESTION, **options: Any) -> Any:
     return running.client().chat.completions.create(messages=messages, **options)
 
 
-SPOKEN: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}
+SPOKEN: dict[str, Any] = {
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "alloy", "format": "wav"},
+}
 
 
 def test_whole_text(solo_server: Running, solo: SoloEngine) -> None:
@@ -85,7 +91,9 @@ def test_whole_text(solo_server: Running, solo: SoloEngine) -> None:
 @pytest.mark.parametrize("format", ["wav", "pcm16", "flac", "mp3", "opus"])
 def test_whole_with_sound_in_and_out(format: str, solo_server: Running, solo: SoloEngine) -> None:
     text, pcm, end = expected(solo_server, solo, HEARD, f"whole-{format}")
-    answer = ask(solo_server, HEARD, modalities=["text", "audio"], audio={"voice": "ethan", "format": format})
+    answer = ask(
+        solo_server, HEARD, modalities=["text", "audio"], audio={"voice": "ethan", "format": format}
+    )
     message = answer.choices[0].message
     assert message.content is None
     assert message.audio.transcript == text
@@ -129,7 +137,9 @@ def test_streamed_text(solo_server: Running, solo: SoloEngine) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert all(c.choices[0].delta.role is None for c in chunks[1:-1])
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
-    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + [end.text]
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + [
+        end.text
+    ]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.total_tokens == end.usage.prompt_tokens + end.usage.text_tokens
     assert all(c.usage is None for c in chunks[:-1])
@@ -140,7 +150,8 @@ def test_streamed_with_sound_in_and_out(solo_server: Running, solo: SoloEngine) 
     text, pcm, end = expected(solo_server, solo, HEARD, "streamed-sound")
     chunks = list(
         ask(
-            solo_server, HEARD, stream=True, modalities=["text", "audio"], audio={"voice": "ethan", "format": "pcm16"},
+            solo_server, HEARD, stream=True, modalities=["text", "audio"], audio={"voice": "ethan",
+            "format": "pcm16"},
             extra_body={**FIXED, "timeline": True},
         )
     )  # fmt: skip
@@ -153,7 +164,9 @@ def test_streamed_with_sound_in_and_out(solo_server: Running, solo: SoloEngine) 
     pieces = [a.data for a in audio if a.data]
     assert len(pieces) == end.usage.frames > 1  # a packet is sent as it is made
     assert base64.b64decode("".join(pieces)) == pcm
-    assert chunks[-1].choices[0].finish_reason == ("length" if "length" in (end.text, end.audio) else "stop")
+    assert chunks[-1].choices[0].finish_reason == (
+        "length" if "length" in (end.text, end.audio) else "stop"
+    )
     report = chunks[-1].to_dict()["stretto"]
     assert report["seed"] == SEED
     assert {s["lane"] for s in report["timeline"]} == {s.lane for s in end.timeline}
@@ -165,7 +178,8 @@ def test_the_clients_own_stream_helper(solo_server: Running, solo: SoloEngine) -
     text, pcm, end = expected(solo_server, solo, HEARD, "helper")
     assert (end.text, end.audio) == ("stop", "stop")  # the helper takes anything else for a failure
     with solo_server.client().chat.completions.stream(
-        model="tiny", messages=HEARD, max_tokens=TOKENS, seed=SEED, extra_body=FIXED, modalities=["text", "audio"],
+        model="tiny", messages=HEARD, max_tokens=TOKENS, seed=SEED, extra_body=FIXED,
+        modalities=["text", "audio"],
         audio={"voice": "ethan", "format": "pcm16"}, stream_options={"include_usage": True},
     ) as stream:  # fmt: skip
         stream.until_done()
@@ -191,8 +205,12 @@ def test_earlier_audio_is_named_by_id(solo_server: Running, solo: SoloEngine) ->
 
 
 def test_a_conversation_with_tools(solo_server: Running) -> None:
-    """The client's own way round: the call it was given, and what came of it, go back into the prompt."""
-    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+    """The client's own way round: the call it was given, and what came of it, go back into the
+    prompt."""
+    tool = {
+        "type": "function",
+        "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+    }
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     messages = [
         *QUESTION,
@@ -202,29 +220,47 @@ def test_a_conversation_with_tools(solo_server: Running) -> None:
     told = ask(solo_server, messages, tools=[tool])
     untold = ask(solo_server, messages, tools=[tool], tool_choice="none")
     assert told.choices[0].message.role == "assistant"
-    assert told.usage.prompt_tokens > untold.usage.prompt_tokens > ask(solo_server).usage.prompt_tokens
+    assert (
+        told.usage.prompt_tokens > untold.usage.prompt_tokens > ask(solo_server).usage.prompt_tokens
+    )
 
 
 @pytest.mark.parametrize("format", ["pcm", "wav", "flac", "mp3", "opus"])
 def test_speech(format: str, solo_server: Running, solo: SoloEngine) -> None:
     async def collect() -> bytes:
         params = Params(seed=SEED, max_frames=FRAMES)
-        events = solo.speak("Read this.", voice="ethan", params=params, request_id=RequestId(f"speak-{format}"))
+        events = solo.speak(
+            "Read this.", voice="ethan", params=params, request_id=RequestId(f"speak-{format}")
+        )
         return b"".join([e.pcm16() async for e in events if isinstance(e, AudioChunk)])
 
     pcm = solo_server.do(collect())
     answer = solo_server.client().audio.speech.create(
-        model="tiny", input="Read this.", voice="ethan", response_format=format, extra_body={"seed": SEED, **FIXED}
+        model="tiny",
+        input="Read this.",
+        voice="ethan",
+        response_format=format,
+        extra_body={"seed": SEED, **FIXED},
     )
     assert pcm
     check_sound(answer.content, format, pcm, streamed=True)
-    kinds = {"pcm": "audio/pcm", "wav": "audio/wav", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg"}
+    kinds = {
+        "pcm": "audio/pcm",
+        "wav": "audio/wav",
+        "flac": "audio/flac",
+        "mp3": "audio/mpeg",
+        "opus": "audio/ogg",
+    }
     assert answer.response.headers["content-type"] == kinds[format]
 
 
 def test_speech_as_it_is_made(solo_server: Running) -> None:
     with solo_server.client().audio.speech.with_streaming_response.create(
-        model="tiny", input="Read this.", voice="nova", response_format="pcm", extra_body={"seed": SEED, **FIXED}
+        model="tiny",
+        input="Read this.",
+        voice="nova",
+        response_format="pcm",
+        extra_body={"seed": SEED, **FIXED},
     ) as answer:
         parts = list(answer.iter_bytes(512))
     assert sum(map(len, parts)) == 2 * (1365 + (FRAMES - 1) * 1920)
@@ -245,13 +281,16 @@ def test_models(solo_server: Running) -> None:
     [
         ({"model": "gpt-nothing"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, openai.BadRequestError, "messages[0].role"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, openai.BadRequestError,
+        "messages[0].role"),
         ({"temperature": 9.0}, openai.BadRequestError, "temperature"),
         ({"n": 9}, openai.BadRequestError, "n"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
         ({"extra_body": {"tempratur": 1}}, openai.BadRequestError, "tempratur"),
-        ({**SPOKEN, "audio": {"voice": "hal", "format": "wav"}}, openai.BadRequestError, "audio.voice"),
-        ({**SPOKEN, "audio": {"voice": "ethan", "format": "aac"}}, openai.BadRequestError, "audio.format"),
+        ({**SPOKEN, "audio": {"voice": "hal", "format": "wav"}}, openai.BadRequestError,
+        "audio.voice"),
+        ({**SPOKEN, "audio": {"voice": "ethan", "format": "aac"}}, openai.BadRequestError,
+        "audio.format"),
         ({"stream": True, **SPOKEN}, openai.BadRequestError, "audio.format"),
     ],
 )  # fmt: skip
@@ -266,10 +305,21 @@ def test_errors_become_the_clients_exceptions(
 
 
 def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -> None:
-    """Eight questions, four times each, all at once: everyone gets the answer to theirs, to the last sample."""
-    questions = [[{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}] for i in range(8)]
-    options: Any = {"model": "tiny", "max_tokens": 3, "modalities": ["text", "audio"], "stream": True}
-    options |= {"audio": {"voice": "ethan", "format": "pcm16"}, "extra_body": {"max_audio_frames": 2}}
+    """Eight questions, four times each, all at once: everyone gets the answer to theirs, to the
+    last sample."""
+    questions = [
+        [{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}] for i in range(8)
+    ]
+    options: Any = {
+        "model": "tiny",
+        "max_tokens": 3,
+        "modalities": ["text", "audio"],
+        "stream": True,
+    }
+    options |= {
+        "audio": {"voice": "ethan", "format": "pcm16"},
+        "extra_body": {"max_audio_frames": 2},
+    }
 
     async def alone() -> list[tuple[str, bytes]]:
         out = []
@@ -283,7 +333,9 @@ def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -
 
     async def one(client: openai.AsyncOpenAI, i: int) -> tuple[str, bytes]:
         text, data = "", ""
-        async for chunk in await client.chat.completions.create(messages=questions[i % 8], seed=i % 8, **options):
+        async for chunk in await client.chat.completions.create(
+            messages=questions[i % 8], seed=i % 8, **options
+        ):
             audio = chunk.choices[0].delta.audio
             if audio is not None:
                 text += audio.transcript or ""
@@ -291,7 +343,9 @@ def test_32_parallel_streams_are_exact(solo_server: Running, solo: SoloEngine) -
         return text, base64.b64decode(data)
 
     async def together() -> list[tuple[str, bytes]]:
-        async with openai.AsyncOpenAI(base_url=f"{solo_server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{solo_server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             return await asyncio.gather(*(one(client, i) for i in range(32)))
 
     want = solo_server.do(alone())

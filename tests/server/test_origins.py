@@ -1,4 +1,5 @@
-"""Who may call, over real sockets: foreign pages, names that are not the server's, bodies that are not JSON."""
+"""Who may call, over real sockets: foreign pages, names that are not the server's, bodies that are
+not JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import Engine
+from stretto.engine.protocol import EngineClient
 from stretto.errors import Invalid
 from stretto.server.app import make_app
 from stretto.server.origins import Callers, is_loopback, warning
@@ -26,7 +27,10 @@ from tests.server.test_http import ASK, CHAT
 
 EVIL = "https://evil.example"
 PAGE = "https://page.example"
-PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +63,10 @@ KEY = {"Authorization": "Bearer k"}
 # ---- origins
 
 
-@pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example", "http://127.0.0.1.evil.example",
-                                    "http://10.0.0.1:8000", "file://", "http://localhost:80:80"])  # fmt: skip
+@pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example",
+    "http://127.0.0.1.evil.example",
+                                    "http://10.0.0.1:8000", "file://",
+                                    "http://localhost:80:80"])  # fmt: skip
 def test_a_foreign_page_is_refused_before_anything_is_read(
     origin: str, running: Running, engine: ScriptedEngine
 ) -> None:
@@ -78,13 +84,17 @@ def test_a_foreign_page_is_refused_before_anything_is_read(
 
 def test_a_refusal_does_not_wait_for_the_body(running: Running) -> None:
     with socket.create_connection(("127.0.0.1", running.port)) as s:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {EVIL}\r\nContent-Length: 100\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {EVIL}\r\nContent-Length: "
+            f"100\r\n\r\n"
+        )
         s.sendall(head.encode())
         assert read_until(s, b"origin_not_allowed").startswith(b"HTTP/1.1 403 ")
 
 
 def test_a_simple_post_of_a_foreign_page(running: Running, engine: ScriptedEngine) -> None:
-    """What a browser sends for any page without asking first: POST, text/plain. It must not reach the engine."""
+    """What a browser sends for any page without asking first: POST, text/plain. It must not reach
+    the engine."""
     before = len(engine.calls)
     body = json.dumps(ASK).encode()
     for headers in ({"Origin": EVIL, "Content-Type": "text/plain"}, {"Content-Type": "text/plain"}):
@@ -92,7 +102,8 @@ def test_a_simple_post_of_a_foreign_page(running: Running, engine: ScriptedEngin
     assert len(engine.calls) == before
 
 
-@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1:1", "http://127.8.9.1", "https://localhost",
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1:1",
+    "http://127.8.9.1", "https://localhost",
                                     "http://[::1]:5173", "HTTP://LOCALHOST"])  # fmt: skip
 def test_pages_of_this_machine(origin: str, running: Running) -> None:
     reply = running.ask(CHAT, ASK, headers={"Origin": origin})
@@ -104,7 +115,9 @@ def test_pages_of_this_machine(origin: str, running: Running) -> None:
     assert asked.status == 200
     assert asked.headers["access-control-allow-origin"] == origin
     assert "POST" in asked.headers["access-control-allow-methods"]
-    assert asked.headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+    assert (
+        asked.headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+    )
 
 
 def test_other_routes_are_not_readable_for_foreign_pages(running: Running) -> None:
@@ -114,7 +127,10 @@ def test_other_routes_are_not_readable_for_foreign_pages(running: Running) -> No
         assert reply.status == 200
         assert "access-control-allow-origin" not in reply.headers
         assert reply.headers["vary"] == "origin"
-    assert running.ask("/health", method="OPTIONS", headers={"Origin": EVIL, **PREFLIGHT}).status == 403
+    assert (
+        running.ask("/health", method="OPTIONS", headers={"Origin": EVIL, **PREFLIGHT}).status
+        == 403
+    )
 
 
 def test_the_servers_own_page(running: Running) -> None:
@@ -132,7 +148,11 @@ def test_the_servers_own_page_behind_a_proxy() -> None:
         for origin in ("https://omni.example", "http://omni.example"):  # TLS may end at the proxy
             headers = {"Origin": origin, "Host": "omni.example"}
             assert running.ask(CHAT, ASK, headers=headers).status == 200
-        for origin in ("https://omni.example:444", "https://other.example", "https://omni.example.evil"):
+        for origin in (
+            "https://omni.example:444",
+            "https://other.example",
+            "https://omni.example.evil",
+        ):
             headers = {"Origin": origin, "Host": "omni.example"}
             assert running.ask(CHAT, ASK, headers=headers).status == 403
 
@@ -148,11 +168,15 @@ def test_with_a_key_any_page_may_call(keyed: Running) -> None:
         reply = keyed.ask(CHAT, ASK, headers={"Origin": origin, **KEY})
         assert reply.status == 200
         assert reply.headers["access-control-allow-origin"] == "*"
-        assert {"x-request-id", "retry-after"} <= set(reply.headers["access-control-expose-headers"].split(", "))
+        assert {"x-request-id", "retry-after"} <= set(
+            reply.headers["access-control-expose-headers"].split(", ")
+        )
         refused = keyed.ask(CHAT, ASK, headers={"Origin": origin})  # a page can read why
         assert refused.status == 401
         assert refused.headers["access-control-allow-origin"] == "*"
-        assert keyed.ask(CHAT, method="OPTIONS", headers={"Origin": origin, **PREFLIGHT}).status == 200
+        assert (
+            keyed.ask(CHAT, method="OPTIONS", headers={"Origin": origin, **PREFLIGHT}).status == 200
+        )
 
 
 def test_stated_origins_win(stated: Running) -> None:
@@ -174,9 +198,12 @@ def test_any_origin_on_request() -> None:
 # ---- hosts
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "0.0.0.0"]
+)
 def test_rebinding(host: str, running: Running) -> None:
-    """A page whose name now points to 127.0.0.1 is of its own origin for the browser; only its name gives it away."""
+    """A page whose name now points to 127.0.0.1 is of its own origin for the browser; only its name
+    gives it away."""
     for path in ("/health", "/metrics", "/", "/v1/models"):
         reply = running.ask(path, headers={"Host": host, "Origin": f"http://{host}"})
         assert reply.status == 421
@@ -185,7 +212,9 @@ def test_rebinding(host: str, running: Running) -> None:
     assert running.ask(CHAT, ASK, headers={"Host": host}).status == 421
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000"]
+)
 def test_names_of_the_loopback(host: str, running: Running) -> None:
     assert running.ask("/health", headers={"Host": host}).status == 200
 
@@ -204,7 +233,9 @@ def test_names_of_the_loopback(host: str, running: Running) -> None:
 )
 def test_other_names(settings: dict[str, Any], answers: bool) -> None:
     with serve(ScriptedEngine(), **settings) as running:
-        assert running.ask("/health", headers={"Host": "omni.example:80"}).status == (200 if answers else 421)
+        assert running.ask("/health", headers={"Host": "omni.example:80"}).status == (
+            200 if answers else 421
+        )
         assert running.ask("/health").status == 200
 
 
@@ -249,14 +280,25 @@ def test_any_name_on_a_unix_socket(tmp_path: Path) -> None:
 def test_loopback_names() -> None:
     names = ("localhost", "127.0.0.1", "127.255.255.254", "::1", "[::1]")
     assert all(map(is_loopback, names))
-    others = ("", "0.0.0.0", "::", "localhost.", "localhost.evil", "128.0.0.1", "127.1", "2130706433", "example.com")
+    others = (
+        "",
+        "0.0.0.0",
+        "::",
+        "localhost.",
+        "localhost.evil",
+        "128.0.0.1",
+        "127.1",
+        "2130706433",
+        "example.com",
+    )
     assert not any(map(is_loopback, others))
 
 
 # ---- bodies
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json",
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded",
+    "multipart/form-data", "text/json",
                                   "application/jsonx", "application/json, text/plain"])  # fmt: skip
 def test_a_body_must_be_called_json(kind: str, running: Running, engine: ScriptedEngine) -> None:
     before = len(engine.calls)
@@ -268,11 +310,15 @@ def test_a_body_must_be_called_json(kind: str, running: Running, engine: Scripte
 
 def test_a_body_without_a_type(running: Running) -> None:
     with socket.create_connection(("127.0.0.1", running.port)) as s:
-        s.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        s.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+        )
         assert read_until(s, b"unsupported_media_type").startswith(b"HTTP/1.1 415 ")
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"])
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"]
+)
 def test_json_by_its_names(kind: str, running: Running) -> None:
     assert running.ask(CHAT, ASK, headers={"Content-Type": kind}).status == 200
 
@@ -283,7 +329,9 @@ def test_a_key_comes_before_the_type(keyed: Running) -> None:
 
 
 def test_a_stock_client(running: Running) -> None:
-    answer = running.client().chat.completions.create(model="default", messages=[{"role": "user", "content": "Hi"}])
+    answer = running.client().chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "Hi"}]
+    )
     assert answer.choices[0].message.content == "Hello there."
 
 
@@ -295,7 +343,8 @@ def test_a_websocket_is_denied_in_http(path: str, running: Running) -> None:
     key = base64.b64encode(os.urandom(16)).decode()
     with socket.create_connection(("127.0.0.1", running.port)) as s:
         s.sendall(
-            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
+            f"websocket\r\n"
             f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n".encode()
         )
         got = b""
@@ -308,7 +357,7 @@ def test_a_websocket_is_denied_in_http(path: str, running: Running) -> None:
 
 
 def test_other_scopes_do_not_get_past_the_door() -> None:
-    async def open_engine() -> Engine:
+    async def open_engine() -> EngineClient:
         return ScriptedEngine()
 
     async def nothing(*_: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Caches belong to their owner: over HTTP, with the real engine, nobody learns of another API key's prompts."""
+"""Caches belong to their owner: over HTTP, with the real engine, nobody learns of another API key's
+prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ SPOKEN = {"modalities": ["text", "audio"], "min_audio_frames": 2, "max_audio_fra
 
 
 def secret(number: str) -> list[dict[str, Any]]:
-    words = f"Keep this to yourself and tell it to nobody at all: the number of my door is {number}. What is it?"
+    words = (
+        f"Keep this to yourself and tell it to nobody at all: the number of my door is {number}. "
+        f"What is it?"
+    )
     return [{"role": "user", "content": words}]
 
 
@@ -58,12 +62,17 @@ def cached(it: Served, key: int, number: str, **body: Any) -> int:
 def common(builder: PromptBuilder, a: str, b: str) -> int:
     """Rows in whole blocks that two prompts share, but for the last token."""
     one, other = builder.build(secret(a)).ids, builder.build(secret(b)).ids
-    same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    same = next(
+        (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y),
+        min(len(one), len(other)),
+    )
     return min(same, len(other) - 1) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("how", [{}, SPOKEN], ids=["text", "spoken"])
-def test_a_right_guess_looks_like_a_wrong_one(apart: Served, builder: PromptBuilder, how: dict[str, Any]) -> None:
+def test_a_right_guess_looks_like_a_wrong_one(
+    apart: Served, builder: PromptBuilder, how: dict[str, Any]
+) -> None:
     numbers = ("4815", "4816") if how else ("9115", "9116")
     right, wrong = numbers
     before = {key: cached(apart, key, "0000", **how) for key in (1, 2, 3)}
@@ -72,7 +81,9 @@ def test_a_right_guess_looks_like_a_wrong_one(apart: Served, builder: PromptBuil
     assert whole > part > 0
     assert cached(apart, 1, right, **how) == part, "of its own, up to the number"
     assert cached(apart, 2, right, **how) == cached(apart, 3, wrong, **how) == part
-    assert [cached(apart, key, right, **how) for key in (1, 2)] == [whole, whole], "its own it finds again"
+    assert [cached(apart, key, right, **how) for key in (1, 2)] == [whole, whole], (
+        "its own it finds again"
+    )
 
 
 def test_the_talker_keeps_owners_apart_too(apart: Served) -> None:
@@ -81,7 +92,9 @@ def test_the_talker_keeps_owners_apart_too(apart: Served) -> None:
     def rows(key: int, number: str) -> float:
         name = 'stretto_stage_rows_total{stage="talker"}'
         before = apart.do(stats(apart.engine))[name]
-        apart.post("/v1/audio/speech", key, input=aloud(number), min_audio_frames=2, max_audio_frames=2)
+        apart.post(
+            "/v1/audio/speech", key, input=aloud(number), min_audio_frames=2, max_audio_frames=2
+        )
         return apart.do(stats(apart.engine))[name] - before
 
     cold = rows(1, "4815")
@@ -112,12 +125,22 @@ def test_nobody_shares_unless_told_to() -> None:
 @pytest.mark.parametrize("wanted", [b'"role"', b'"data"'], ids=["text", "sound"])
 def test_a_connection_that_ends_frees_everything(apart: Served, wanted: bytes) -> None:
     """In the middle of an answer that would go on for minutes."""
-    endless = {"ignore_eos": True, "max_tokens": 6000, "min_audio_frames": 6000, "max_audio_frames": 6000}
+    endless = {
+        "ignore_eos": True,
+        "max_tokens": 6000,
+        "min_audio_frames": 6000,
+        "max_audio_frames": 6000,
+    }
     ask = {"messages": secret("1"), "stream": True, "modalities": ["text", "audio"], **endless}
     body = json.dumps({**ask, "audio": {"format": "pcm16"}}).encode()
-    head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEYS[3]}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEYS[3]}\r\nContent-Type: application/json\r\n"
+    )
     with socket.create_connection(("127.0.0.1", apart.running.port), timeout=60) as s:
-        s.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        s.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode()  # noqa: E501
+            + body
+        )
         read_until(s, wanted)
     apart.do(apart.running.server.service.admission.idle.wait())
     apart.do(freed(apart.engine))

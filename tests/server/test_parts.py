@@ -17,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from stretto.commands.serve import OTHER_VARIABLES, RECORDS, add_env_parser, add_serve_parser, describe, settle
+from stretto.commands.serve import (
+    OTHER_VARIABLES,
+    RECORDS,
+    add_env_parser,
+    add_serve_parser,
+    describe,
+    settle,
+)
 from stretto.config.engine import HostSettings
 from stretto.config.loader import read_yaml, unknown_variables
 from stretto.config.server import ServerConfig
@@ -31,13 +38,16 @@ from stretto.server.openai import codecs
 from stretto.server.openai.answer_store import AudioMemory
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.tools import Call, ToolParser
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.types import RequestId
 from tests.server.conftest import read_file, read_open
 
 
 def test_the_server_needs_no_torch() -> None:
-    modules = "stretto.server.run, stretto.commands.serve, stretto.models.qwen3_omni.prompts, stretto.registry"
+    modules = (
+        "stretto.server.run, stretto.commands.serve, stretto.models.qwen3_omni.prompts, "
+        "stretto.registry"
+    )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -59,7 +69,9 @@ def test_streamed_files_can_be_read(format: str, sizes: list[int]) -> None:
     samples = (9000 * np.sin(np.arange(n) * 0.07)).astype("<i2")
     encoder = codecs.streamed(format, 24_000)
     ends = np.cumsum(sizes)
-    data = b"".join(encoder.feed(samples[e - s : e].tobytes()) for e, s in zip(ends, sizes, strict=True))
+    data = b"".join(
+        encoder.feed(samples[e - s : e].tobytes()) for e, s in zip(ends, sizes, strict=True)
+    )
     data += encoder.finish()
     if format == "pcm":
         assert data == samples.tobytes()
@@ -73,7 +85,8 @@ def test_streamed_files_can_be_read(format: str, sizes: list[int]) -> None:
 
 
 def test_streamed_flac_is_whole_but_for_its_length() -> None:
-    """A reader that wants a length, such as libsndfile, finds the rest in order once it is written in."""
+    """A reader that wants a length, such as libsndfile, finds the rest in order once it is written
+    in."""
     samples = (9000 * np.sin(np.arange(50_000) * 0.07)).astype("<i2")
     encoder = codecs.streamed("flac", 24_000)
     data = bytearray(encoder.feed(samples.tobytes()) + encoder.finish())
@@ -85,7 +98,9 @@ def test_streamed_flac_is_whole_but_for_its_length() -> None:
 
 def test_a_whole_flac_file_says_how_long_it_is() -> None:
     samples = (9000 * np.sin(np.arange(50_000) * 0.07)).astype("<i2")
-    np.testing.assert_array_equal(read_file(codecs.encode("flac", samples.tobytes(), 24_000))[0], samples)
+    np.testing.assert_array_equal(
+        read_file(codecs.encode("flac", samples.tobytes(), 24_000))[0], samples
+    )
 
 
 @pytest.mark.parametrize("format", ["flac", "mp3", "opus"])
@@ -94,7 +109,9 @@ def test_compressed_sound_is_not_held_back(format: str) -> None:
     encoder = codecs.streamed(format, 24_000)
     start = len(encoder.feed(bytes(2 * 960)))
     rng = np.random.default_rng(0)
-    later = [len(encoder.feed(rng.integers(-3000, 3000, 1920).astype("<i2").tobytes())) for _ in range(6)]
+    later = [
+        len(encoder.feed(rng.integers(-3000, 3000, 1920).astype("<i2").tobytes())) for _ in range(6)
+    ]
     assert start >= 0
     assert sum(later) > 600
 
@@ -117,7 +134,10 @@ def parse(pieces: list[str]) -> tuple[str, list[Call]]:
     return "".join(o for o in out if isinstance(o, str)), [o for o in out if isinstance(o, Call)]
 
 
-@given(st.lists(st.integers(1, len(CALL)), max_size=20), st.sampled_from(["", "Hi! ", "a < b <tool", " \n"]))
+@given(
+    st.lists(st.integers(1, len(CALL)), max_size=20),
+    st.sampled_from(["", "Hi! ", "a < b <tool", " \n"]),
+)
 def test_calls_are_found_however_the_text_is_cut(cuts: list[int], before: str) -> None:
     text, at, pieces = f"{before}{CALL}\n{CALL}", 0, []
     for n in cuts:
@@ -151,7 +171,10 @@ def test_what_is_no_call_is_text(text: str) -> None:
 
 def test_an_unclosed_call_counts() -> None:
     assert parse(['<tool_call>{"name": "f"}']) == ("", [Call("f", "{}")])
-    assert parse(['<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}']) == ("", [Call("f", '{"a": 1}')])
+    assert parse(['<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}']) == (
+        "",
+        [Call("f", '{"a": 1}')],
+    )
 
 
 # ---- memory
@@ -203,7 +226,7 @@ def test_keys() -> None:
 def test_underruns_are_counted_as_a_player_hears_them() -> None:
     now = [0.0]
 
-    class Clocked(Visit):
+    class Clocked(RequestLog):
         def elapsed(self) -> float:
             return now[0]
 
@@ -230,16 +253,28 @@ def flags(*words: str) -> dict[str, Any]:
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("port: 1\nhost: file\nmax-body-mb: 3\napi_key: [a, b]\nmodel: from-file\nmetrics: no\n")
-    environ = {"STRETTO_PORT": "2", "STRETTO_HOST": "environment", "STRETTO_DEVICE": "cpu", "STRETTO_CONFIG": str(file)}
+    file.write_text(
+        "port: 1\nhost: file\nmax-body-mb: 3\napi_key: [a, b]\nmodel: from-file\nmetrics: no\n"
+    )
+    environ = {
+        "STRETTO_PORT": "2",
+        "STRETTO_HOST": "environment",
+        "STRETTO_DEVICE": "cpu",
+        "STRETTO_CONFIG": str(file),
+    }
     model, engine, config = settle(flags("--port", "3"), environ)
     assert (config.port, config.host, config.max_body_mb) == (3, "environment", 3.0)
     assert config.api_key == ("a", "b")
     assert not config.metrics
     assert config.drain_timeout == ServerConfig().drain_timeout
     assert model == "from-file"
-    assert (engine.host, engine.max_requests) == (HostSettings(device="cpu"), config.engine_requests)
-    model, _, config = settle(flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ)
+    assert (engine.host, engine.max_requests) == (
+        HostSettings(device="cpu"),
+        config.engine_requests,
+    )
+    model, _, config = settle(
+        flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ
+    )
     assert (model, config.api_key, config.metrics) == ("here", ("x", "y"), True)
     _, _, config = settle(flags(), {"STRETTO_API_KEY": "k1, k2", "STRETTO_METRICS": "false"})
     assert (config.api_key, config.metrics) == (("k1", "k2"), False)
@@ -269,13 +304,20 @@ def test_bad_settings_are_named(text: str, tmp_path: Path) -> None:
 
 
 def test_bad_environment() -> None:
-    for name, value in (("PORT", "x"), ("METRICS", "perhaps"), ("API_KEY", "a\x7f b é"), ("SSL_CERTFILE", "only.pem")):
+    for name, value in (
+        ("PORT", "x"),
+        ("METRICS", "perhaps"),
+        ("API_KEY", "a\x7f b é"),
+        ("SSL_CERTFILE", "only.pem"),
+    ):
         with pytest.raises(Invalid):
             settle(flags(), {f"STRETTO_{name}": value})
-    assert unknown_variables({"STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}, (ServerConfig,)) == [
-        "STRETTO_PROT"
-    ]
-    engines = dict.fromkeys(("STRETTO_KERNELS", "STRETTO_TUNING", "STRETTO_JUST_IN_TIME", "STRETTO_ASYNC_D2H"), "1")
+    assert unknown_variables(
+        {"STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}, (ServerConfig,)
+    ) == ["STRETTO_PROT"]
+    engines = dict.fromkeys(
+        ("STRETTO_KERNELS", "STRETTO_TUNING", "STRETTO_JUST_IN_TIME", "STRETTO_ASYNC_D2H"), "1"
+    )
     assert unknown_variables(engines, RECORDS, OTHER_VARIABLES) == []
 
 
@@ -290,7 +332,9 @@ def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path)
     assert found(("--config", str(file)), {}) == "float8"
     assert found((), {"STRETTO_EXPERT_WEIGHTS": "float8"}) == "float8"
     assert found(("--expert-weights", "full"), {"STRETTO_EXPERT_WEIGHTS": "float8"}) == "full"
-    with pytest.raises(Invalid, match="STRETTO_EXPERT_WEIGHTS must be one of full, float8, got 'fp8'"):
+    with pytest.raises(
+        Invalid, match="STRETTO_EXPERT_WEIGHTS must be one of full, float8, got 'fp8'"
+    ):
         found((), {"STRETTO_EXPERT_WEIGHTS": "fp8"})
     with pytest.raises(Invalid, match="bfloat16 or float32"):
         found(("--expert-weights", "float8", "--dtype", "float16"), {})

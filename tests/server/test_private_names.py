@@ -1,4 +1,5 @@
-"""What the server uses of uvicorn is no API: each name that it uses is there, in the versions that may be installed."""
+"""What the server uses of uvicorn is no API: each name that it uses is there, in the versions that
+may be installed."""
 
 from __future__ import annotations
 
@@ -37,19 +38,28 @@ def attributes(module: Any, name: str) -> list[ast.Attribute]:
 def used(module: Any, name: str, variable: str = "self") -> set[str]:
     """Names that a class looks up on itself, or on what one of its variables holds."""
     found = attributes(module, name)
-    return {node.attr for node in found if isinstance(node.value, ast.Name) and node.value.id == variable}
+    return {
+        node.attr
+        for node in found
+        if isinstance(node.value, ast.Name) and node.value.id == variable
+    }
 
 
 def inherited(module: Any, name: str) -> set[str]:
     """Methods that it calls by `super()`."""
     found = ((node.attr, node.value) for node in attributes(module, name))
-    return {n for n, v in found if isinstance(v, ast.Call) and isinstance(v.func, ast.Name) and v.func.id == "super"}
+    return {
+        n
+        for n, v in found
+        if isinstance(v, ast.Call) and isinstance(v.func, ast.Name) and v.func.id == "super"
+    }
 
 
 def check(it: object, names: set[str], where: Any, base: type[Any]) -> None:
     missing = sorted(n for n in names if not hasattr(it, n))
     assert not missing, (
-        f"{Path(where.__file__).name} uses {', '.join(missing)} of {base.__module__}.{base.__name__}, which uvicorn "
+        f"{Path(where.__file__).name} uses {', '.join(missing)} of "
+        f"{base.__module__}.{base.__name__}, which uvicorn "
         f"{uvicorn.__version__} does not have: adapt the file, and the versions in pyproject.toml"
     )
 
@@ -82,10 +92,20 @@ def test_http(running: Running) -> None:
         check(HttpToolsProtocol, inherited(protocol, "Connection"), protocol, HttpToolsProtocol)
         cycle = connection.cycle
         check(cycle, used(protocol, "Connection", "cycle"), protocol, type(cycle))
-        names = {"body", "more_body", "response_started", "response_complete", "disconnected", "message_event"}
+        names = {
+            "body",
+            "more_body",
+            "response_started",
+            "response_complete",
+            "disconnected",
+            "message_event",
+        }
         check(cycle, names, protocol, type(cycle))
         check(
-            connection.flow, {"read_paused", "pause_reading", "resume_reading", "_transport"}, protocol, protocol.Flow
+            connection.flow,
+            {"read_paused", "pause_reading", "resume_reading", "_transport"},
+            protocol,
+            protocol.Flow,
         )
 
 
@@ -93,7 +113,12 @@ def test_websocket(running: Running) -> None:
     with connect(f"ws://127.0.0.1:{running.port}{LIVE_SPEECH}"):
         [it] = connections(running, Socket)
         check(it, used(websocket, "Socket"), websocket, WebSocketsSansIOProtocol)
-        check(WebSocketsSansIOProtocol, inherited(websocket, "Socket"), websocket, WebSocketsSansIOProtocol)
+        check(
+            WebSocketsSansIOProtocol,
+            inherited(websocket, "Socket"),
+            websocket,
+            WebSocketsSansIOProtocol,
+        )
         check(it.conn, {"events", "send_close"}, websocket, type(it.conn))
 
 
@@ -103,5 +128,8 @@ def test_server(running: Running) -> None:
 
 
 def test_a_name_that_is_missing_is_told_with_its_place() -> None:
-    with pytest.raises(AssertionError, match=r"protocol.py uses no_such_name of .*HttpToolsProtocol, which uvicorn 0"):
+    with pytest.raises(
+        AssertionError,
+        match=r"protocol.py uses no_such_name of .*HttpToolsProtocol, which uvicorn 0",
+    ):
         check(object(), {"no_such_name"}, protocol, HttpToolsProtocol)

@@ -1,4 +1,5 @@
-"""The server as a process of its own: signals, exit status, what it prints, TLS. And clients that leave the model."""
+"""The server as a process of its own: signals, exit status, what it prints, TLS. And clients that
+leave the model."""
 
 from __future__ import annotations
 
@@ -82,9 +83,17 @@ def test_the_greeting_has_lines_to_paste() -> None:
         ({"cloning": True}, '"voice": "NAME"'),
     ],
 )
-def test_a_model_that_reads_aloud_is_greeted_with_a_text_to_read(told: dict[str, Any], says: str) -> None:
-    info = replace(ScriptedEngine().info, **{"voices": (), "default_voice": "", **told}, output_modalities=("audio",))
-    service = SimpleNamespace(engine=lambda: SimpleNamespace(info=info), model_names=lambda engine: ["reader"])
+def test_a_model_that_reads_aloud_is_greeted_with_a_text_to_read(
+    told: dict[str, Any], says: str
+) -> None:
+    info = replace(
+        ScriptedEngine().info,
+        **{"voices": (), "default_voice": "", **told},
+        output_modalities=("audio",),
+    )
+    service = SimpleNamespace(
+        engine=lambda: SimpleNamespace(info=info), model_names=lambda engine: ["reader"]
+    )
     said = greeting(ServerConfig(api_key=("k",)), service)  # type: ignore[arg-type]
     assert "/v1/audio/speech" in said
     assert "/v1/chat" not in said
@@ -100,7 +109,9 @@ def test_sigterm_drains_and_exits_with_0() -> None:
         ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
         port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
 
-        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        body = json.dumps(
+            {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        ).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
             head = f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
             s.sendall(head.encode() + body)
@@ -116,7 +127,9 @@ def test_sigterm_drains_and_exits_with_0() -> None:
         assert b" two." in got
         assert b"data: [DONE]" in got
         assert process.wait(120) == 0
-        rest = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
+        rest = [
+            json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")
+        ]
     [line] = [r for r in rest if r.get("path") == "/v1/chat/completions"]
     assert (line["client_id"], line["status"], line["ended"], line["key"], line["tokens"]) == (
         "mine", 200, "stop", "key1", 2,
@@ -137,11 +150,15 @@ def test_a_log_that_nobody_reads_stops_nobody() -> None:
         assert process.stderr is not None
         fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
         ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
-        connection = http.client.HTTPConnection("127.0.0.1", int(ready.split()[1].rstrip("/").rpartition(":")[2]))
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", int(ready.split()[1].rstrip("/").rpartition(":")[2])
+        )
         path = "/v1/models/" + "x" * 200
         with contextlib.closing(connection):
             for _ in range(5000):
-                connection.request("GET", path, headers={"Authorization": "Bearer k", "X-Request-Id": "y" * 128})
+                connection.request(
+                    "GET", path, headers={"Authorization": "Bearer k", "X-Request-Id": "y" * 128}
+                )
                 answer = connection.getresponse()
                 answer.read()
                 assert answer.status == 404
@@ -169,12 +186,15 @@ def test_a_log_whose_reader_is_gone_stops_nobody() -> None:
         assert process.wait(120) == 0
 
 
-FORGED = "2026-01-01 00:00:00 INFO    stretto.access: id=req-0 method=GET path=/ status=200 key=admin"
+FORGED = (
+    "2026-01-01 00:00:00 INFO    stretto.access: id=req-0 method=GET path=/ status=200 key=admin"
+)
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_path_forges_nothing_in_the_log(log_format: str) -> None:
-    """Neither a line nor a field of one: line breaks as HTTP and Unicode have them, spaces, a quotation mark."""
+    """Neither a line nor a field of one: line breaks as HTTP and Unicode have them, spaces, a
+    quotation mark."""
     breaks = ("\n", "\r\n", "\x0b", "\x1c", "\x85", "\u2028", "\u2029", " ", '","status":200,"x":"')
     with started(log_format) as process:
         assert process.stderr is not None
@@ -205,9 +225,14 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
     with started("json") as process:
         ready = json.loads(lines_until(process, "ready: ")[-1])["message"]
         port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
-        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        body = json.dumps(
+            {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        ).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
-            head = f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nContent-Length: "
+                f"{len(body)}\r\n\r\n"
+            )
             s.sendall(head.encode() + body)
             got = read_until(s, b"One")
             process.send_signal(signal.SIGTERM)
@@ -223,25 +248,36 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
 
 
 def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEngine) -> None:
-    """The real model, mid-answer: the request is closed, no iterator is left, and the next one is answered."""
+    """The real model, mid-answer: the request is closed, no iterator is left, and the next one is
+    answered."""
     before = (solo.ledger.opened, solo.ledger.closed, solo.ledger.finished)
     body = json.dumps(
-        {"messages": [{"role": "user", "content": "Hello"}], "modalities": ["text", "audio"], "stream": True,
+        {"messages": [{"role": "user", "content": "Hello"}], "modalities": ["text", "audio"],
+        "stream": True,
          "temperature": 1.0, "seed": 1, "max_tokens": 4000, "max_audio_frames": 4000}
     ).encode()  # fmt: skip
     for wanted in (b'"role"', b'"data"'):
         with socket.create_connection(("127.0.0.1", solo_server.port), timeout=120) as s:
-            s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            s.sendall(
+                f"POST /v1/chat/completions {HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
             read_until(s, wanted)
         solo_server.do(solo.ledger.idle.wait())
         solo_server.do(solo_server.server.service.admission.idle.wait())
     opened, closed, finished = solo.ledger.opened, solo.ledger.closed, solo.ledger.finished
     assert (opened - before[0], closed - before[1], finished - before[2]) == (2, 2, 0)
-    reply = solo_server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2})
+    reply = solo_server.ask(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    )
     assert reply.status == 200
 
     async def tasks() -> set[str]:
-        names = {t.get_coro().__qualname__ for t in asyncio.all_tasks() if t is not asyncio.current_task()}
+        names = {
+            t.get_coro().__qualname__
+            for t in asyncio.all_tasks()
+            if t is not asyncio.current_task()
+        }
         return {n for n in names if "Exchange" in n or "GeneratingRoute" in n or "answer" in n}
 
     async def ended() -> None:  # a client has its answer before the last of them
@@ -255,8 +291,20 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
 def test_tls_and_unix_sockets(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
-    subprocess.run([*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True)
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        *subject,
+    ]
+    subprocess.run(
+        [*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True
+    )
     with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key) as running:
         assert running.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)

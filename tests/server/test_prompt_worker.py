@@ -1,5 +1,5 @@
-"""The prompt worker behind a real server: seen when it cannot build prompts, and nothing of a request left in it or in
-any other process."""
+"""The prompt worker behind a real server: seen when it cannot build prompts, and nothing of a
+request left in it or in any other process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ MANY = 300
 
 @pytest.fixture(scope="module")
 def real(tiny_dir: Path) -> Iterator[Served]:
-    with served(tiny_dir, EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))) as real:
+    with served(
+        tiny_dir, EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))
+    ) as real:
         yield real
 
 
@@ -45,7 +47,13 @@ def census(real: Served) -> dict[str, Any]:
     pool = pool_of(real)
 
     async def idle() -> None:
-        await until(lambda: not pool._calls and not pool.lane.running and not real.running.server.service.bodies.held)
+        await until(
+            lambda: (
+                not pool._calls
+                and not pool.lane.running
+                and not real.running.server.service.bodies.held
+            )
+        )
         await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
         await until(lambda: not real.engine._accepted)
 
@@ -64,7 +72,11 @@ def census(real: Served) -> dict[str, Any]:
 
 def test_no_process_keeps_anything_of_a_request(real: Served) -> None:
     media = {"messages": [{"role": "user", "content": [sound(), picture(64)]}], "max_tokens": 1}
-    bad = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}
+    bad = {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+        ]
+    }
     large = {**HELLO, "stop": "x", "metadata": {"note": "y" * 600_000}}
 
     def all_kinds(count: int) -> None:
@@ -74,7 +86,10 @@ def test_no_process_keeps_anything_of_a_request(real: Served) -> None:
                 assert real.running.ask(CHAT, media).status == 200
                 assert real.running.ask(CHAT, bad).status == 400
                 assert real.running.ask(CHAT, large).status == 400
-                assert real.running.ask(SPEECH, {"input": "Hi", "max_audio_frames": 2}).status in (200, 400)
+                assert real.running.ask(SPEECH, {"input": "Hi", "max_audio_frames": 2}).status in (
+                    200,
+                    400,
+                )
 
     all_kinds(31)
     before = census(real)
@@ -96,7 +111,9 @@ def test_a_worker_that_can_build_no_prompt_is_restarted_and_seen(real: Served) -
     assert first is not None
     used = {int(fd) for fd in os.listdir(f"/proc/{first}/fd")}
     most = next(n for n in itertools.count() if n - len([fd for fd in used if fd < n]) == 2)
-    resource.prlimit(first, resource.RLIMIT_NOFILE, (most, most))  # it can take a job, and open nothing for it
+    resource.prlimit(
+        first, resource.RLIMIT_NOFILE, (most, most)
+    )  # it can take a job, and open nothing for it
 
     async def stop_the_next() -> int:
         """It is started and gets no further."""
@@ -110,7 +127,10 @@ def test_a_worker_that_can_build_no_prompt_is_restarted_and_seen(real: Served) -
     second = real.do(asyncio.wait_for(stop_the_next(), 60))
     health = real.running.ask("/health")
     assert (health.status, health.json["status"]) == (503, "loading")
-    assert health.json["error"] == "the prompt worker is being started again: it could build no prompt any more"
+    assert (
+        health.json["error"]
+        == "the prompt worker is being started again: it could build no prompt any more"
+    )
     assert b"stretto_prompt_worker_ready 0.0" in real.running.ask("/metrics").body
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(real.running.ask, CHAT, HELLO)

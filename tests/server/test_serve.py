@@ -1,4 +1,5 @@
-"""`stretto serve` with the real engine, as a user starts it: one process to talk to, hosts behind it."""
+"""`stretto serve` with the real engine, as a user starts it: one process to talk to, hosts behind
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ STRETTO = [sys.executable, "-m", "stretto", "serve"]
 
 
 def number(metrics: str, name: str) -> float:
-    return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(f"{name} "))
+    return next(
+        float(line.split()[1]) for line in metrics.splitlines() if line.startswith(f"{name} ")
+    )
 
 
 def test_serve_answers_cancels_and_ends(tiny_dir: Path) -> None:
@@ -58,41 +61,77 @@ def check(url: str, model: str) -> None:
         pieces = [
             c.choices[0].delta.audio.data
             for c in client.chat.completions.create(
-                model=model, messages=question, max_tokens=3, seed=1, stream=True, extra_body=fixed, **aloud
+                model=model,
+                messages=question,
+                max_tokens=3,
+                seed=1,
+                stream=True,
+                extra_body=fixed,
+                **aloud,
             )  # type: ignore[call-overload]
             if c.choices[0].delta.audio and c.choices[0].delta.audio.data
         ]
-        # Packets may be grouped otherwise, and sums in another order round a sample to its neighbour.
+        # Packets may be grouped otherwise, and sums in another order round a sample to its
+        # neighbour.
         streamed, at_once = (
-            np.frombuffer(data, "<i2").astype(int) for data in (base64.b64decode("".join(pieces)), whole)
+            np.frombuffer(data, "<i2").astype(int)
+            for data in (base64.b64decode("".join(pieces)), whole)
         )
         np.testing.assert_allclose(streamed, at_once, atol=1)
         assert len(whole) == 2 * (4 * 1920 - 555)
         lanes = {s["lane"] for s in answer.to_dict()["stretto"]["timeline"]}
         assert {"thinker", "talker", "code2wav"} <= lanes
-        sound = client.audio.speech.create(model=model, input="Hi.", voice="ethan", extra_body={"max_audio_frames": 3})
+        sound = client.audio.speech.create(
+            model=model, input="Hi.", voice="ethan", extra_body={"max_audio_frames": 3}
+        )
         assert sound.content
 
-    body = {"messages": question, "stream": True, "ignore_eos": True, "max_tokens": 3000, "max_audio_frames": 3000}
+    body = {
+        "messages": question,
+        "stream": True,
+        "ignore_eos": True,
+        "max_tokens": 3000,
+        "max_audio_frames": 3000,
+    }
     data = json.dumps({**body, "min_audio_frames": 3000, **aloud}).encode()
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as s:
-        s.sendall(f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        s.sendall(
+            f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        )
         read_until(s, b'"data"')
     while True:  # the cancel is on its way through the stages
         metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
-        if number(metrics, "stretto_engine_running") == 0 and number(metrics, "stretto_num_requests_running") == 0:
+        if (
+            number(metrics, "stretto_engine_running") == 0
+            and number(metrics, "stretto_num_requests_running") == 0
+        ):
             break
     assert number(metrics, "stretto_engine_cancelled_total") == 1
 
 
 async def check_together(url: str, model: str) -> None:
-    """32 streams at once, in shared batches of all stages: each is the answer that its question gets alone."""
-    options: Any = {"model": model, "max_tokens": 4, "modalities": ["text", "audio"], "stream": True}
-    options |= {"audio": {"voice": "ethan", "format": "pcm16"}, "extra_body": {"max_audio_frames": 3}}
+    """32 streams at once, in shared batches of all stages: each is the answer that its question
+    gets alone."""
+    options: Any = {
+        "model": model,
+        "max_tokens": 4,
+        "modalities": ["text", "audio"],
+        "stream": True,
+    }
+    options |= {
+        "audio": {"voice": "ethan", "format": "pcm16"},
+        "extra_body": {"max_audio_frames": 3},
+    }
 
     async def one(client: openai.AsyncOpenAI, i: int) -> tuple[str, np.ndarray]:
-        question, text, data = [{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}], "", ""
-        async for chunk in await client.chat.completions.create(messages=question, seed=i, **options):
+        question, text, data = (
+            [{"role": "user", "content": f"Question {i}: {'why ' * (i % 5)}?"}],
+            "",
+            "",
+        )
+        async for chunk in await client.chat.completions.create(
+            messages=question, seed=i, **options
+        ):
             audio = chunk.choices[0].delta.audio
             if audio is not None:
                 text += audio.transcript or ""
@@ -122,7 +161,12 @@ def test_serve_says_why_it_cannot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--port", "99999"], ["--placement", "nowhere"], ["--kv-blocks", "nowhere=3"], ["/nonexistent-checkpoint"]],
+    [
+        ["--port", "99999"],
+        ["--placement", "nowhere"],
+        ["--kv-blocks", "nowhere=3"],
+        ["/nonexistent-checkpoint"],
+    ],
 )
 def test_bad_flags(words: list[str]) -> None:
     ended = subprocess.run([*STRETTO, *words], capture_output=True, text=True, check=False)

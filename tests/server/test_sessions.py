@@ -1,4 +1,5 @@
-"""A client's session reaches the engine, so that its requests go where the last one went; nobody can name another's."""
+"""A client's session reaches the engine, so that its requests go where the last one went; nobody
+can name another's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 
 def ask(url: str, key: str, **headers: str) -> None:
     told = {"content-type": "application/json", "authorization": f"Bearer {key}", **headers}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", ASK, told), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/chat/completions", ASK, told), timeout=60
+    ) as answer:
         assert answer.status == 200
 
 

@@ -1,4 +1,5 @@
-"""Everything can be set: by a flag, a variable or a key of the YAML file, and the page of settings lists it all."""
+"""Everything can be set: by a flag, a variable or a key of the YAML file, and the page of settings
+lists it all."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch
 from stretto.cli import parser
 from stretto.commands.generate import settings
 from stretto.commands.serve import OTHER_VARIABLES, RECORDS, settings_table, settle, settle_all
+from stretto.config import connectors as known
 from stretto.config.cluster import ClusterConfig
 from stretto.config.engine import EngineConfig, HostPlace, HostSettings, parse_placement
 from stretto.config.loader import flag_of, name_of, settings_of
@@ -23,11 +25,10 @@ from stretto.config.preprocess import PoolSettings
 from stretto.config.server import WHOLE, ServerConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.errors import Invalid
-from stretto.messages.params import ChunkSizes
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.plan import POOLS, plan
+from stretto.params import ChunkSizes
 from stretto.stage.host.memory_plan import DoesNotFit, check
-from stretto.transport import known
 from stretto.transport.registry import Registry
 from tests.pipeline import STAGES
 
@@ -49,14 +50,17 @@ ELSEWHERE = {
 SAMPLES = {
     "connector": "tcp",
     "link_details": "protocol=rdma", "memory_share": "0.5", "host_gpus": "0.5",
-    "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6", "dtype": "float16",
-    "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3", "first_frames": "2",
+    "placement": "two", "device": "cpu,cuda:1", "replicas": "2", "kv_blocks": "a=5,b=6",
+    "dtype": "float16",
+    "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3",
+    "first_frames": "2",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
     "allowed_hosts": "a.example", "trusted_proxies": "10.0.0.1",
 }  # fmt: skip
 BESIDE = {
     "link_details": {"connector": "mooncake"},
-    "device": {"replicas": "2"}, "ssl_certfile": {"ssl_keyfile": "k.pem"}, "ssl_keyfile": {"ssl_certfile": "c.pem"},
+    "device": {"replicas": "2"}, "ssl_certfile": {"ssl_keyfile": "k.pem"},
+    "ssl_keyfile": {"ssl_certfile": "c.pem"},
 }  # fmt: skip
 """What else must be said for a sample to be valid."""
 
@@ -96,15 +100,22 @@ def found(
     _, engine, server, cluster = settle_all(dict(flags), environ)
     assert engine.prompts is not None
     holders: dict[type[Any], Any] = {
-        EngineConfig: engine, HostSettings: engine.host, ServerConfig: server, PoolSettings: engine.prompts,
+        EngineConfig: engine, HostSettings: engine.host, ServerConfig: server,
+        PoolSettings: engine.prompts,
         ClusterConfig: cluster,
         OverlapSwitches: OverlapSwitches.read(engine.host.switches, {}),
     }  # fmt: skip
-    every_value = {f"{r.__name__}.{g.name}": getattr(holders[r], g.name) for r in RECORDS for g in settings_of(r)}
+    every_value = {
+        f"{r.__name__}.{g.name}": getattr(holders[r], g.name)
+        for r in RECORDS
+        for g in settings_of(r)
+    }
     return every_value.pop(f"{record.__name__}.{f.name}"), every_value
 
 
-@pytest.mark.parametrize(("record", "f"), every(), ids=lambda x: name_of(x) if isinstance(x, Field) else "")
+@pytest.mark.parametrize(
+    ("record", "f"), every(), ids=lambda x: name_of(x) if isinstance(x, Field) else ""
+)
 def test_each_can_be_set_in_all_places(
     record: type[Any], f: Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +131,10 @@ def test_each_can_be_set_in_all_places(
     file.write_text("".join(f"{n.replace('_', '-')}: {v}\n" for n, v in given.items()))
     assert found(record, f, {"config": file}, {}) == by_flag
     # A flag wins over the environment, that over the file.
-    assert found(record, f, vars(command("serve", *words)), {f"STRETTO_{name.upper()}": "nonsense"}) == by_flag
+    assert (
+        found(record, f, vars(command("serve", *words)), {f"STRETTO_{name.upper()}": "nonsense"})
+        == by_flag
+    )
 
 
 def in_words(name: str, value: str) -> list[str]:
@@ -133,7 +147,9 @@ def in_words(name: str, value: str) -> list[str]:
 )
 def test_no_field_is_left_out(record: type[Any]) -> None:
     flags = options("serve")
-    names = {f"{record.__name__}.{f.name}": name_of(f) for f in fields(record) if "group" in f.metadata}
+    names = {
+        f"{record.__name__}.{f.name}": name_of(f) for f in fields(record) if "group" in f.metadata
+    }
     for f in fields(record):
         at = f"{record.__name__}.{f.name}"
         name = ELSEWHERE.get(at) or names[at]
@@ -144,7 +160,9 @@ def test_the_page_of_settings_is_in_step() -> None:
     """`stretto serve --settings-table` prints what stands there."""
     assert settings_table() in PAGE.read_text(encoding="utf-8")
     assert all(f"`{name}`" in settings_table() for name in OTHER_VARIABLES)
-    assert set(re.findall(r"`(--[a-z0-9-]+)[` ]", PAGE.read_text(encoding="utf-8"))) <= options("serve")
+    assert set(re.findall(r"`(--[a-z0-9-]+)[` ]", PAGE.read_text(encoding="utf-8"))) <= options(
+        "serve"
+    )
 
 
 def test_named_connectors_are_those_that_there_are() -> None:
@@ -157,15 +175,27 @@ def test_named_connectors_are_those_that_there_are() -> None:
 
 
 def test_replicas_take_devices_in_turn(tiny_dir: Path) -> None:
-    _, config, _ = settle(vars(command("serve", "--device", "cuda:0, cuda:1", "--replicas", "4")), {})
+    _, config, _ = settle(
+        vars(command("serve", "--device", "cuda:0, cuda:1", "--replicas", "4")), {}
+    )
     assert config.host.device == "cuda:0"
     engine = PipelineEngine(tiny_dir, config)
-    assert [p.config.host.device for p in engine._pipelines] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert [p.config.host.device for p in engine._pipelines] == [
+        "cuda:0",
+        "cuda:1",
+        "cuda:0",
+        "cuda:1",
+    ]
     assert all(p.config.replicas == 1 for p in engine._pipelines)
 
 
 def test_stages_of_replicas_take_devices_in_turn() -> None:
-    words = ["--placement", "thinker@cuda:0|cuda:2, talker+code2wav@cuda:1|cuda:3", "--replicas", "2"]
+    words = [
+        "--placement",
+        "thinker@cuda:0|cuda:2, talker+code2wav@cuda:1|cuda:3",
+        "--replicas",
+        "2",
+    ]
     _, config, _ = settle(vars(command("serve", *words)), {})
     front, back = ("thinker",), ("talker", "code2wav")
     assert config.replica(0).placement == (HostPlace(front, "cuda:0"), HostPlace(back, "cuda:1"))
@@ -176,9 +206,13 @@ def test_stages_of_replicas_take_devices_in_turn() -> None:
     )
 
 
-@pytest.mark.parametrize("words", [["--device", "cuda:0,cuda:1"], ["--placement", "a@cuda:0|cuda:1,b"]])
+@pytest.mark.parametrize(
+    "words", [["--device", "cuda:0,cuda:1"], ["--placement", "a@cuda:0|cuda:1,b"]]
+)
 def test_more_devices_than_replicas_are_a_mistake(words: list[str]) -> None:
-    with pytest.raises(Invalid, match="2 devices are named, one for each replica, but replicas is 1"):
+    with pytest.raises(
+        Invalid, match="2 devices are named, one for each replica, but replicas is 1"
+    ):
         settle(vars(command("serve", *words)), {})
 
 
@@ -195,20 +229,36 @@ def test_pace_counts_where_there_are_listeners() -> None:
 
 def test_packets_of_the_server() -> None:
     assert ServerConfig().packets == ChunkSizes()
-    assert ServerConfig(first_frames=2, each_frames=4, packet_ramp=0).packets == ChunkSizes(2, 4, None)
+    assert ServerConfig(first_frames=2, each_frames=4, packet_ramp=0).packets == ChunkSizes(
+        2, 4, None
+    )
     assert ServerConfig(streaming=False, first_frames=2).packets == ChunkSizes(WHOLE, WHOLE, None)
-    for wrong in ({"first_frames": 9}, {"first_frames": 0}, {"packet_ramp": 1}, {"packet_ramp": -1}):
+    for wrong in (
+        {"first_frames": 9},
+        {"first_frames": 0},
+        {"packet_ramp": 1},
+        {"packet_ramp": -1},
+    ):
         with pytest.raises(Invalid):
             ServerConfig(**wrong)
 
 
-FLOATS = [(record, f) for record, f in every() if float in (get_type_hints(record)[f.name], *get_args(f.type))]
+FLOATS = [
+    (record, f)
+    for record, f in every()
+    if float in (get_type_hints(record)[f.name], *get_args(f.type))
+]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
-@pytest.mark.parametrize(("record", "f"), FLOATS, ids=lambda x: name_of(x) if isinstance(x, Field) else "")
-def test_every_number_is_finite(record: type[Any], f: Field[Any], value: str, tmp_path: Path) -> None:
-    """Wherever it is stated: an infinite time would never end, and what is no number passes comparisons."""
+@pytest.mark.parametrize(
+    ("record", "f"), FLOATS, ids=lambda x: name_of(x) if isinstance(x, Field) else ""
+)
+def test_every_number_is_finite(
+    record: type[Any], f: Field[Any], value: str, tmp_path: Path
+) -> None:
+    """Wherever it is stated: an infinite time would never end, and what is no number passes
+    comparisons."""
     name = name_of(f)
     words = re.escape(f"{name} must be a finite number")
     with pytest.raises(Invalid, match=words):
@@ -221,19 +271,26 @@ def test_every_number_is_finite(record: type[Any], f: Field[Any], value: str, tm
 
 
 def test_there_are_numbers_to_check() -> None:
-    assert {"stall_s", "queue_timeout", "launch_lead_ms", "prompt_start_timeout_s", "host_gpus"} <= {
-        name_of(f) for _, f in FLOATS
-    }
+    assert {
+        "stall_s",
+        "queue_timeout",
+        "launch_lead_ms",
+        "prompt_start_timeout_s",
+        "host_gpus",
+    } <= {name_of(f) for _, f in FLOATS}
 
 
-@pytest.mark.parametrize("wrong", [{"max_rows": 0}, {"prefill_chunk": 0}, {"max_step_tokens": 1}, {"link_slots": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_rows": 0}, {"prefill_chunk": 0}, {"max_step_tokens": 1}, {"link_slots": 0}]
+)
 def test_sizes_are_checked_before_anything_starts(wrong: dict[str, int]) -> None:
     with pytest.raises(Invalid, match=f"{next(iter(wrong))} must be at least"):
         HostSettings(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "name", ["threads", "overlap_depth", "max_rows", "prompt_workers", "prompt_cpu_s", "prompt_memory_mb"]
+    "name",
+    ["threads", "overlap_depth", "max_rows", "prompt_workers", "prompt_cpu_s", "prompt_memory_mb"],
 )
 def test_numbers_beyond_all_bounds_are_refused(name: str) -> None:
     """Before threads or processes are made, or a limit is set that no system takes."""
@@ -242,7 +299,9 @@ def test_numbers_beyond_all_bounds_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [STAGES, *((stage,) for stage in STAGES)], ids="+".join)
-def test_a_refusal_for_lack_of_memory_recommends_flags(stages: tuple[str, ...], tiny_config: OmniConfig) -> None:
+def test_a_refusal_for_lack_of_memory_recommends_flags(
+    stages: tuple[str, ...], tiny_config: OmniConfig
+) -> None:
     plans = plan(tiny_config, stages, HostSettings(), POOLS, torch.float32)
     with pytest.raises(DoesNotFit) as caught:
         check(plans, 1 << 10, 0, "cuda:0", 1 << 10)

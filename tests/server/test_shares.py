@@ -35,7 +35,9 @@ def test_owners_that_grow_together_have_equal_parts() -> None:
 def test_the_largest_thing_fits_where_nothing_else_is_held() -> None:
     shares = Shares(512, floor=64)
     assert fill(shares, "a", 64) == 256
-    assert [fill(shares, owner, 64) for owner in "bcd"] == [128, 64, 0], "the last part is for small things"
+    assert [fill(shares, owner, 64) for owner in "bcd"] == [128, 64, 0], (
+        "the last part is for small things"
+    )
     assert shares.take("e", 8)
     shares.give_back("c", 64)
     assert shares.take("d", 64)
@@ -87,4 +89,18 @@ def test_the_heap_is_trimmed_when_much_was_freed_or_nothing_more_is() -> None:
     for more in (0, SOME, 0, 0, SOME - 1, 0, 1, 0, EVERY, EVERY, EVERY - 1, 0, 0):
         freed += more
         seen.append(trimmer.due())
-    assert seen == [False, False, True, False, False, False, False, True, True, True, False, True, False]
+    assert seen == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]

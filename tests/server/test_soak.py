@@ -1,9 +1,10 @@
-"""The server in its own processes is visited by clients of every kind, and by clients that leave at any moment: when
-they have gone, each process has as many descriptors as before, and there are as many processes, memory files and
-segments.
+"""The server in its own processes is visited by clients of every kind, and by clients that leave at
+any moment: when they have gone, each process has as many descriptors as before, and there are as
+many processes, memory files and segments.
 
-Cheap visits are made 300 times, those that take the tiny model some time 50 times or six: counts are exact, so that
-one descriptor left by one of them is seen. The same at length: `python -m bench faults --parts server`."""
+Cheap visits are made 300 times, those that take the tiny model some time 50 times or six: counts
+are exact, so that one descriptor left by one of them is seen. The same at length: `python -m bench
+faults --parts server`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ CALM = 3  # looks at the processes that show the same
 OFTEN, MORE, SOME = 300, 50, 6
 COUNTS = {
     **dict.fromkeys(("text", "looks", "voices", "refused"), OFTEN),
-    **dict.fromkeys(("leaves: connected", "leaves: headers", "leaves: body", "left_session"), OFTEN),
+    **dict.fromkeys(
+        ("leaves: connected", "leaves: headers", "leaves: body", "left_session"), OFTEN
+    ),
     **dict.fromkeys(("streamed", "several", "structured", "tools"), MORE),
     **dict.fromkeys(("leaves: sent", "leaves: later", "left_live", "written"), MORE),
 }
@@ -41,7 +44,8 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Stages in two hosts, so that there are links with segments. Every kind has been there before."""
+    """Stages in two hosts, so that there are links with segments. Every kind has been there
+    before."""
     settings = argparse.Namespace(
         device="cpu", model="tiny", max_rows=32, serve=["--api-key", "k", "--placement", "two"]
     )

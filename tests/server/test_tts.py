@@ -1,4 +1,5 @@
-"""Qwen3-TTS over HTTP: voices, instructions, languages, long texts; voices made of clips, and what is refused."""
+"""Qwen3-TTS over HTTP: voices, instructions, languages, long texts; voices made of clips, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def speech(it: Served, text: str = "Hello, how are you?", key: int = 1, **more: Any) -> np.ndarray:
-    body = {"response_format": "pcm", "greedy_speech": True, "min_audio_frames": 3, "max_audio_frames": 3, **more}
+    body = {
+        "response_format": "pcm",
+        "greedy_speech": True,
+        "min_audio_frames": 3,
+        "max_audio_frames": 3,
+        **more,
+    }
     return np.frombuffer(it.post(SPEECH, key, input=text, **body).body, np.int16)
 
 
@@ -58,14 +65,18 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and int(np.abs(a.astype(np.int32) - b).max()) <= 1
 
 
-def refused(it: Served, path: str, body: Any, key: int = 1, method: str | None = None) -> dict[str, Any]:
+def refused(
+    it: Served, path: str, body: Any, key: int = 1, method: str | None = None
+) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {KEYS[key - 1]}"}
     reply = it.running.ask(path, body, method=method, headers=headers)
     assert reply.status in (400, 404), reply.body
     return reply.error
 
 
-def sound(seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, loudness: float = 0.2, **how: Any) -> str:
+def sound(
+    seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, loudness: float = 0.2, **how: Any
+) -> str:
     """Noise, or a loud tone."""
     wave = loudness * np.random.default_rng(1).standard_normal(int(seconds * rate))
     if hz:
@@ -95,7 +106,8 @@ def test_voices_languages_and_instructions_change_what_is_heard(custom: Served) 
 def test_formats(custom: Served, format: str) -> None:
     whole = speech(custom)
     heard, _ = read_open(custom.post(SPEECH, 1, input="Hello, how are you?", response_format=format,
-                                     greedy_speech=True, min_audio_frames=3, max_audio_frames=3).body)  # fmt: skip
+                                     greedy_speech=True, min_audio_frames=3,
+                                     max_audio_frames=3).body)  # fmt: skip
     if format == "wav":
         assert same(heard, whole)
     assert len(heard)
@@ -103,10 +115,14 @@ def test_formats(custom: Served, format: str) -> None:
 
 def test_a_long_text_is_spoken_in_one_piece(custom: Served) -> None:
     """Each passage as if it were asked for alone, one behind the other."""
-    sentences = [f"{'The rain in the garden is quiet this morning, ' * 20}and number {i} ends." for i in range(3)]
+    sentences = [
+        f"{'The rain in the garden is quiet this morning, ' * 20}and number {i} ends."
+        for i in range(3)
+    ]
     alone = [speech(custom, s) for s in sentences]
     assert same(np.concatenate(alone), speech(custom, " ".join(sentences)))
-    reply = custom.post(SPEECH, 1, input=" ".join(sentences), stream_format="sse", response_format="pcm",
+    reply = custom.post(SPEECH, 1, input=" ".join(sentences), stream_format="sse",
+        response_format="pcm",
                         greedy_speech=True, min_audio_frames=3, max_audio_frames=3)  # fmt: skip
     *deltas, done = reply.events
     assert done["usage"]["output_tokens"] == 9
@@ -135,7 +151,9 @@ def test_a_voice_is_described(design: Served) -> None:
     plain, old = speech(design), speech(design, instructions="An old man, warm and unhurried.")
     assert len(plain) == len(old) == 3 * 1920, "it may say nothing of it"
     assert not same(plain, old)
-    assert not same(old, speech(design, instructions="An old man, warm and unhurried.", language="french"))
+    assert not same(
+        old, speech(design, instructions="An old man, warm and unhurried.", language="french")
+    )
     assert same(plain, speech(design, voice="alloy")), "clients that must name one"
     assert refused(design, SPEECH, {"input": "Hello", "voice": "ryan"})["param"] == "voice"
 
@@ -156,11 +174,20 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
     assert refused(base, SPEECH, {"input": "Hello"})["param"] == "voice", "it has none of its own"
     made = base.post(VOICES, 1, name="Granny", audio=sound()).json
     assert (made["name"], made["has_text"]) == ("Granny", False)
-    base.post(VOICES, 1, name="closer", audio=sound(rate=24000, format="FLAC"), text="hello there", format="flac")
+    base.post(
+        VOICES,
+        1,
+        name="closer",
+        audio=sound(rate=24000, format="FLAC"),
+        text="hello there",
+        format="flac",
+    )
     one, other = speech(base, voice="granny"), speech(base, voice="closer")
     assert len(one) == len(other) == 3 * 1920
     assert not same(one, other)
-    assert same(other, speech(base, voice="closer")), "the second time, from what was kept of the first"
+    assert same(other, speech(base, voice="closer")), (
+        "the second time, from what was kept of the first"
+    )
     assert same(other, speech(base, voice="closer", instructions="Slowly.")), "it follows none"
     assert refused(base, SPEECH, {"input": "Hello", "voice": "granny"}, key=2)["param"] == "voice"
     base.post(VOICES, 2, name="granny", audio=sound(2.0, hz=200.0))
@@ -171,13 +198,23 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
         return [v["name"] for v in reply.json["data"]]
 
     assert (listed(1), listed(2)) == (["Granny", "closer"], ["granny"])
-    assert refused(base, VOICES, {"name": "GRANNY", "audio": sound()})["param"] == "name", "it is taken"
-    assert refused(base, f"{VOICES}/closer", None, key=2, method="DELETE")["code"] == "voice_not_found"
-    reply = base.running.ask(f"{VOICES}/granny", method="DELETE", headers={"authorization": "Bearer one"})
+    assert refused(base, VOICES, {"name": "GRANNY", "audio": sound()})["param"] == "name", (
+        "it is taken"
+    )
+    assert (
+        refused(base, f"{VOICES}/closer", None, key=2, method="DELETE")["code"] == "voice_not_found"
+    )
+    reply = base.running.ask(
+        f"{VOICES}/granny", method="DELETE", headers={"authorization": "Bearer one"}
+    )
     assert reply.json["deleted"]
     assert (listed(1), listed(2)) == (["closer"], ["granny"])
     for key, name in ((1, "closer"), (2, "granny")):
-        base.running.ask(f"{VOICES}/{name}", method="DELETE", headers={"authorization": f"Bearer {KEYS[key - 1]}"})
+        base.running.ask(
+            f"{VOICES}/{name}",
+            method="DELETE",
+            headers={"authorization": f"Bearer {KEYS[key - 1]}"},
+        )
     assert not base.running.server.service.voices._kept
 
 
@@ -199,7 +236,9 @@ def test_a_voice_is_made_of_a_clip_and_is_its_owners(base: Served) -> None:
         ({"extra": 1}, "extra"),
     ],
 )
-def test_bad_clips_are_refused_and_nothing_is_kept(base: Served, change: dict[str, Any], param: str) -> None:
+def test_bad_clips_are_refused_and_nothing_is_kept(
+    base: Served, change: dict[str, Any], param: str
+) -> None:
     assert refused(base, VOICES, {"name": "fine", "audio": sound(), **change})["param"] == param
     assert not base.running.server.service.voices._kept
 
@@ -208,14 +247,18 @@ def test_models_without_cloning_make_no_voices(custom: Served) -> None:
     assert refused(custom, VOICES, {"name": "fine", "audio": sound()})["param"] == "model"
 
 
-def form(fields: dict[str, str | bytes], files: tuple[str, ...] = ("file",)) -> tuple[bytes, dict[str, str]]:
+def form(
+    fields: dict[str, str | bytes], files: tuple[str, ...] = ("file",)
+) -> tuple[bytes, dict[str, str]]:
     """A body of multipart/form-data, and its headers."""
     parts = []
     for name, value in fields.items():
         extra = '; filename="../../etc/passwd"' if name in files else ""
         data = value.encode() if isinstance(value, str) else value
         parts.append(
-            f'--mark\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode() + data + b"\r\n"
+            f'--mark\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'.encode()
+            + data
+            + b"\r\n"
         )
     headers = {"authorization": "Bearer one", "Content-Type": "multipart/form-data; boundary=mark"}
     return b"".join(parts) + b"--mark--\r\n", headers
@@ -226,14 +269,19 @@ CLIP = base64.b64decode(sound())
 
 def test_a_clip_as_a_file_is_the_same_voice(base: Served) -> None:
     base.post(VOICES, 1, name="json", audio=sound(), text="hello there")
-    for name, more in (("form", {"file": CLIP}), ("stock", {"audio_sample": CLIP, "consent": "cons_1"})):
+    for name, more in (
+        ("form", {"file": CLIP}),
+        ("stock", {"audio_sample": CLIP, "consent": "cons_1"}),
+    ):
         said = {"transcript" if name == "form" else "text": "hello there"}
         body, headers = form({"name": name, **said, **more}, ("file", "audio_sample"))
         reply = base.running.ask(VOICES, body, headers=headers)
         assert (reply.status, reply.json["name"], reply.json["has_text"]) == (200, name, True)
         assert same(speech(base, voice=name), speech(base, voice="json"))
     for name in ("json", "form", "stock"):
-        base.running.ask(f"{VOICES}/{name}", method="DELETE", headers={"authorization": "Bearer one"})
+        base.running.ask(
+            f"{VOICES}/{name}", method="DELETE", headers={"authorization": "Bearer one"}
+        )
     assert not base.running.server.service.voices._kept
 
 
@@ -257,7 +305,9 @@ def test_a_clip_as_a_file_is_the_same_voice(base: Served) -> None:
         ({"model": "other"}, "model"),
     ],
 )
-def test_bad_forms_are_refused_and_nothing_is_kept(base: Served, change: dict[str, Any], param: str) -> None:
+def test_bad_forms_are_refused_and_nothing_is_kept(
+    base: Served, change: dict[str, Any], param: str
+) -> None:
     fields = {k: v for k, v in {"name": "fine", "file": CLIP, **change}.items() if v is not None}
     body, headers = form(fields)
     reply = base.running.ask(VOICES, body, headers=headers)
@@ -273,7 +323,9 @@ def test_a_clip_has_so_many_bytes(base: Served) -> None:
     assert "at most 9 MiB" in reply.error["message"]
 
 
-def test_of_two_clips_for_one_name_one_is_kept(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_clips_for_one_name_one_is_kept(
+    base: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both find the name free; the one that is done later does not take the other's place."""
     engine = base.running.server.service.engine()
     inside: list[int] = []
@@ -289,7 +341,9 @@ def test_of_two_clips_for_one_name_one_is_kept(base: Served, monkeypatch: pytest
 
     monkeypatch.setattr(engine, "enrol", together)
     with ThreadPoolExecutor(2) as pool:
-        replies = list(pool.map(lambda _: ask_key(base, {"name": "twin", "audio": sound()}), range(2)))
+        replies = list(
+            pool.map(lambda _: ask_key(base, {"name": "twin", "audio": sound()}), range(2))
+        )
     assert sorted(r.status for r in replies) == [200, 400]
     assert next(r for r in replies if r.status == 400).error["param"] == "name"
     base.running.ask(f"{VOICES}/twin", method="DELETE", headers={"authorization": "Bearer one"})

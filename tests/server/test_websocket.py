@@ -1,4 +1,5 @@
-"""A WebSocket connection below its messages: frames of any size, in any number, and nobody else waits for them."""
+"""A WebSocket connection below its messages: frames of any size, in any number, and nobody else
+waits for them."""
 
 from __future__ import annotations
 
@@ -15,13 +16,21 @@ from uvicorn.server import ServerState
 from stretto.server.http import flow_throttle as floods
 from stretto.server.http import websocket
 from stretto.server.http.flow_throttle import Floods
-from stretto.server.http.websocket import MANY, MAX_FRAGMENTS, MAX_UNREAD_BYTES, SLICE_BYTES, TINY_BYTES, Socket
+from stretto.server.http.websocket import (
+    MANY,
+    MAX_FRAGMENTS,
+    MAX_UNREAD_BYTES,
+    SLICE_BYTES,
+    TINY_BYTES,
+    Socket,
+)
 from stretto.server.shares import Shares
 from tests.server.test_connections import Wire, settle
 
 TEXT, CONTINUED, PING = 1, 0, 9
 HELLO = (
-    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
+    b"websocket\r\nSec-WebSocket-Version: 13\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
 )
 
@@ -96,7 +105,9 @@ def test_messages_come_whole_and_in_order_however_they_are_cut(seed: int) -> Non
         data = b""
         for message in messages:
             at = rng.randrange(len(message) + 1)
-            data += frame(TEXT, message[:at], False) + frame(PING, b"") + frame(CONTINUED, message[at:])
+            data += (
+                frame(TEXT, message[:at], False) + frame(PING, b"") + frame(CONTINUED, message[at:])
+            )
         while data:
             size = rng.choice((1, 100, SLICE_BYTES, 100_000))
             await talk.say(data[:size])
@@ -165,7 +176,8 @@ def test_floods_share_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [MANY, 40_000])
 def test_a_flood_waits_for_its_turn(count: int) -> None:
-    """Also one that brings its frames in small reads. The app goes on reading meanwhile: that does not end the wait."""
+    """Also one that brings its frames in small reads. The app goes on reading meanwhile: that does
+    not end the wait."""
 
     async def test(talk: Talk) -> None:
         turns: list[Callable[[], None]] = []
@@ -201,7 +213,8 @@ def test_what_is_no_flood_does_not_wait() -> None:
 
 
 def test_nothing_more_is_read_while_there_is_a_rest() -> None:
-    """Though the app, which has stood still for a while, takes messages meanwhile, and uvicorn then reads on."""
+    """Though the app, which has stood still for a while, takes messages meanwhile, and uvicorn then
+    reads on."""
 
     async def test(talk: Talk) -> None:
         talk.takes.clear()
@@ -240,13 +253,17 @@ def test_nothing_is_read_before_the_app_has_taken_what_there_is() -> None:
 def test_fragments_of_a_message_are_bounded(size: int) -> None:
     async def test(talk: Talk) -> None:
         data = b"x" * size
-        await talk.say(frame(TEXT, data, False) + frame(CONTINUED, data, False) * (MAX_FRAGMENTS - 2))
+        await talk.say(
+            frame(TEXT, data, False) + frame(CONTINUED, data, False) * (MAX_FRAGMENTS - 2)
+        )
         await talk.say(frame(CONTINUED, data))
         while not talk.got:
             await asyncio.sleep(0)
         assert talk.got == [data * MAX_FRAGMENTS]
         assert not talk.line.closing
-        await talk.say(frame(TEXT, data, False) + frame(CONTINUED, data, False) * (MAX_FRAGMENTS + 500))
+        await talk.say(
+            frame(TEXT, data, False) + frame(CONTINUED, data, False) * (MAX_FRAGMENTS + 500)
+        )
         while not talk.line.closing:
             await asyncio.sleep(0)
         assert b"too many fragments" in talk.line.sent

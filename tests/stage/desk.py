@@ -30,12 +30,15 @@ from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
 from tests.stage.stepping import in_flight, turn, wait
 
-CONFIG = SchedulerConfig(num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32)
+CONFIG = SchedulerConfig(
+    num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32
+)
 
 
 class Desk:
-    """One stage and what came out of it. With `hold`, on a device that takes a time that cannot be foretold, where
-    every look at the clock takes time too: so steps are held back, and launched when due, early and late."""
+    """One stage and what came out of it. With `hold`, on a device that takes a time that cannot be
+    foretold, where every look at the clock takes time too: so steps are held back, and launched
+    when due, early and late."""
 
     hold = False
 
@@ -110,30 +113,42 @@ class Desk:
     # -- the thinker
 
     def think(
-        self, id: str, prompt: Prompt, options: Options, bias: Sequence[tuple[int, float]] = (), **changes
+        self,
+        id: str,
+        prompt: Prompt,
+        options: Options,
+        bias: Sequence[tuple[int, float]] = (),
+        **changes,
     ) -> None:
         c = self.models.config
         positions, first = rope_positions(
-            prompt.ids, c.tokens, c.thinker.vision.merge, c.thinker.positions_per_second, prompt.images, prompt.videos,
+            prompt.ids, c.tokens, c.thinker.vision.merge, c.thinker.positions_per_second,
+            prompt.images, prompt.videos,
             prompt.audio_in_video,
         )  # fmt: skip
         plan = talker_prompt(prompt, c) if options.speak else None
         capture = np.array(media_places(plan), dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
             media = self.models.thinker.encode(prompt)
-        given = ThinkerInput(positions, first, options.text, [media] if media else [], capture, tuple(bias))
+        given = ThinkerInput(
+            positions, first, options.text, [media] if media else [], capture, tuple(bias)
+        )
         spec = RequestSpec(
-            RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}), sampling=options.text,
+            RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}),
+            sampling=options.text,
             needs_payload=options.speak,
         )  # fmt: skip
-        self.stage.submit(replace(spec, **changes), given, prompt.ids, salts=salts(prompt, c.tokens.media_pads))
+        self.stage.submit(
+            replace(spec, **changes), given, prompt.ids, salts=salts(prompt, c.tokens.media_pads)
+        )
 
     # -- the talker
 
     def speak(
         self, id: str, prompt: Prompt, options: Options, media: np.ndarray | None = None, **changes
     ) -> TalkerInput:
-        """Announce a request whose text is still to come. `media`: the thinker's accept-layer rows, in order."""
+        """Announce a request whose text is still to come. `media`: the thinker's accept-layer rows,
+        in order."""
         plan = talker_prompt(prompt, self.models.config, options.voice)
         given = TalkerInput(plan, options.code0, options.residual)
         if media is not None and len(media):
@@ -141,10 +156,13 @@ class Desk:
                 given.media.append(torch.from_numpy(media).to(self.models.talker.device))
         eos = self.models.config.talker.codec.eos
         spec = RequestSpec(
-            RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0, paced=True,
+            RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0,
+            paced=True,
             cache_output=False, cache_root=str(plan.speaker).encode(),
         )  # fmt: skip
-        self.stage.submit(replace(spec, **changes), given, len(plan) - 1, closed=False, missing=given.missing)
+        self.stage.submit(
+            replace(spec, **changes), given, len(plan) - 1, closed=False, missing=given.missing
+        )
         return given
 
     def feed(self, id: str, token: int | None) -> None:
@@ -165,7 +183,8 @@ class Desk:
 
 
 def salts(prompt: Prompt, pads: tuple[int, int, int]) -> list[Salt]:
-    """One salt per run of media pads, told by the content of all media (coarse, and enough for tests)."""
+    """One salt per run of media pads, told by the content of all media (coarse, and enough for
+    tests)."""
     digest = b"".join(a.mel.tobytes()[:64] for a in prompt.audios)
     digest += b"".join(p.values.tobytes()[:64] for p in (*prompt.images, *prompt.videos))
     found, start = [], None

@@ -1,9 +1,10 @@
 """A runner without a model, and a driver that plays the stage around a scheduler.
 
-`FakeRunner` keeps what a real one keeps on the device (block tables, KV slots, the last token of each row) and obeys
-`Batch` to the letter. The value of a row depends on its input and on the values of *all* rows before it, read through
-the block table, so a wrong table, a lost or foreign block, a wrong input token or a wrong position changes every token
-that follows. `Driver` compares all that comes out with `answer_of`, which knows nothing of batches or blocks."""
+`FakeRunner` keeps what a real one keeps on the device (block tables, KV slots, the last token of
+each row) and obeys `Batch` to the letter. The value of a row depends on its input and on the values
+of *all* rows before it, read through the block table, so a wrong table, a lost or foreign block, a
+wrong input token or a wrong position changes every token that follows. `Driver` compares all that
+comes out with `answer_of`, which knows nothing of batches or blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ _MASK = (1 << 61) - 1
 
 def value_of(position: int, content: int, before: int) -> int:
     """What a row computes: from its place, its input and the sum of all values before it."""
-    x = (position * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + before * 0x165667B19E3779F9) & _MASK
+    x = (
+        position * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + before * 0x165667B19E3779F9
+    ) & _MASK
     x ^= x >> 29
     return (x * 0xBF58476D1CE4E5B9) & _MASK
 
@@ -47,7 +50,9 @@ def token_of(value: int) -> int:
 class Story:
     """The true input of one request: what its rows contain, whether or not ids tell it."""
 
-    extras: list[int] = field(default_factory=list)  # by row: what is not in the id (media, text), 0 for nothing
+    extras: list[int] = field(
+        default_factory=list
+    )  # by row: what is not in the id (media, text), 0 for nothing
     prompt: int = 0  # rows of the prompt
     texts: list[int] = field(default_factory=list)  # paced
     answer: list[int] = field(default_factory=list)  # confirmed
@@ -64,7 +69,8 @@ class Story:
 
 
 def answer_of(story: Story, max_new: int, stop_ids: frozenset[int]) -> tuple[list[int], list[int]]:
-    """The oracle: the answer to a story's current prompt, and the values of all rows that it takes."""
+    """The oracle: the answer to a story's current prompt, and the values of all rows that it
+    takes."""
     values: list[int] = []
     total = 0
     tokens = list(story.history[: story.prompt])
@@ -87,7 +93,12 @@ class FakeStep:
 
 
 class FakeRunner:
-    def __init__(self, block_size: int, host_input: Callable[[RequestId, int], int], stories: dict[str, Story]) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        host_input: Callable[[RequestId, int], int],
+        stories: dict[str, Story],
+    ) -> None:
         self._size = block_size
         self._host_input = host_input
         self._stories = stories
@@ -161,7 +172,9 @@ class OrderCheck:
         self._scheduler = scheduler
         self._config = scheduler.config
         table = scheduler._table
-        self._ready = {r.id: (r, table.step - r.since) for r in table.requests.values() if self._is_ready(r)}
+        self._ready = {
+            r.id: (r, table.step - r.since) for r in table.requests.values() if self._is_ready(r)
+        }
 
     def _is_ready(self, request: StageRequest) -> bool:
         """Ready without a new block: only the budget can keep it out."""
@@ -177,7 +190,9 @@ class OrderCheck:
         for id, (request, age) in self._ready.items():
             if id in placed or request.state is not State.RUNNING:
                 continue
-            assert age <= patience + self._config.max_rows + self._config.overlap_depth, "left out for too long"
+            assert age <= patience + self._config.max_rows + self._config.overlap_depth, (
+                "left out for too long"
+            )
             cursor = request.cursor
             if cursor.filled + 1 == cursor.known and request.closed:
                 for other in decodes:
@@ -187,7 +202,8 @@ class OrderCheck:
 
 
 class Driver:
-    """Plays the stage: feeds a scheduler, runs its batches, and checks everything that comes out."""
+    """Plays the stage: feeds a scheduler, runs its batches, and checks everything that comes
+    out."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -207,7 +223,9 @@ class Driver:
     def _host_input(self, id: RequestId, position: int) -> int:
         request, story = self.live[id], self.stories[id]
         assert position < len(request.ids), "input asked for that the host does not know"
-        assert not any(s.start <= position < s.stop for s in story.missing), "input asked for that has not come"
+        assert not any(s.start <= position < s.stop for s in story.missing), (
+            "input asked for that has not come"
+        )
         token = request.ids[position]
         ids = story.history + story.answer
         if token == OPAQUE:
@@ -234,7 +252,9 @@ class Driver:
         story.missing = list(missing)
         self.stories[id] = story
         try:
-            request = self.scheduler.submit(full, list(rows), closed=closed, salts=salts, missing=list(missing))
+            request = self.scheduler.submit(
+                full, list(rows), closed=closed, salts=salts, missing=list(missing)
+            )
         except StrettoError:
             del self.stories[id]
             raise
@@ -242,10 +262,18 @@ class Driver:
         return request
 
     def append(
-        self, id: str, rows: Sequence[int], *, media: Sequence[int] = (), opaque: bool = False, last: bool
+        self,
+        id: str,
+        rows: Sequence[int],
+        *,
+        media: Sequence[int] = (),
+        opaque: bool = False,
+        last: bool,
     ) -> None:
         salts = self._add(self.stories[id], rows, media)
-        self.scheduler.append_rows(RequestId(id), len(rows) if opaque else list(rows), last=last, salts=salts)
+        self.scheduler.append_rows(
+            RequestId(id), len(rows) if opaque else list(rows), last=last, salts=salts
+        )
 
     def text(self, id: str, token: int) -> None:
         self.stories[id].texts.append(token)
@@ -279,7 +307,9 @@ class Driver:
         batch = self.scheduler.schedule()
         if batch is not None:
             order.check(batch)
-            assert batch.decode_only or not only_decodes, "a prompt in a batch that was told to be without"
+            assert batch.decode_only or not only_decodes, (
+                "a prompt in a batch that was told to be without"
+            )
             for join in batch.joined:
                 self._take_reused(join)
             self.batches.append(batch)
@@ -292,15 +322,23 @@ class Driver:
                 )
             assert len(self.flying) <= self.config.overlap_depth
         elif not self.flying:
-            # Whoever was seated in this call and then lacks input keeps its blocks until the next one.
+            # Whoever was seated in this call and then lacks input keeps its blocks until the next
+            # one.
             rests = any(r.state is State.STARVED and r.row is not None for r in self.live.values())
-            assert rests or all(r.state is State.STARVED for r in self.live.values()), "idle with work to do"
+            assert rests or all(r.state is State.STARVED for r in self.live.values()), (
+                "idle with work to do"
+            )
         self._check()
         return batch
 
     def _take_reused(self, join: RowJoin) -> None:
-        """Rows from the cache publish their kept payload; rows without one have their value looked up in the KV."""
-        request, story, size = self.live[join.request], self.stories[join.request], self.config.block_size
+        """Rows from the cache publish their kept payload; rows without one have their value looked
+        up in the KV."""
+        request, story, size = (
+            self.live[join.request],
+            self.stories[join.request],
+            self.config.block_size,
+        )
         if join.reused_from == join.filled:
             return
         assert len(story.values) == join.reused_from
@@ -308,15 +346,21 @@ class Driver:
         for position in range(join.reused_from, join.filled):
             index, offset = divmod(position, size)
             value = self.runner.kv[join.blocks[index], offset]
-            if request.spec.needs_payload and any(s.span.start <= position < s.span.stop for s in request.salts):
+            if request.spec.needs_payload and any(
+                s.span.start <= position < s.span.stop for s in request.salts
+            ):
                 assert self.payloads[kept[index]][offset] == value
             story.values.append(value)
 
-    def retire(self, error: StrettoError | None = None, victims: Sequence[str] = ()) -> list[Outcome]:
+    def retire(
+        self, error: StrettoError | None = None, victims: Sequence[str] = ()
+    ) -> list[Outcome]:
         step = self.flying.popleft()
         result = self.runner.retire(step)
         if error is not None:
-            hit = {s.request: error for s in step.batch.spans if not victims or s.request in victims}
+            hit = {
+                s.request: error for s in step.batch.spans if not victims or s.request in victims
+            }
             result = replace(result, errors=hit)
         outcomes = self.scheduler.retire(step.batch, result)
         for outcome in outcomes:
@@ -369,7 +413,9 @@ class Driver:
                 if not self.flying:
                     return
                 self.retire()
-        raise AssertionError(f"still busy after {limit} turns: {[r.state for r in self.live.values()]}")
+        raise AssertionError(
+            f"still busy after {limit} turns: {[r.state for r in self.live.values()]}"
+        )
 
     def check_idle(self) -> None:
         assert not self.flying

@@ -1,5 +1,5 @@
-"""What holds of a scheduler between any two calls: states, queue, rows and blocks agree. Asserted by tests after steps
-and at idle moments."""
+"""What holds of a scheduler between any two calls: states, queue, rows and blocks agree. Asserted
+by tests after steps and at idle moments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert state is not State.DONE, r.id
         assert seated or state is not State.RUNNING, r.id
         assert not (seated and state is State.WAITING), r.id
-        assert (state is State.WAITING) == (r.arrival in table.waiting._requests), f"{r.id} is {state.name}"
+        assert (state is State.WAITING) == (r.arrival in table.waiting._requests), (
+            f"{r.id} is {state.name}"
+        )
         assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
         assert r.in_flight == sum(r in placed for _, placed in scheduler._in_flight), r.id
 
@@ -40,20 +42,30 @@ def check_holdings(allocation: Allocation, requests: Sequence[StageRequest]) -> 
     refs.update(block for blocks, _ in deferred_free for block in blocks)
     check_pool(allocation.pool, [refs[BlockId(b)] for b in range(allocation.pool.num_blocks)])
     assert allocation.num_limbo == sum(len(blocks) for blocks, _ in deferred_free)
-    rows = allocation._free_rows + list(allocation.seated) + [row for _, row in deferred_free if row is not None]
+    rows = (
+        allocation._free_rows
+        + list(allocation.seated)
+        + [row for _, row in deferred_free if row is not None]
+    )
     assert sorted(rows) == list(range(allocation.max_rows)), "rows lost or shared"
-    assert {r.arrival for r in requests if r.row is not None} == {r.arrival for r in allocation.seated.values()}
+    assert {r.arrival for r in requests if r.row is not None} == {
+        r.arrival for r in allocation.seated.values()
+    }
     for r in requests:
-        assert r.cursor.filled <= len(r.blocks) * allocation.block_size, f"{r.id}: {r.cursor.filled} rows"
+        assert r.cursor.filled <= len(r.blocks) * allocation.block_size, (
+            f"{r.id}: {r.cursor.filled} rows"
+        )
 
 
 def check_pool(pool: BlockPool, refs: Sequence[int] | None = None) -> None:
-    """Conservation, and that each block is where its reference count and key say. `refs`: how often each block is
-    referred to, as counted by the caller."""
+    """Conservation, and that each block is where its reference count and key say. `refs`: how often
+    each block is referred to, as counted by the caller."""
     free, cached = set(pool._free), set(pool._cached)
     held = {BlockId(b) for b, n in enumerate(pool._refs) if n > 0}
     assert len(free) == len(pool._free)
-    assert len(free | cached | held) == len(free) + len(cached) + len(held), "a block is in two places"
+    assert len(free | cached | held) == len(free) + len(cached) + len(held), (
+        "a block is in two places"
+    )
     assert len(free) + len(held) + len(cached) == pool.num_blocks, "blocks lost"
     assert all(pool._keys[block] is None for block in free)
     assert all(pool._keys[block] is not None for block in cached)

@@ -1,5 +1,6 @@
-"""A device that takes time, on a clock that tests move. The stage's work is done for real when it is launched; when it
-counts as done is what this says. So what a stage launches when can be seen, to the nanosecond, on any machine."""
+"""A device that takes time, on a clock that tests move. The stage's work is done for real when it
+is launched; when it counts as done is what this says. So what a stage launches when can be seen, to
+the nanosecond, on any machine."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ class Device:
             if step.error is None:
                 self.clock.now += self.launch_ns
                 start = max(self.clock.now, self.free_ns)
-                self.launches.append(Launch(batch, self.clock.now, start, start + self.lasts(batch)))
+                self.launches.append(
+                    Launch(batch, self.clock.now, start, start + self.lasts(batch))
+                )
                 step.copied = Fired(self.clock, self.free_ns)
             return step
 

@@ -1,4 +1,5 @@
-"""What is captured, in which order, on which stream and out of which memory, over a device that only takes notes."""
+"""What is captured, in which order, on which stream and out of which memory, over a device that
+only takes notes."""
 
 from __future__ import annotations
 
@@ -116,8 +117,8 @@ def passes(cuda: FakeCuda) -> Callable[[str], Callable[[], str]]:
 
 
 def test_one_key_after_the_other(cuda: FakeCuda) -> None:
-    """Inputs and warm-ups on the stream, which has waited for what was made elsewhere; then the capture. At the end
-    each is replayed once."""
+    """Inputs and warm-ups on the stream, which has waited for what was made elsewhere; then the
+    capture. At the end each is replayed once."""
     found = capture_graphs(["b", "a"], passes(cuda), cuda.side, warmups=2)  # type: ignore[arg-type]
     on, into = "side", "side, captured"
     assert cuda.notes == [
@@ -125,7 +126,10 @@ def test_one_key_after_the_other(cuda: FakeCuda) -> None:
         *[("inputs of b", on), ("b", on), ("b", on), ("b", into)],
         *[("inputs of a", on), ("a", on), ("a", on), ("a", into)],
     ]
-    assert [(key, result) for key, (_, result) in found.items()] == [("b", "b's result"), ("a", "a's result")]
+    assert [(key, result) for key, (_, result) in found.items()] == [
+        ("b", "b's result"),
+        ("a", "a's result"),
+    ]
     assert cuda.replayed == [(graph, on) for graph, _ in found.values()]
 
 
@@ -156,11 +160,14 @@ def test_a_failure_names_its_key(cuda: FakeCuda, at: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Way after way, from the largest batch, each all padding; kernels of our own need one warm-up, libraries two."""
+    """Way after way, from the largest batch, each all padding; kernels of our own need one warm-up,
+    libraries two."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **kw: zeros(*shape, **kw))
 
-    def step(adapter: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How) -> Picked:
+    def step(
+        adapter: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How
+    ) -> Picked:
         assert rows.tolist() == [9] * len(rows)
         assert not positions.any()
         assert not values.any()
@@ -181,7 +188,9 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("owner", [PrefillGraphs, WindowGraphs, FrameGraphs])
-def test_passes_over_shared_buffers(cuda: FakeCuda, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_over_shared_buffers(
+    cuda: FakeCuda, owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the largest, each run once before."""
 
     def forward(self: Any, size: int) -> int:
@@ -193,21 +202,30 @@ def test_passes_over_shared_buffers(cuda: FakeCuda, owner: Any, monkeypatch: pyt
     graphs = owner([1, 2, 8])
     graphs.capture(cuda.side)
     assert cuda.captured() == cuda.warmups() == [8, 2, 1]
-    assert [(size, result) for size, (_, result) in graphs._graphs.items()] == [(8, 8), (2, 2), (1, 1)]
+    assert [(size, result) for size, (_, result) in graphs._graphs.items()] == [
+        (8, 8),
+        (2, 2),
+        (1, 1),
+    ]
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_images_only_where_asked(
     cuda: FakeCuda, asked: bool, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sound always, single images by their setting; on the stage's stream, and owned by the encoders."""
+    """Sound always, single images by their setting; on the stage's stream, and owned by the
+    encoders."""
     for owner in (WindowGraphs, FrameGraphs):
         monkeypatch.setattr(owner, "forward", lambda self, size: cuda.note((type(self), size)))
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
     settings = HostSettings(vision_graphs=asked)
-    context = StageContext("", settings, CPU, OverlapSwitches(), lambda: None, lambda message, blob: None, lambda: None)
+    context = StageContext(
+        "", settings, CPU, OverlapSwitches(), lambda: None, lambda message, blob: None, lambda: None
+    )
     used: list[int] = []
-    model.audio_tower.conv2d1.register_forward_pre_hook(lambda module, given: used.append(len(given[0])))
+    model.audio_tower.conv2d1.register_forward_pre_hook(
+        lambda module, given: used.append(len(given[0]))
+    )
     StageBuilder(("thinker",), context).capture_encoders(model, cuda.side)  # type: ignore[arg-type]
     assert used == [64, 32, 16, 8, 4, 2, 1]
     images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
@@ -219,7 +237,10 @@ def test_images_only_where_asked(
 
 @pytest.mark.parametrize("sizes", [None, [(1, 2), (3, 2), (3, 1), (1, 2)]])
 def test_vocoder_steps(
-    cuda: FakeCuda, sizes: Sequence[tuple[int, int]] | None, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda,
+    sizes: Sequence[tuple[int, int]] | None,
+    tiny_config: OmniConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the most cells, twice before; whatever runs, the streams' state is as it was."""
     model = build(lambda: Code2Wav(tiny_config.code2wav), "cpu", torch.float32)
@@ -232,7 +253,9 @@ def test_vocoder_steps(
     stage.stream = cuda.side  # type: ignore[assignment]
     step = model.step
 
-    def noted(state: Any, codes: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def noted(
+        state: Any, codes: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
         cuda.note((codes.shape[0], codes.shape[2]))
         return step(state, codes, counts, slots)
 
@@ -242,7 +265,10 @@ def test_vocoder_steps(
     assert sorted(captured) == sorted(set(sizes or config.shapes()))
     assert captured == sorted(captured, key=lambda shape: -shape[0] * shape[1])
     assert cuda.warmups() == [shape for shape in captured for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(before, [stage.state.frames, stage.state.tails], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, [stage.state.frames, stage.state.tails], strict=True)
+    )
     for (streams, frames), (_, (given, wav)) in stage.graphs.items():
         assert given.numel() == streams * (tiny_config.code2wav.num_quantizers * frames + 2)
         assert wav.shape[0] == streams

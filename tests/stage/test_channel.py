@@ -1,4 +1,5 @@
-"""The host's end of the control channel: nothing is lost, reordered or waited for, whatever the reader does."""
+"""The host's end of the control channel: nothing is lost, reordered or waited for, whatever the
+reader does."""
 
 import socket
 import threading
@@ -46,7 +47,8 @@ def test_reports_leave_together_when_they_are_pushed() -> None:
 
 
 def test_a_reader_that_is_slow_gets_everything_in_order() -> None:
-    """Far more than the socket holds, from two threads: the senders never wait, and each one's order is kept."""
+    """Far more than the socket holds, from two threads: the senders never wait, and each one's
+    order is kept."""
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     blob, many = bytes(60_000), 60

@@ -1,4 +1,5 @@
-"""The vocoder's stage: whatever streams share its steps, each gets the samples of one decode of its own frames."""
+"""The vocoder's stage: whatever streams share its steps, each gets the samples of one decode of its
+own frames."""
 
 from collections import defaultdict, deque
 from dataclasses import replace
@@ -14,7 +15,9 @@ from stretto.stage.vocoder import AudioOutput, CodecConfig, VocoderCore
 from stretto.types import RequestId
 from tests.stage.stepping import idle, in_flight, turn, wait
 
-SMALL = CodecConfig(slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4))
+SMALL = CodecConfig(
+    slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4)
+)
 
 
 class Ears:
@@ -79,7 +82,9 @@ def codes(models: Models, n: int, seed: int) -> torch.Tensor:
 
 
 def decoded(models: Models, frames: torch.Tensor) -> np.ndarray:
-    return models.code2wav.decode(frames.to(next(models.code2wav.parameters()).device)).cpu().numpy()
+    return (
+        models.code2wav.decode(frames.to(next(models.code2wav.parameters()).device)).cpu().numpy()
+    )
 
 
 def run(stage: VocoderCore, ears: Ears) -> None:
@@ -197,12 +202,18 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
         launch(parts)
 
     stage._launch = watched
-    for id, frames, deadline in (("far", 7, 99.0), ("near", 2, 10.05), ("also near", 1, 10.09), ("new", 1, None)):
+    for id, frames, deadline in (
+        ("far", 7, 99.0),
+        ("near", 2, 10.05),
+        ("also near", 1, 10.09),
+        ("new", 1, None),
+    ):
         stage.open(RequestId(id))
         stage.push(RequestId(id), codes(models, frames, 0), Reason.STOP)
         stage.set_deadline(RequestId(id), deadline)
     run(stage, Ears())
-    # First the new one, which sets the size; then who runs dry; then the rest, alone, so it gets four frames at a time.
+    # First the new one, which sets the size; then who runs dry; then the rest, alone, so it gets
+    # four frames at a time.
     assert taken == [{"near": 1, "also near": 1, "new": 1}, {"near": 1}, {"far": 4}, {"far": 3}]
     assert idle(stage)
     taken.clear()
@@ -256,14 +267,17 @@ def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Mode
     stage.push(RequestId("b"), codes(models, 3, 1).to(stage.device), Reason.STOP)
     run(stage, ears)
     np.testing.assert_allclose(
-        ears.heard("b"), models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(), atol=1e-5
+        ears.heard("b"),
+        models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(),
+        atol=1e-5,
     )
     assert idle(stage)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 32, 64, 100, 128, 200])
 def test_captured_shapes_hold_every_step(slots: int) -> None:
-    """Half as many, or nearly; each step fits one, padded by little, and a stream's first packet by no frame."""
+    """Half as many, or nearly; each step fits one, padded by little, and a stream's first packet by
+    no frame."""
     full = CodecConfig(slots=slots)
     few = full.captured()
     assert len(few.shapes()) <= 0.6 * len(full.shapes()) or slots < 8
@@ -278,7 +292,9 @@ def test_captured_shapes_hold_every_step(slots: int) -> None:
 
 
 @pytest.mark.parametrize("spare", [0, 3, 12])
-def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_come_in_the_shapes_that_there_are(
+    spare: int, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is waiting; and padding changes no sample."""
     rng = np.random.default_rng(spare)
     config = replace(SMALL, spare_cells=spare, max_cells=12)
@@ -309,8 +325,8 @@ def test_steps_come_in_the_shapes_that_there_are(spare: int, models: Models, mon
 
 
 def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models) -> None:
-    """Two steps of a stream are on the device when its sender says that there are no more frames: their samples still
-    leave, and the end with the last of them."""
+    """Two steps of a stream are on the device when its sender says that there are no more frames:
+    their samples still leave, and the end with the last of them."""
     ears = Ears()
     stage = VocoderCore(models.code2wav, SMALL)
     device = Device(stage)
@@ -338,8 +354,9 @@ def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: Models) -> None:
-    """Streams that come, grow, end and are cancelled while steps of theirs are in flight: those that end are whole,
-    nothing of the others comes after their end, and no slot is lost. Never more steps than there may be."""
+    """Streams that come, grow, end and are cancelled while steps of theirs are in flight: those
+    that end are whole, nothing of the others comes after their end, and no slot is lost. Never more
+    steps than there may be."""
     rng = np.random.default_rng(seed)
     ears = Ears()
     stage = VocoderCore(models.code2wav, replace(SMALL, slots=2, overlap_depth=depth))
@@ -361,7 +378,9 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
             elif rng.random() < 0.5:
                 n = min(len(frames[id]) - fed[id], int(rng.integers(0, 4)))
                 whole = fed[id] + n == len(frames[id]) and rng.random() < 0.5
-                stage.push(RequestId(id), frames[id][fed[id] : fed[id] + n], Reason.STOP if whole else None)
+                stage.push(
+                    RequestId(id), frames[id][fed[id] : fed[id] + n], Reason.STOP if whole else None
+                )
                 fed[id] += n
                 if whole:
                     live.remove(id)

@@ -1,5 +1,5 @@
-"""The ends of links in a host: what the orchestrator says of a link reaches its connector, and a link that cannot be
-laid is an error of that link, never the end of the stages here."""
+"""The ends of links in a host: what the orchestrator says of a link reaches its connector, and a
+link that cannot be laid is an error of that link, never the end of the stages here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def nothing(*said: Any) -> None:
 def ends_with(connector: Asked) -> LinkEnds:
     registry = Registry()
     registry.register("asked", lambda: connector)
-    return LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry)
+    return LinkEnds(
+        Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry
+    )
 
 
 def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
@@ -62,20 +64,29 @@ def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> No
     with pytest.raises(Stop):
         ends.listen(Listen(LINK, "asked", 7, SECRET), OverlapSwitches())
     with pytest.raises(Stop):
-        ends.connect(Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET), OverlapSwitches())
+        ends.connect(
+            Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET), OverlapSwitches()
+        )
     assert [(o.secret, o.generation) for o in asked.options] == [(SECRET, 7)] * 2
 
 
 @pytest.mark.parametrize("endpoint", [b"", b"\xc1", b"\x93", b"\x81\xa1x\x01"], ids=repr)
 def test_nonsense_from_another_host_is_an_error_of_the_link(endpoint: bytes) -> None:
     with pytest.raises(WireError, match="not an endpoint"):
-        ends_with(Asked(Stop())).connect(Connect(LINK, "asked", endpoint, 1, SECRET), OverlapSwitches())
+        ends_with(Asked(Stop())).connect(
+            Connect(LINK, "asked", endpoint, 1, SECRET), OverlapSwitches()
+        )
 
 
 def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> None:
     with pytest.raises(StrettoError, match="Too many open files"):
-        ends_with(Asked(OSError(24, "Too many open files"))).listen(Listen(LINK, "asked", 1, SECRET), OverlapSwitches())
+        ends_with(Asked(OSError(24, "Too many open files"))).listen(
+            Listen(LINK, "asked", 1, SECRET), OverlapSwitches()
+        )
 
 
 def test_connectors_that_were_registered_in_this_process_are_found() -> None:
-    assert LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry is connectors
+    assert (
+        LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry
+        is connectors
+    )

@@ -1,5 +1,5 @@
-"""Frames that give way to prompts: who can spare them and for how long, what a stage does about it, and that neither a
-listener nor the pace of first packets pays for it."""
+"""Frames that give way to prompts: who can spare them and for how long, what a stage does about it,
+and that neither a listener nor the pace of first packets pays for it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def test_who_has_heard_nothing_yet_can_spare_nothing() -> None:
 
 def test_those_that_could_have_no_frame_now_do_not_count() -> None:
     """They wait for text, or their prompt is not complete."""
-    others = [voice(None, state=State.STARVED), voice(0.1, state=State.STARVED), voice(None, closed=False)]
+    others = [
+        voice(None, state=State.STARVED),
+        voice(0.1, state=State.STARVED),
+        voice(None, closed=False),
+    ]
     assert spare_s([voice(0.9), *others], 10.0) == pytest.approx(0.9 - SPARE_S)
 
 
@@ -111,7 +115,9 @@ class Polite(Timed):
 
     def turn(self) -> bool:
         made = self.stage.poll()
-        launched = self.stage.launch(None if self.until is None or self.until <= self.clock.now else self.until)
+        launched = self.stage.launch(
+            None if self.until is None or self.until <= self.clock.now else self.until
+        )
         for output in [*made, *self.stage.poll()]:
             self.collect(output)
         return bool(made) or launched

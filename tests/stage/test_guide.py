@@ -1,4 +1,5 @@
-"""Grammars are compiled by turns of senders, beside the loop; whoever waits for one says so, and may leave."""
+"""Grammars are compiled by turns of senders, beside the loop; whoever waits for one says so, and
+may leave."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Held:
 
     def ask(self, sender: str, name: str = "") -> Any:
         grammar = f"start: /{name or sender}[0-9]/\n"
-        return self.grammars.compile(grammar, lambda: self.order.append(name or sender), sender.encode())
+        return self.grammars.compile(
+            grammar, lambda: self.order.append(name or sender), sender.encode()
+        )
 
     def __enter__(self) -> Held:
         return self
@@ -114,7 +117,11 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
         done = []
         while len(done) < 3:
             assert rung.acquire(timeout=120)
-            done += [known.admit.request for known, made in compiling.done() if made.result().error is None]
+            done += [
+                known.admit.request
+                for known, made in compiling.done()
+                if made.result().error is None
+            ]
         assert sorted(done) == ["r2", "r3", "r4"]  # those that are ready together come in any order
         assert compiling.due_ns is None
 

@@ -1,5 +1,5 @@
-"""A host whose loop stands still: new requests are refused while there is still room for the end of those it has, and
-a message that finds no room ends the host, loudly."""
+"""A host whose loop stands still: new requests are refused while there is still room for the end of
+those it has, and a message that finds no room ends the host, loudly."""
 
 import socket
 import threading
@@ -35,7 +35,10 @@ class Host:
     Loop: type[Loop] = Still
 
     def __init__(self, *args: Any) -> None:
-        self.device, self.context = SimpleNamespace(type="cpu"), SimpleNamespace(memory={}, warm_up=None)
+        self.device, self.context = (
+            SimpleNamespace(type="cpu"),
+            SimpleNamespace(memory={}, warm_up=None),
+        )
         self.loop = self.Loop([], max_messages=PLACES)
         self.handled: list[ToHost] = []
         self.closed = False
@@ -56,7 +59,9 @@ def admit(name: str) -> Admit:
     return announcement(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, *messages: ToHost, settles: bool = True) -> tuple[int, Host, list[Any]]:
+def serve(
+    monkeypatch: pytest.MonkeyPatch, *messages: ToHost, settles: bool = True
+) -> tuple[int, Host, list[Any]]:
     """Its exit status, the host, and what it said."""
     made: list[Host] = []
 
@@ -96,7 +101,9 @@ def test_requests_leave_room_for_the_end_of_others(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, host, said = serve(monkeypatch, *[Cancel(RequestId(f"r{i}")) for i in range(PLACES + 1)], Quit())
+    code, host, said = serve(
+        monkeypatch, *[Cancel(RequestId(f"r{i}")) for i in range(PLACES + 1)], Quit()
+    )
     assert code == 1
     assert isinstance(said[-1], Broken)
     assert "8 messages" in said[-1].message
@@ -105,7 +112,9 @@ def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPa
 
 def test_a_host_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    monkeypatch.setattr(process, "warm_up", lambda host, reports: threads.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        process, "warm_up", lambda host, reports: threads.append(threading.current_thread().name)
+    )
     monkeypatch.setattr(process, "settle_down", lambda: threads.append("settled"))
     monkeypatch.setattr(Host, "Loop", Loop)
     code, _, said = serve(monkeypatch, Quit(), settles=False)

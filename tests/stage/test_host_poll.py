@@ -1,4 +1,5 @@
-"""What a host does with the outputs of its stages: requests that are over leave nothing in its links."""
+"""What a host does with the outputs of its stages: requests that are over leave nothing in its
+links."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ class Alone:
 
     def __init__(self, name: str, other: str) -> None:
         self.reports: list[FromHost] = []
-        configure = Configure("", "tests.families.toys:build_two", (name,), {}, (("writer", "voice"),))
-        self.host = Host(configure, HostSettings(), lambda message, blob: self.reports.append(message))
+        configure = Configure(
+            "", "tests.families.toys:build_two", (name,), {}, (("writer", "voice"),)
+        )
+        self.host = Host(
+            configure, HostSettings(), lambda message, blob: self.reports.append(message)
+        )
         self.host.load()
         self.stage: Any = self.host.stages[name]
         params = msgspec.Raw(msgspec.msgpack.encode(ToyParams(3, True)))

@@ -1,4 +1,5 @@
-"""The inbox against a model of itself: every order of arrival, repeats, gaps, early and late chunks."""
+"""The inbox against a model of itself: every order of arrival, repeats, gaps, early and late
+chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Slots:
     def chunk(self, span: Span, mark: Mark, *, seq: int, request: RequestId = R) -> Chunk:
         self.held += 1
         rows = torch.arange(span.start, span.stop, dtype=torch.int32)
-        return wire.chunk(request, span, mark, {"rows": rows} if len(span) else {}, seq=seq, lease=_Slot(self))
+        return wire.chunk(
+            request, span, mark, {"rows": rows} if len(span) else {}, seq=seq, lease=_Slot(self)
+        )
 
 
 @dataclass
@@ -52,7 +55,8 @@ def stream(sizes: list[int], total: int) -> list[Key]:
 
 
 def expected(sent: list[Key], arrival: list[int]) -> list[int] | None:
-    """Which of `sent` are taken when they arrive in this order (indices, with repeats); None if a gap shows up."""
+    """Which of `sent` are taken when they arrive in this order (indices, with repeats); None if a
+    gap shows up."""
     taken: list[int] = []
     for index in arrival:
         if index == len(taken):
@@ -98,7 +102,8 @@ def test_every_arrival_order(sizes: list[int], total: int) -> None:
 
 @pytest.mark.parametrize("total", [3, 5])
 def test_every_repeat_and_loss(total: int) -> None:
-    """All sequences of up to five arrivals out of the request's chunks, so also every loss and every repeat."""
+    """All sequences of up to five arrivals out of the request's chunks, so also every loss and
+    every repeat."""
     sent = stream([1, 2], total)
     for length in range(6):
         for arrival in product(range(len(sent)), repeat=length):
@@ -111,7 +116,8 @@ def test_every_repeat_and_loss(total: int) -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_whole_request_arrives_whole(data: st.DataObject) -> None:
-    """In order with repeats thrown in, announced at any time: all is there once, in order, with one end, last."""
+    """In order with repeats thrown in, announced at any time: all is there once, in order, with one
+    end, last."""
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     sent = stream(sizes, data.draw(st.integers(0, 30)))
     announced_at = data.draw(st.integers(0, len(sent)))
@@ -176,7 +182,10 @@ def test_early_chunks_are_bounded() -> None:
     assert caught.value.request == "r-2"
     assert slots.held == 3
     assert [key[0] for key in drain(inboxes.announce(R))] == [0, 1, 2]
-    assert inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2"))) is Pushed.EARLY
+    assert (
+        inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2")))
+        is Pushed.EARLY
+    )
     inboxes.forget(RequestId("r-2"))
     assert (slots.held, inboxes.num_early) == (0, 0)
 

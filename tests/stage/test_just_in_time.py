@@ -1,5 +1,5 @@
-"""A stage that launches just in time, on a device that takes time: what is held back and what is not, that the device
-never stands still for it, and that nothing but the times change."""
+"""A stage that launches just in time, on a device that takes time: what is held back and what is
+not, that the device never stands still for it, and that nothing but the times change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,9 @@ def lasts(batch: Batch) -> int:
 class Timed(Desk):
     """A desk whose stage runs on a simulated device, driven by a loop that sleeps on its bell."""
 
-    def __init__(self, models: Models, kind: str = "thinker", on: bool = True, tick: int = 0, config=CONFIG) -> None:
+    def __init__(
+        self, models: Models, kind: str = "thinker", on: bool = True, tick: int = 0, config=CONFIG
+    ) -> None:
         clock = Clock(tick=tick)
         super().__init__(models, kind, config, timer=LaunchTimer(SIZES, LEAD, on, clock))
         self.clock = clock
@@ -78,7 +80,12 @@ class Timed(Desk):
 
     def text(self, id: str, seed: int, tokens: int) -> None:
         """A question whose answer is so long."""
-        self.think(id, make("text", self.models.config, seed=seed), options(seed, tokens), stop_ids=frozenset())
+        self.think(
+            id,
+            make("text", self.models.config, seed=seed),
+            options(seed, tokens),
+            stop_ids=frozenset(),
+        )
 
 
 def options(seed: int, tokens: int) -> Options:
@@ -115,7 +122,8 @@ def test_steps_are_launched_when_due_and_the_device_never_stands_still(models: M
 
 
 def test_it_takes_no_longer_and_no_more_rounds_than_it_must(models: Models) -> None:
-    """As many steps as without, ended at the same time, with one more sleep for each step held back."""
+    """As many steps as without, ended at the same time, with one more sleep for each step held
+    back."""
     ends, rounds = [], []
     for on in (False, True):
         desk = Timed(models, on=on)
@@ -150,7 +158,9 @@ def test_a_prompt_gets_in_front_of_the_step_that_is_held_back(models: Models) ->
             desk.go()
         prompt = desk.device.launches[-1]
         assert RequestId("new") in {s.request for s in prompt.batch.spans}
-        assert RequestId("old") in {s.request for s in prompt.batch.spans}, "the held step's rows go along"
+        assert RequestId("old") in {s.request for s in prompt.batch.spans}, (
+            "the held step's rows go along"
+        )
         waits.append(prompt.start - running.end)
         desk.finish()
         assert desk.stage.stats.late == 0
@@ -171,7 +181,9 @@ def test_after_a_prompt_nothing_is_waited_for_until_it_is_done(models: Models) -
     assert in_flight(desk.stage) == 2
     assert desk.stage.due_ns is None
     desk.clock.move_to(desk.device.next_end())
-    assert desk.round(), "the step before the prompt is back, and the next is launched behind the prompt"
+    assert desk.round(), (
+        "the step before the prompt is back, and the next is launched behind the prompt"
+    )
     assert in_flight(desk.stage) == 2
     desk.finish()
 
@@ -274,8 +286,9 @@ def test_the_waiter_notes_the_end_before_it_wakes_the_loop() -> None:
 
 
 def test_waiting_for_text_is_not_holding_back(models: Models) -> None:
-    """A talker that has spoken all its text has no step to hold back: it has no due time, and the frame that it makes
-    when text comes (here as the last one ends, at the worst moment) is not a late one."""
+    """A talker that has spoken all its text has no step to hold back: it has no due time, and the
+    frame that it makes when text comes (here as the last one ends, at the worst moment) is not a
+    late one."""
     desk = Timed(models, "talker")
     spoken = replace(options(3, 1), max_frames=60)
     desk.speak("a", make("text", models.config, seed=3), spoken, stop_ids=frozenset())
@@ -301,7 +314,8 @@ def test_waiting_for_text_is_not_holding_back(models: Models) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_with_any_times_tokens_are_the_same(models: Models, seed: int, depth: int) -> None:
-    """Steps of any length, arrivals and cancellations at any time, wake-ups that are missed: the same answers."""
+    """Steps of any length, arrivals and cancellations at any time, wake-ups that are missed: the
+    same answers."""
     rng = np.random.default_rng(seed)
     found = []
     for on in (False, True):

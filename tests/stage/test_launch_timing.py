@@ -64,7 +64,9 @@ def test_a_step_behind_another_begins_when_that_ends(told: Told) -> None:
     told.retire(4 * MS)
     assert told.due_in() == 16 * MS - LEAD - LAUNCH
     told.retire(15 * MS)
-    assert list(told.timer._steps[8].took)[-2:] == [16 * MS, 15 * MS], "time in the queue counts as the step's"
+    assert list(told.timer._steps[8].took)[-2:] == [16 * MS, 15 * MS], (
+        "time in the queue counts as the step's"
+    )
 
 
 def test_the_end_is_when_it_was_noticed_first(told: Told) -> None:
@@ -179,8 +181,9 @@ def test_slow_launches_widen_the_margin(told: Told) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_in_noise_it_is_early_rather_than_late(seed: int) -> None:
-    """Steps of 15 ms that others stretch by up to 6, ends that are noticed up to a millisecond late: of the launches
-    that are begun when due (or up to a tick before) next to none finds the device done, and most of a step is won."""
+    """Steps of 15 ms that others stretch by up to 6, ends that are noticed up to a millisecond
+    late: of the launches that are begun when due (or up to a tick before) next to none finds the
+    device done, and most of a step is won."""
     rng = random.Random(seed)
     told = Told(lead=int(1.5 * MS))
     clock, ahead = told.clock, told.timer

@@ -40,19 +40,27 @@ CODEBOOKS = 16
 
 
 class Link:
-    """Both ends of a link, with everything between two nodes; the test plays the nodes and their loops."""
+    """Both ends of a link, with everything between two nodes; the test plays the nodes and their
+    loops."""
 
-    def __init__(self, connector: str, switches: OverlapSwitches, kind: type[Any], slot_bytes: int = 1 << 16) -> None:
+    def __init__(
+        self, connector: str, switches: OverlapSwitches, kind: type[Any], slot_bytes: int = 1 << 16
+    ) -> None:
         made = Registry().get(connector)
         options = LinkOptions(
-            slots=4, slot_bytes=slot_bytes, zero_copy=switches.zero_copy_encode, secret=bytes(SECRET_BYTES)
+            slots=4,
+            slot_bytes=slot_bytes,
+            zero_copy=switches.zero_copy_encode,
+            secret=bytes(SECRET_BYTES),
         )
         receiver = made.listen("a-b", options)
         self.woken = threading.Semaphore(0)
         stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None
         sender = made.connect(receiver.endpoint, options)
         wake = self.woken.release
-        self.out = Outgoing(sender, "a-b", wake, capacity=4, stream=stream, async_d2h=switches.async_d2h)
+        self.out = Outgoing(
+            sender, "a-b", wake, capacity=4, stream=stream, async_d2h=switches.async_d2h
+        )
         up = HostToDevice(DEVICE, switches, kind.HOST)
         self.into = Incoming(receiver, "a-b", wake, uploader=up, capacity=4)
         self.outlet, self.inlet = Outlet("a>b", kind), Inlet("a>b", kind)
@@ -77,7 +85,8 @@ class Link:
             self.ended[id] = arrival.mark
 
     def run(self, requests: list[RequestId]) -> None:
-        """Rounds of both loops until all of these have ended: sleep until woken, then take and send what there is."""
+        """Rounds of both loops until all of these have ended: sleep until woken, then take and send
+        what there is."""
         while True:
             for _, came in self.inlet.receive():
                 if isinstance(came, StrettoError):
@@ -100,10 +109,13 @@ class Link:
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_codec_frames(connector: str, switches: OverlapSwitches) -> None:
-    """A talker's steps: one frame per request and step. One request is announced late, so its chunks come early."""
+    """A talker's steps: one frame per request and step. One request is announced late, so its
+    chunks come early."""
     rng = random.Random(5)
     seed = torch.Generator().manual_seed(5)
-    codes = torch.randint(0, 2048, (STEPS, len(REQUESTS), CODEBOOKS), generator=seed, dtype=torch.int32)
+    codes = torch.randint(
+        0, 2048, (STEPS, len(REQUESTS), CODEBOOKS), generator=seed, dtype=torch.int32
+    )
     lengths = [rng.randrange(1, STEPS + 1) for _ in REQUESTS]
     link = Link(connector, switches, CodecFrames)
     for request in REQUESTS:
@@ -120,7 +132,9 @@ def test_codec_frames(connector: str, switches: OverlapSwitches) -> None:
     link.run(REQUESTS)
     for i, request in enumerate(REQUESTS):
         assert [frame.span.start for frame in link.got[request]] == list(range(lengths[i]))
-        assert torch.equal(torch.cat([frame.codes for frame in link.got[request]]), codes[: lengths[i], i])
+        assert torch.equal(
+            torch.cat([frame.codes for frame in link.got[request]]), codes[: lengths[i], i]
+        )
     link.close()
 
 
@@ -128,7 +142,8 @@ def test_codec_frames(connector: str, switches: OverlapSwitches) -> None:
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int) -> None:
-    """A prompt with media, prefilled in pieces, then decoded token by token; also with slots that no prefill fits."""
+    """A prompt with media, prefilled in pieces, then decoded token by token; also with slots that
+    no prefill fits."""
     seed = torch.Generator().manual_seed(6)
     ids = torch.randint(0, 1000, (120,), generator=seed, dtype=torch.int32)
     media = (Span(3, 50), Span(55, 70))
@@ -140,13 +155,19 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int
     link.inlet.open(id)
     for stop in (60, 100, *range(101, 121)):  # prefill chunks, then tokens
         rows = whole.part(Span(link.sent[id], stop))
-        event = torch.cuda.current_stream().record_event() if DEVICE.type == "cuda" and rows.media else None
+        event = (
+            torch.cuda.current_stream().record_event()
+            if DEVICE.type == "cuda" and rows.media
+            else None
+        )
         link.send(id, rows, Mark.REQUEST_END if stop == 120 else Mark.MORE, event)
     link.run([id])
     got = link.got[id]
     assert (len(got) > 22) == (slot_bytes == 1 << 12), "cut where a slot is too small"
     assert torch.equal(torch.cat([part.ids for part in got]), ids)
-    assert all(part.ids.is_cpu and part.hidden.device.type == DEVICE.type for part in got if part.media)
+    assert all(
+        part.ids.is_cpu and part.hidden.device.type == DEVICE.type for part in got if part.media
+    )
     positions = [p for part in got for run in part.media for p in range(run.start, run.stop)]
     assert positions == [p for run in media for p in range(run.start, run.stop)]
     assert torch.equal(torch.cat([part.hidden for part in got if part.media]), hidden)
@@ -155,19 +176,24 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
 def test_a_request_that_ends_while_its_link_is_full_loses_nothing(connector: str) -> None:
-    """Its stage is done with it and says so; its last frames, and its end, leave when there is room."""
+    """Its stage is done with it and says so; its last frames, and its end, leave when there is
+    room."""
     codes = torch.arange(100 * CODEBOOKS, dtype=torch.int32).view(100, CODEBOOKS)
     link = Link(connector, OverlapSwitches(), CodecFrames)
     full, other = REQUESTS[:2]
     for request in (full, other):
         link.outlet.open(request)
         link.inlet.open(request)
-    assert link.outlet.send(ToLink("a>b", other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END))
+    assert link.outlet.send(
+        ToLink("a>b", other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END)
+    )
     link.outlet.close(other, purge=False)
     assert len(link.outlet) == 1, "one that has left is forgotten"
     for at in range(100):  # nobody takes any
         frame = CodecFrames(Span(at, at + 1), codes[at : at + 1])
-        sent = link.outlet.send(ToLink("a>b", full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE))
+        sent = link.outlet.send(
+            ToLink("a>b", full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE)
+        )
     assert not sent
     link.outlet.close(full, purge=False)
     assert len(link.outlet) == 1, "it still has something to send"

@@ -1,4 +1,5 @@
-"""The links of a host's stages: when a request rests and when it may go on, and what passes between stages here."""
+"""The links of a host's stages: when a request rests and when it may go on, and what passes between
+stages here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,12 +37,16 @@ class Courier:
 class End:
     """A stage, as its links know it."""
 
-    def __init__(self, receives: Mapping[str, type[Payload]], sends: Mapping[str, type[Payload]]) -> None:
+    def __init__(
+        self, receives: Mapping[str, type[Payload]], sends: Mapping[str, type[Payload]]
+    ) -> None:
         self.receives, self.sends = receives, sends
 
 
 def frame(n: int, mark: Mark = Mark.MORE) -> ToLink:
-    return ToLink(LINK, ID, CodecFrames(Span(n, n + 1), torch.zeros(1, 16, dtype=torch.int32)), mark)
+    return ToLink(
+        LINK, ID, CodecFrames(Span(n, n + 1), torch.zeros(1, 16, dtype=torch.int32)), mark
+    )
 
 
 def links_of(*names: str) -> Links:
@@ -50,7 +55,8 @@ def links_of(*names: str) -> Links:
 
 
 def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> None:
-    """Preemption in the link must not set a request going whose listener is slow, nor the other way round."""
+    """Preemption in the link must not set a request going whose listener is slow, nor the other way
+    round."""
     link, courier = Outlet(LINK, CodecFrames), Courier()
     link.away.attach(courier)  # type: ignore[arg-type]
     link.open(ID)
@@ -104,7 +110,10 @@ def test_within_a_host_the_payload_itself_is_handed_over() -> None:
     for sent in (first, end):
         outlet.hand(sent)
         taken.append(inlet.take(sent))
-    assert [(t.payload, t.mark) for t in taken if t] == [(first.payload, Mark.MORE), (None, Mark.REQUEST_END)]
+    assert [(t.payload, t.mark) for t in taken if t] == [
+        (first.payload, Mark.MORE),
+        (None, Mark.REQUEST_END),
+    ]
     assert outlet.handed == 2
     assert not len(outlet)
     assert not len(inlet)

@@ -1,5 +1,5 @@
-"""How likely a stage says its tokens were: as the reference has it, alone or in a batch, whatever is done to the logits
-before a pick; and requests that do not ask are as they were."""
+"""How likely a stage says its tokens were: as the reference has it, alone or in a batch, whatever
+is done to the logits before a pick; and requests that do not ask are as they were."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Asking(Desk):
 
 
 class Replays(DecodeGraphs):
-    """Graphs as a CPU can have them: a replay runs the step again and writes where the captured one wrote."""
+    """Graphs as a CPU can have them: a replay runs the step again and writes where the captured one
+    wrote."""
 
     @torch.inference_mode()
     def capture(self, stream: object = None) -> None:
@@ -57,7 +58,9 @@ class Replays(DecodeGraphs):
                 picked.hidden.copy_(anew.hidden)
 
             self._graphs[key] = again, (inputs, picked)  # type: ignore[assignment]
-            self._staged[key[0]] = [torch.zeros(3, key[0], dtype=torch.int64) for _ in range(STAGED)]
+            self._staged[key[0]] = [
+                torch.zeros(3, key[0], dtype=torch.int64) for _ in range(STAGED)
+            ]
 
     def run(self, graph: Any) -> None:
         self.replayed = getattr(self, "replayed", 0) + 1
@@ -66,7 +69,9 @@ class Replays(DecodeGraphs):
 
 def options(i: int) -> Options:
     """Greedy and drawn, with penalties and without."""
-    text = SamplingParams(temperature=0.9 * (i % 2), top_k=40, seed=i, repetition_penalty=[1.0, 1.3][i % 3 == 0])
+    text = SamplingParams(
+        temperature=0.9 * (i % 2), top_k=40, seed=i, repetition_penalty=[1.0, 1.3][i % 3 == 0]
+    )
     return replace(Options(), text=text, max_text_tokens=5 + i, speak=False)
 
 
@@ -77,7 +82,8 @@ def ask(desk: Desk, models: Models, i: int, count: int | None, **more: Any) -> N
 
 
 def reference(oracle: Any, models: Models, i: int, tokens: list[int]) -> torch.Tensor:
-    """Log probabilities [tokens, vocabulary] by the reference, which reads the whole answer at once."""
+    """Log probabilities [tokens, vocabulary] by the reference, which reads the whole answer at
+    once."""
     prompt = make(KINDS[i], models.config, seed=i)
     ids = torch.tensor([[*prompt.ids, *tokens[:-1]]], device=models.thinker.device)
     with torch.inference_mode():
@@ -99,7 +105,11 @@ def plain(models: Models) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_as_the_reference_has_it(
-    name: str, models: Models, oracle: Any, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    models: Models,
+    oracle: Any,
+    plain: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logprobs, "SLICE", 2)
     desk = Asking(models, "thinker", CONFIGS[name], graphs=models.thinker.device.type == "cuda")
@@ -120,11 +130,14 @@ def test_as_the_reference_has_it(
             assert own == pytest.approx(float(row[token]), abs=1e-4)
             assert len(best) == count
             assert [v for _, v in best] == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
-            assert [v for _, v in best] == pytest.approx([float(row[id]) for id, _ in best], abs=1e-4)
+            assert [v for _, v in best] == pytest.approx(
+                [float(row[id]) for id, _ in best], abs=1e-4
+            )
 
 
 def test_from_captured_steps(models: Models, oracle: Any, plain: dict[str, list[int]]) -> None:
-    """Padded to the graphs' sizes, beside others, and with hidden rows that the next replay writes over."""
+    """Padded to the graphs' sizes, beside others, and with hidden rows that the next replay writes
+    over."""
     desk = Asking(models, "thinker")
     graphs = desk.stage.runner.graphs = Replays(desk.adapter, sizes=(1, 4, 8))
     graphs.capture()
@@ -138,7 +151,9 @@ def test_from_captured_steps(models: Models, oracle: Any, plain: dict[str, list[
             continue
         wanted = reference(oracle, models, i, desk.tokens[str(i)])
         found = [scored[0] for scored in desk.told[str(i)] if scored is not None]
-        assert found == pytest.approx([float(r[t]) for r, t in zip(wanted, desk.tokens[str(i)], strict=True)], abs=1e-4)
+        assert found == pytest.approx(
+            [float(r[t]) for r, t in zip(wanted, desk.tokens[str(i)], strict=True)], abs=1e-4
+        )
 
 
 def test_in_a_batch_as_alone(models: Models) -> None:
@@ -162,7 +177,9 @@ def test_nobody_who_does_not_ask_pays(models: Models, monkeypatch: pytest.Monkey
     desk = Asking(models, "thinker")
     scored: list[int] = []
     head: Callable[[torch.Tensor], torch.Tensor] = models.thinker.logits
-    monkeypatch.setattr(desk.adapter.rows, "head", lambda hidden: (scored.append(len(hidden)), head(hidden))[1])
+    monkeypatch.setattr(
+        desk.adapter.rows, "head", lambda hidden: (scored.append(len(hidden)), head(hidden))[1]
+    )
     ask(desk, models, 0, None)
     desk.run()
     assert scored == []

@@ -1,4 +1,5 @@
-"""The loop: order of turns, messages from other threads, sleep without polling, waking up when a stage is due."""
+"""The loop: order of turns, messages from other threads, sleep without polling, waking up when a
+stage is due."""
 
 import threading
 
@@ -69,8 +70,8 @@ def test_an_idle_loop_sleeps_and_a_ring_wakes_it() -> None:
         loop.post(seen.set)
         assert seen.wait(60)
     loop.stop()
-    # Each message costs its own round, an empty one, and one more if it was taken before its ring: nothing turned by
-    # itself.
+    # Each message costs its own round, an empty one, and one more if it was taken before its ring:
+    # nothing turned by itself.
     assert stage.turns <= 3 * 22 + 2
 
 
@@ -147,7 +148,8 @@ def test_sleeps_until_the_first_stage_is_due() -> None:
 
 
 def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
-    """The loop alone, on a clock: two rounds to fall asleep in, one that launches, and no spinning in between."""
+    """The loop alone, on a clock: two rounds to fall asleep in, one that launches, and no spinning
+    in between."""
     clock = Clock()
     bell = Dreaming(clock)
 
@@ -217,7 +219,9 @@ def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
 
 
 def test_a_failure_wakes_whoever_started_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the thread dies of it, as it should
+    monkeypatch.setattr(
+        threading, "excepthook", lambda _: None
+    )  # the thread dies of it, as it should
     told, loop = threading.Event(), Loop([])
     loop.start(told.set)
 

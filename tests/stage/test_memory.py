@@ -1,5 +1,6 @@
-"""A host through which many requests went holds no more than before them. What is remembered within a bound (ids of
-requests that are over, headers that were seen) is cut down to a few here, so that it is full before counting begins."""
+"""A host through which many requests went holds no more than before them. What is remembered within
+a bound (ids of requests that are over, headers that were seen) is cut down to a few here, so that
+it is full before counting begins."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ SETTINGS = HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "tal
 
 def admit(number: int, ids: tuple[int, ...]) -> Admit:
     s = GREEDY
-    return announcement(RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True)
+    return announcement(
+        RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True
+    )
 
 
 def answer(driven: HandDriven, number: int, ids: tuple[int, ...]) -> None:
@@ -49,8 +52,9 @@ def answer(driven: HandDriven, number: int, ids: tuple[int, ...]) -> None:
 
 
 def blocks() -> int:
-    """Pieces of memory that Python's objects take up. Without the interpreter's cache of methods: it keeps the names
-    that were looked up, and torch makes them anew, so that it takes hundreds of requests to fill."""
+    """Pieces of memory that Python's objects take up. Without the interpreter's cache of methods:
+    it keeps the names that were looked up, and torch makes them anew, so that it takes hundreds of
+    requests to fill."""
     gc.collect()
     sys._clear_type_cache()
     return sys.getallocatedblocks()

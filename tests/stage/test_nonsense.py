@@ -1,5 +1,6 @@
-"""Messages that look right and mean nonsense: a request that fits nothing fails alone, a link that is not here is
-refused, and the host answers the next request as if nothing had been. `bench/fuzz/control.py` looks for more."""
+"""Messages that look right and mean nonsense: a request that fits nothing fails alone, a link that
+is not here is refused, and the host answers the next request as if nothing had been.
+`bench/fuzz/control.py` looks for more."""
 
 from __future__ import annotations
 
@@ -56,9 +57,13 @@ def changed(speak: bool = True, **fields: Any) -> Callable[[Admit, Any], Admit]:
     return lambda a, _: announcement(BAD, a.prompt, speak, None, s, s, s, 2, 1, **fields)
 
 
-def with_ids(edit: Callable[[tuple[int, ...], Any], tuple[int, ...]], speak: bool) -> Callable[[Admit, Any], Admit]:
+def with_ids(
+    edit: Callable[[tuple[int, ...], Any], tuple[int, ...]], speak: bool
+) -> Callable[[Admit, Any], Admit]:
     s = GREEDY
-    return lambda a, t: announcement(BAD, PromptMeta(edit(a.prompt.ids, t)), speak, None, s, s, s, 2, 1)
+    return lambda a, t: announcement(
+        BAD, PromptMeta(edit(a.prompt.ids, t)), speak, None, s, s, s, 2, 1
+    )
 
 
 def with_params(stage: str, params: bytes) -> Callable[[Admit, Any], Admit]:
@@ -71,7 +76,9 @@ def with_picture(
     def make(a: Admit, tokens: Any) -> Admit:
         ids = (*a.prompt.ids[:3], tokens.image_pad, *a.prompt.ids[3:])
         values = PieceMeta(shape, bytes(DIGEST_BYTES), offset)
-        return msgspec.structs.replace(a, prompt=PromptMeta(ids, images=(PatchMeta(grid, 1.0, values),)))
+        return msgspec.structs.replace(
+            a, prompt=PromptMeta(ids, images=(PatchMeta(grid, 1.0, values),))
+        )
 
     return make
 
@@ -82,14 +89,23 @@ CASES: dict[str, tuple[str, Callable[[Admit, Any], Admit]]] = {
     "an id below 0": ("Invalid", with_ids(lambda ids, t: (-1, *ids), speak=False)),
     "no ids": ("Invalid", with_ids(lambda ids, t: (), speak=False)),
     "words beyond the vocabulary": ("Invalid", changed(spoken=(2**31 - 1,))),
-    "a bias beyond the vocabulary": ("Invalid", changed(logit_bias=((2**31 - 1, 1.0),), speak=False)),
+    "a bias beyond the vocabulary": (
+        "Invalid",
+        changed(logit_bias=((2**31 - 1, 1.0),), speak=False),
+    ),
     "words of 2**31 and more": ("WireError", changed(spoken=(2**31,))),
     "parameters that are none": ("WireError", with_params("talker", b"\xc1")),
-    "parameters of another stage": ("WireError", with_params("code2wav", msgspec.msgpack.encode({"max_frames": 1}))),
+    "parameters of another stage": (
+        "WireError",
+        with_params("code2wav", msgspec.msgpack.encode({"max_frames": 1})),
+    ),
     "a pad without its picture": ("Bug", with_ids(lambda ids, t: (t.image_pad, *ids), speak=False)),
     "a picture of another size": ("Bug", with_picture((1, 2, 2), (3, 4), 0)),
     "a picture of no size": ("WireError", with_picture((1, 0, 2), (0, 4), 0)),
-    "a picture that might fill all memory": ("WireError", with_picture((2**20, 2, 2), (1, 1), None)),
+    "a picture that might fill all memory": (
+        "WireError",
+        with_picture((2**20, 2, 2), (1, 1), None),
+    ),
     "a product that overflows": ("WireError", with_picture((1, 2, 2), (2**32, 2**32), 0)),
     "a size below 0": ("WireError", with_picture((1, 2, 2), (-4, 4), 0)),
     "an offset below 0": ("WireError", with_picture((1, 2, 2), (1, 1), -4)),
@@ -146,7 +162,9 @@ def test_a_link_that_is_not_here_is_refused(driven: HandDriven, middle: Host, na
             middle.handle(bad, b"")
 
 
-@pytest.mark.parametrize("endpoint", [b"", b"\xa5\xff\xff\xff\xff\xff", b"\x81\xa9connector\xa2\xff\xff"])
+@pytest.mark.parametrize(
+    "endpoint", [b"", b"\xa5\xff\xff\xff\xff\xff", b"\x81\xa9connector\xa2\xff\xff"]
+)
 def test_an_endpoint_that_is_none_is_refused(middle: Host, endpoint: bytes) -> None:
     with pytest.raises(WireError, match="not an endpoint"):
         middle.handle(Connect("talker>code2wav", "shm", endpoint, 1, SECRET), b"")

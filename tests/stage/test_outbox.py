@@ -1,4 +1,5 @@
-"""The outbox: rows leave once, in order, in chunks that fit a slot; what finds no room waits, and nothing else does."""
+"""The outbox: rows leave once, in order, in chunks that fit a slot; what finds no room waits, and
+nothing else does."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def frames(span: Span) -> CodecFrames:
 
 
 class Courier:
-    """Takes chunks as a courier would: some now, some only later, each sent over the wire format."""
+    """Takes chunks as a courier would: some now, some only later, each sent over the wire
+    format."""
 
     def __init__(self, room: Callable[[], bool] = lambda: True) -> None:
         self.room = room
@@ -92,7 +94,9 @@ def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_th
     media = (Span(10, 200), Span(300, 310))
     hidden = torch.arange(200, dtype=torch.float32)[:, None].expand(200, 64).contiguous()
     courier, slot = Courier(), 1 << 14  # some 60 media rows
-    assert Outbox(R, courier.offer).send(ThinkerRows(Span(0, 400), ids, media, hidden), slot, Mark.REQUEST_END)
+    assert Outbox(R, courier.offer).send(
+        ThinkerRows(Span(0, 400), ids, media, hidden), slot, Mark.REQUEST_END
+    )
     assert 4 <= len(courier.chunks) <= 8
     inbox, got = Inbox(R), []
     for chunk in courier.chunks:
@@ -101,7 +105,9 @@ def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_th
         part = unpack(ThinkerRows, chunk)
         assert part is not None
         got.append(part)
-    assert [chunk.header.mark for chunk in courier.chunks] == [Mark.MORE] * (len(got) - 1) + [Mark.REQUEST_END]
+    assert [chunk.header.mark for chunk in courier.chunks] == [Mark.MORE] * (len(got) - 1) + [
+        Mark.REQUEST_END
+    ]
     assert inbox.stop == 400
     assert torch.equal(torch.cat([part.ids for part in got]), ids)
     assert [p for part in got for run in part.media for p in range(run.start, run.stop)] == [

@@ -1,4 +1,5 @@
-"""When frames leave: a player that starts with the first packet never waits, and packets grow where there is time."""
+"""When frames leave: a player that starts with the first packet never waits, and packets grow where
+there is time."""
 
 import random
 from itertools import pairwise
@@ -12,7 +13,8 @@ from stretto.stage.pacing import FORGET_S, LATELY_S, ROOM, SLACK_S, STALLED_S, P
 
 
 def vocoder(frames: int) -> float:
-    """Seconds that a packet takes to the listener: longer for large ones, by less than the margin."""
+    """Seconds that a packet takes to the listener: longer for large ones, by less than the
+    margin."""
     return 0.004 + 0.002 * frames
 
 
@@ -31,7 +33,9 @@ def sent(times: list[float], pace: Pace) -> list[Packet]:
 
 
 def sizes(packets: list[Packet]) -> list[int]:
-    return [round((p.seconds + (OPENING_S if i == 0 else 0)) / FRAME_S) for i, p in enumerate(packets)]
+    return [
+        round((p.seconds + (OPENING_S if i == 0 else 0)) / FRAME_S) for i, p in enumerate(packets)
+    ]
 
 
 @pytest.mark.parametrize("every", [0.002, 0.0035, 0.01, 0.02, 0.03, 0.04, 0.05])
@@ -67,7 +71,8 @@ def test_uneven_frames_do_not_make_it_wait_either(seed: int) -> None:
 
 
 def begins(pace: Pace, frames: list[float]) -> float:
-    """When the first packet of a stream with these frames leaves, if somebody looks every millisecond."""
+    """When the first packet of a stream with these frames leaves, if somebody looks every
+    millisecond."""
     for ms in range(1000):
         now = frames[0] + ms / 1000
         waiting = sum(t <= now for t in frames)
@@ -85,8 +90,12 @@ def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> N
     rhythm.took(sound - SLACK_S, 4.9)
     assert begins(Pace(1, 8, 2, rhythm), [5.0]) == 5.0
     rhythm.took(0.075, 4.95)
-    assert begins(Pace(1, 8, 2, rhythm), [5.0]) == pytest.approx(5.0 + 0.075 + SLACK_S - sound, abs=0.001)
-    assert begins(Pace(1, 8, 2, rhythm), [5.0, 5.004]) == pytest.approx(5.004, abs=0.001), "two frames play long enough"
+    assert begins(Pace(1, 8, 2, rhythm), [5.0]) == pytest.approx(
+        5.0 + 0.075 + SLACK_S - sound, abs=0.001
+    )
+    assert begins(Pace(1, 8, 2, rhythm), [5.0, 5.004]) == pytest.approx(5.004, abs=0.001), (
+        "two frames play long enough"
+    )
     assert begins(Pace(4, 8, 2, rhythm), [5.0] * 4) == 5.0
     rhythm.took(0.01, 5.0)
     assert rhythm.worst_s == 0.075, "one that is fast says nothing"
@@ -98,7 +107,8 @@ def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> N
 
 @pytest.mark.parametrize("every", [0.025, 0.03, 0.04, 0.05])
 def test_a_device_that_is_slow_at_best_sends_two_frames_first(every: float) -> None:
-    """Even if it did nothing for minutes: a lone stream's next frames may be late, and there is nothing in hand."""
+    """Even if it did nothing for minutes: a lone stream's next frames may be late, and there is
+    nothing in hand."""
     rhythm = Rhythm(FRAME_S, OPENING_S)
     sent([every * i for i in range(20)], Pace(1, 8, 2, rhythm))
     late = [600.0, 600 + 1.2 * every, 600 + 3.4 * every]
@@ -116,7 +126,9 @@ def test_a_cpu_is_slow_until_a_frame_was_quick_and_needs_more_room() -> None:
     for quick, held in ((0.015, True), (0.01, False)):
         rhythm.took(quick, 5.1)
         assert (rhythm.hold(sound, 9.0) > 0) == held
-        assert Rhythm(FRAME_S, OPENING_S, quick_s=quick).hold(sound, 9.0) == 0, "no GPU waits for that"
+        assert Rhythm(FRAME_S, OPENING_S, quick_s=quick).hold(sound, 9.0) == 0, (
+            "no GPU waits for that"
+        )
 
 
 def test_slow_frames_of_a_quick_device_do_not_make_it_a_slow_one() -> None:
@@ -156,8 +168,8 @@ def test_who_waits_for_text_or_for_a_listener_says_nothing_about_the_device() ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_newcomers_in_a_burst_of_prompts_never_wait(seed: int) -> None:
-    """Frames of all streams take 20 ms, and 40 to 70 while prompts are read; streams begin at any moment after the
-    first of those."""
+    """Frames of all streams take 20 ms, and 40 to 70 while prompts are read; streams begin at any
+    moment after the first of those."""
     rng = random.Random(seed)
     rhythm, running = Rhythm(FRAME_S, OPENING_S), Pace(1, 8, 2, Rhythm(FRAME_S, OPENING_S))
     running.rhythm = rhythm
@@ -187,14 +199,20 @@ def test_stated_sizes_are_kept_to() -> None:
     quick = [0.001 * i for i in range(60)]
     assert set(sizes(sent(quick, Pace(1, 1, 2, Rhythm(FRAME_S, OPENING_S))))) == {1}
     assert sizes(sent(quick, Pace(4, 25, None, Rhythm(FRAME_S, OPENING_S))))[:3] == [4, 25, 25]
-    assert sizes(sent(quick, Pace(4000, 4000, None, Rhythm(FRAME_S, OPENING_S)))) == [60], "all at the end"
+    assert sizes(sent(quick, Pace(4000, 4000, None, Rhythm(FRAME_S, OPENING_S)))) == [60], (
+        "all at the end"
+    )
 
 
 def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> None:
     def pace(size: int, begun: float | None = 0.0) -> Pace:
         return Pace(size, 8, 2, rhythm=Rhythm(FRAME_S, OPENING_S), begun=begun, sent=100, last=0.0)
 
-    assert leaving([(pace(8), 8, False), (pace(8), 4, False), (pace(8), 3, False)], 0.0) == [True, True, False]
+    assert leaving([(pace(8), 8, False), (pace(8), 4, False), (pace(8), 3, False)], 0.0) == [
+        True,
+        True,
+        False,
+    ]
     assert leaving([(pace(1, None), 1, False), (pace(8), 7, False)], 0.0) == [True, False]
     assert leaving([(pace(8), 7, False), (pace(4), 3, False)], 0.0) == [False, False]
 

@@ -1,4 +1,5 @@
-"""Pieces of media: which rows they are, what is encoded when, what is kept, and what is asked for."""
+"""Pieces of media: which rows they are, what is encoded when, what is kept, and what is asked
+for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,8 @@ def chat(*content: dict) -> list[dict]:
 
 def test_pieces_are_the_media_rows(builder: PromptBuilder, config: OmniConfig) -> None:
     film = {
-        "type": "video", "data": np.zeros((6, 64, 64, 3), np.uint8), "fps": 2.0, "sound": np.zeros(48000, np.float32)
+        "type": "video", "data": np.zeros((6, 64, 64, 3), np.uint8), "fps": 2.0,
+        "sound": np.zeros(48000, np.float32)
     }  # fmt: skip
     prompt = builder.build(chat(sound(17.0), say("and"), picture(), film), use_audio_in_video=True)
     pieces = media_pieces(prompt, config)
@@ -70,11 +72,15 @@ def test_a_prompt_that_grows_keeps_its_pieces(builder: PromptBuilder, config: Om
     short, long = salts(17), salts(30)
     assert short[:2] == long[:2]
     assert short[2] != long[2]
-    assert salts(17, picture(seed=1))[:3] == salts(17, picture(seed=1), picture(seed=2))[:3] == short
+    assert (
+        salts(17, picture(seed=1))[:3] == salts(17, picture(seed=1), picture(seed=2))[:3] == short
+    )
     assert salts(17, picture(seed=1))[3] != salts(17, picture(seed=2))[3]
 
 
-def test_features_that_do_not_fit_the_prompt_are_refused(builder: PromptBuilder, config: OmniConfig) -> None:
+def test_features_that_do_not_fit_the_prompt_are_refused(
+    builder: PromptBuilder, config: OmniConfig
+) -> None:
     prompt = builder.build(chat(sound(2.0)))
     for audios in ((), prompt.audios * 2, (AudioClip((Piece((3,), b"", None),)),)):
         with pytest.raises(Invalid):
@@ -108,7 +114,8 @@ class Desk:
         id = RequestId(f"r{self.asked}")
         self.driven.reports.clear()
         self.driven.host.handle(
-            announcement(id, packed.meta, True, None, *GREEDILY, 2, 2, cache_root=root), packed.features
+            announcement(id, packed.meta, True, None, *GREEDILY, 2, 2, cache_root=root),
+            packed.features,
         )
         return id
 
@@ -137,12 +144,16 @@ def test_pieces_are_encoded_once_by_one_owner(desk: Desk, builder: PromptBuilder
     packed = pack(builder.build(chat(*media)))
     assert desk.encoded(packed, b"a") == 4
     assert desk.encoded(packed, b"a") == 0, "its rows are in the prefix cache"
-    assert desk.encoded(pack(builder.build(chat(say("Behind other words:"), *media))), b"a") == 0, "they were kept"
+    assert desk.encoded(pack(builder.build(chat(say("Behind other words:"), *media))), b"a") == 0, (
+        "they were kept"
+    )
     assert desk.encoded(packed, b"b") == 4, "not for others"
     assert not desk.node.encoders.requests
 
 
-def test_a_request_for_features_leaves_though_no_step_is_launched(desk: Desk, builder: PromptBuilder) -> None:
+def test_a_request_for_features_leaves_though_no_step_is_launched(
+    desk: Desk, builder: PromptBuilder
+) -> None:
     """Else it would wait in the stage until something else wakes the loop."""
     prompt = builder.build(chat(picture(seed=8)))
     id = desk.announce(pack(prompt, known={p.digest for p in prompt.pieces()}))
@@ -154,13 +165,17 @@ def test_a_request_for_features_leaves_though_no_step_is_launched(desk: Desk, bu
     desk.driven.host.handle(Cancel(id), b"")
 
 
-def test_features_that_are_not_along_are_asked_for_when_they_are_needed(desk: Desk, builder: PromptBuilder) -> None:
+def test_features_that_are_not_along_are_asked_for_when_they_are_needed(
+    desk: Desk, builder: PromptBuilder
+) -> None:
     prompt = builder.build(chat(sound(20.0, seed=4), picture(seed=4)))
     digests = [p.digest for p in prompt.pieces()]
     bare = pack(prompt, known=set(digests[1:]))  # the first window is along
     id = desk.announce(bare)
     desk.settle()
-    assert desk.said(MediaRequest) == [MediaRequest(id, "thinker", tuple(digests[1:]))], "all at once"
+    assert desk.said(MediaRequest) == [MediaRequest(id, "thinker", tuple(digests[1:]))], (
+        "all at once"
+    )
     assert len(desk.said(Working)) == 1, "what is along is encoded meanwhile"
     assert not desk.said(Ended)
     features = b"".join(p.array.tobytes() for p in list(prompt.pieces())[1:])
@@ -177,22 +192,30 @@ def test_features_that_are_not_along_are_asked_for_when_they_are_needed(desk: De
     assert not desk.said(MediaRequest)
 
 
-def test_a_supply_that_fits_nothing_fails_its_request_alone(desk: Desk, builder: PromptBuilder) -> None:
+def test_a_supply_that_fits_nothing_fails_its_request_alone(
+    desk: Desk, builder: PromptBuilder
+) -> None:
     prompt = builder.build(chat(sound(2.0, seed=5)))
     [piece] = prompt.pieces()
     id = desk.announce(pack(prompt, known={piece.digest}))
     desk.settle()
     desk.driven.host.handle(MediaData(RequestId("nobody"), "thinker", ()), b"")
     desk.driven.host.handle(MediaData(RequestId("another"), "talker", ()), b"")
-    assert [(m.request, m.kind) for m in desk.said(Failed)] == [("another", "WireError")], "it asks for none"
+    assert [(m.request, m.kind) for m in desk.said(Failed)] == [("another", "WireError")], (
+        "it asks for none"
+    )
     desk.driven.reports.clear()
-    desk.driven.host.handle(MediaData(id, "thinker", (PieceMeta(piece.shape, piece.digest, 0),)), b"too short")
+    desk.driven.host.handle(
+        MediaData(id, "thinker", (PieceMeta(piece.shape, piece.digest, 0),)), b"too short"
+    )
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "WireError")]
     id = desk.announce(pack(prompt, known={piece.digest}))
     desk.settle()
     # Of another shape than was announced.
-    desk.driven.host.handle(MediaData(id, "thinker", (PieceMeta((3, 4), piece.digest, 0),)), bytes(48))
+    desk.driven.host.handle(
+        MediaData(id, "thinker", (PieceMeta((3, 4), piece.digest, 0),)), bytes(48)
+    )
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "Bug")]
     assert desk.encoded(pack(prompt)) == 1

@@ -1,4 +1,5 @@
-"""The memory plan: its sizes are those of the stages that are then built, and what does not fit is refused readably."""
+"""The memory plan: its sizes are those of the stages that are then built, and what does not fit is
+refused readably."""
 
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,19 @@ def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> No
     for model, p in ((thinker, plans["thinker"]), (code2wav, plans["code2wav"])):
         built = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         assert 0 <= built - p.weights < 1 << 14  # but for constants of a few KiB
-    assert plans["talker"].weights >= sum(t.nbytes for t in talker.parameters()) + talker.text_table.nbytes
+    assert (
+        plans["talker"].weights
+        >= sum(t.nbytes for t in talker.parameters()) + talker.text_table.nbytes
+    )
     assert plans["thinker"].state == thinker.cache(8, s.block_size).data.nbytes
     assert plans["talker"].state == talker.cache(10, s.block_size).data.nbytes
     state = VocoderCore(code2wav, CodecConfig(slots=5)).state
     assert plans["code2wav"].state == state.window.nbytes + state.tails.nbytes
 
 
-def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
+def test_float8_experts_are_planned_as_they_are_built(
+    tiny_dir: Path, tiny_config: OmniConfig
+) -> None:
     s = HostSettings(expert_weights="float8")
     source = Source.open(tiny_dir, progress=False, expert_weights="float8")
     [p] = plan(source.config, ("thinker",), s, POOLS, torch.float32)
@@ -70,18 +76,26 @@ def test_float8_experts_are_planned_as_they_are_built(tiny_dir: Path, tiny_confi
     assert full.saves() == full.weights - p.weights
     for free, how in ((1 << 20, "does not fit alone"), (full.kept - 1, "fits")):
         with pytest.raises(
-            DoesNotFit, match=rf"MiB\), load experts as float8 \(--expert-weights float8\): .*which {how}"
+            DoesNotFit,
+            match=rf"MiB\), load experts as float8 \(--expert-weights float8\): .*which {how}",
         ):
             check([full], free, 0, "cuda:0")
 
 
 @pytest.mark.parametrize(
     ("settings", "how"),
-    [(HostSettings(), "loading"), (HostSettings(expert_weights="float8"), "loading, experts as float8")],
+    [
+        (HostSettings(), "loading"),
+        (HostSettings(expert_weights="float8"), "loading, experts as float8"),
+    ],
 )
 def test_a_host_says_how_it_loads(settings: HostSettings, how: str, tiny_dir: Path) -> None:
     told: list[object] = []
-    host = Host(configure(str(tiny_dir), ("thinker",), {}), settings, lambda message, blob: told.append(message))
+    host = Host(
+        configure(str(tiny_dir), ("thinker",), {}),
+        settings,
+        lambda message, blob: told.append(message),
+    )
     host.load()
     assert told == [Loading("thinker", f"{how}, with room for 8192 tokens")]
     source = Source.open(tiny_dir, progress=False, expert_weights=settings.expert_weights)
@@ -97,8 +111,12 @@ def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -
     assert alone.kept == together.kept
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=4), st.integers(0, 100))
-def test_it_fits_exactly_if_the_highest_water_does(parts: list[tuple[int, int, int]], reserve: int) -> None:
+@given(
+    st.lists(st.tuples(*[st.integers(0, 1000)] * 3), min_size=1, max_size=4), st.integers(0, 100)
+)
+def test_it_fits_exactly_if_the_highest_water_does(
+    parts: list[tuple[int, int, int]], reserve: int
+) -> None:
     plans = [StagePlan(f"s{i}", w, state, passing) for i, (w, state, passing) in enumerate(parts)]
     level, highest = 0, 0
     for w, state, passing in parts:  # load: weights and state come, what passes comes and goes
@@ -114,9 +132,12 @@ def test_a_refusal_names_every_number_and_what_to_lower() -> None:
     with pytest.raises(StageDead) as e:
         check(PLANS, 79 * GIB, 2 * GIB, "cuda:0", 80 * GIB)
     assert str(e.value) == (
-        "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, state 4.0 GiB, while "
-        "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower --kv-blocks "
-        'thinker=N (now 10.0 GiB), or use 2 such cards: --placement "thinker@0, talker@1" (with --backend '
+        "thinker 70.0 GiB (weights 60.0 GiB, state 10.0 GiB), talker 12.0 GiB (weights 6.0 GiB, "
+        "state 4.0 GiB, while "
+        "loading 2.0 GiB) and 2.0 GiB of reserve are 84.0 GiB, but cuda:0 has 79.0 GiB free; lower "
+        "--kv-blocks "
+        'thinker=N (now 10.0 GiB), or use 2 such cards: --placement "thinker@0, talker@1" (with '
+        "--backend "
         "ray without @)"
     )
     assert [size(n) for n in (1024, 5 << 20, 3 * GIB)] == ["1 KiB", "5.0 MiB", "3.0 GiB"]
@@ -127,7 +148,12 @@ def test_a_refusal_names_the_split_that_fits() -> None:
         plans = [StagePlan(f"s{i}", n, 0) for i, n in enumerate(sizes)]
         with pytest.raises(DoesNotFit) as e:
             check(plans, free, 5, "there", card, others)
-        return str(e.value).partition(" free")[2].removeprefix("; ").removesuffix(" (with --backend ray without @)")
+        return (
+            str(e.value)
+            .partition(" free")[2]
+            .removeprefix("; ")
+            .removesuffix(" (with --backend ray without @)")
+        )
 
     assert advice(40, 3, 30, 6) == 'or use 2 such cards: --placement "s1@0, s0+s2@1"'
     assert advice(40, 30, 20, 25) == 'or use 3 such cards: --placement "s0@0, s2@1, s1@2"'
@@ -141,13 +167,28 @@ def test_a_refusal_names_the_split_that_fits() -> None:
     assert advice(40, 30, 20, card=None) == "", "a machine without cards has no more of them"
 
 
-@pytest.mark.parametrize(("others", "words"), [(True, "or part a and b in --placement"), (False, "use 2 such cards")])
-def test_a_host_knows_its_card_and_whether_it_is_all(others: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("others", "words"), [(True, "or part a and b in --placement"), (False, "use 2 such cards")]
+)
+def test_a_host_knows_its_card_and_whether_it_is_all(
+    others: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(context_module, "free_memory", lambda device, share: 10 * GIB)
     monkeypatch.setattr(context_module, "card_memory", lambda device, share: 40 * GIB)
-    told = Configure("", "", ("a", "b"), {}, (("a", "b"), *([("b", "d")] if others else [])), (("c",),))
+    told = Configure(
+        "", "", ("a", "b"), {}, (("a", "b"), *([("b", "d")] if others else [])), (("c",),)
+    )
     cuda, switches = torch.device("cuda"), OverlapSwitches()
-    it = StageContext("", HostSettings(), cuda, switches, lambda: None, lambda m, b: None, lambda: None, configure=told)
+    it = StageContext(
+        "",
+        HostSettings(),
+        cuda,
+        switches,
+        lambda: None,
+        lambda m, b: None,
+        lambda: None,
+        configure=told,
+    )
     assert it.beside == (("c",),)
     with pytest.raises(DoesNotFit, match=words):
         it.fit([StagePlan("a", 30 * GIB, 0), StagePlan("b", 20 * GIB, 0)])
@@ -178,7 +219,9 @@ def test_pools_share_what_is_left(tiny_config: OmniConfig) -> None:
         got = shared(tiny_config, STAGES, s, torch.float32, room)
         assert got["thinker"] == got["talker"]
         assert 40 <= got["thinker"] <= 160
-        assert taken({name: n + 1 for name, n in got.items()}) > room, "one more would not have fitted"
+        assert taken({name: n + 1 for name, n in got.items()}) > room, (
+            "one more would not have fitted"
+        )
         assert taken(got) <= room or got["thinker"] == 40
     plenty = shared(tiny_config, STAGES, s, torch.float32, 1 << 40)
     assert plenty == {"thinker": 160, "talker": 160}, "more could never be used"
@@ -197,7 +240,8 @@ def test_free_memory_of_a_container() -> None:
 
 
 @pytest.mark.parametrize(
-    "devices", [{"devices": ("cpu", "cuda:1"), "replicas": 2}, {"host": "cuda"}, {"place": "cuda:0"}]
+    "devices",
+    [{"devices": ("cpu", "cuda:1"), "replicas": 2}, {"host": "cuda"}, {"place": "cuda:0"}],
 )
 def test_more_rows_than_the_largest_captured_step_are_refused(devices: dict[str, Any]) -> None:
     """Such a step would be launched kernel by kernel, and all of its streams would fall behind."""
@@ -205,12 +249,18 @@ def test_more_rows_than_the_largest_captured_step_are_refused(devices: dict[str,
     def config(rows: int, graphs: bool = True) -> EngineConfig:
         host = HostSettings(max_rows=rows, graphs=graphs, device=devices.get("host", "cpu"))
         named = {k: v for k, v in devices.items() if k in ("devices", "replicas")}
-        placement = (HostPlace(("a",), devices["place"]), HostPlace(("b",))) if "place" in devices else "one"
+        placement = (
+            (HostPlace(("a",), devices["place"]), HostPlace(("b",)))
+            if "place" in devices
+            else "one"
+        )
         return EngineConfig(placement=placement, host=host, **named)
 
     check_model(config(SIZES[-1]), ("a", "b"), 1 << 20)
     check_model(config(SIZES[-1] + 1, graphs=False), ("a", "b"), 1 << 20)
-    with pytest.raises(Invalid, match=r"max_rows is 129, but .* at most 128 rows.*: --max-rows 128 fits"):
+    with pytest.raises(
+        Invalid, match=r"max_rows is 129, but .* at most 128 rows.*: --max-rows 128 fits"
+    ):
         check_model(config(SIZES[-1] + 1), ("a", "b"), 1 << 20)
 
 

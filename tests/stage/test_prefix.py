@@ -32,11 +32,15 @@ class Given:
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 9), st.integers(0, 9), st.data())
-def test_rows_in_parts_are_the_rows(users: list[int], first: int, other: int, data: st.DataObject) -> None:
+def test_rows_in_parts_are_the_rows(
+    users: list[int], first: int, other: int, data: st.DataObject
+) -> None:
     size = len(users) + NUM_OPENING
     cut = data.draw(st.integers(0, size - 1))
     given: Any = Given(Told(tuple(users)))
-    before = row_ids(given, 0, cut)  # the first text token is not known yet, and only the last row has it
+    before = row_ids(
+        given, 0, cut
+    )  # the first text token is not known yet, and only the last row has it
     given.text.append(first)
     whole = row_ids(given, 0, size)
     assert before + row_ids(given, cut, size) == whole

@@ -181,7 +181,9 @@ def test_rows_without_ids_end_what_can_be_keyed() -> None:
 
 
 def test_order_is_priority_then_first_packets_then_deadline_then_arrival() -> None:
-    def ordered(arrival: int, priority: int = 0, deadline: float | None = None, preempted: int = 0) -> StageRequest:
+    def ordered(
+        arrival: int, priority: int = 0, deadline: float | None = None, preempted: int = 0
+    ) -> StageRequest:
         spec = RequestSpec(RequestId(str(arrival)), max_new=1, priority=priority)
         made = StageRequest(spec, arrival, deadline=deadline, num_preemptions=preempted)
         made.refresh_order(max_preemptions=2)

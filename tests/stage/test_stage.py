@@ -1,5 +1,5 @@
-"""Stages against the plain driver: whatever is batched, chunked, overlapped, preempted, cached or cancelled, a
-request's tokens are those it gets alone."""
+"""Stages against the plain driver: whatever is batched, chunked, overlapped, preempted, cached or
+cancelled, a request's tokens are those it gets alone."""
 
 from dataclasses import replace
 
@@ -29,7 +29,9 @@ def hold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def options(i: int) -> Options:
     base = Options().seeded(i) if i % 2 else Options().greedy()
-    text = SamplingParams(temperature=0.9 * (i % 2), top_k=40, seed=i, repetition_penalty=[1.0, 1.15][i % 3 == 1])
+    text = SamplingParams(
+        temperature=0.9 * (i % 2), top_k=40, seed=i, repetition_penalty=[1.0, 1.15][i % 3 == 1]
+    )
     return replace(base, text=text, max_text_tokens=4 + 2 * i, max_frames=5 + 3 * (i % 4))
 
 
@@ -129,7 +131,9 @@ TALKER_CONFIGS = {
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("name", TALKER_CONFIGS)
-def test_talker_stage_equals_alone(name: str, late: int, models: Models, prompts, alone, accept) -> None:
+def test_talker_stage_equals_alone(
+    name: str, late: int, models: Models, prompts, alone, accept
+) -> None:
     desk = Desk(models, "talker", TALKER_CONFIGS[name])
     talk(desk, prompts, alone, accept, late)
     eos = models.config.talker.codec.eos
@@ -148,7 +152,8 @@ SCARCE = replace(CONFIG, num_blocks=24, prefix_cache=False)
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_thinker_requests_equal_undisturbed_ones(depth: int, models: Models) -> None:
-    """Answers outgrow the pool, so requests lose their blocks and compute again; nothing is lost or repeated."""
+    """Answers outgrow the pool, so requests lose their blocks and compute again; nothing is lost or
+    repeated."""
     long = [replace(options(i), max_text_tokens=40) for i in range(6)]
     runs = []
     for config in (CONFIG, replace(SCARCE, overlap_depth=depth)):
@@ -163,7 +168,9 @@ def test_preempted_thinker_requests_equal_undisturbed_ones(depth: int, models: M
     assert idle(runs[1].stage)
 
 
-@pytest.mark.parametrize("hold", [False], indirect=True, ids=["at once"])  # slow, and the thinker's do the same
+@pytest.mark.parametrize(
+    "hold", [False], indirect=True, ids=["at once"]
+)  # slow, and the thinker's do the same
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_talker_requests_equal_undisturbed_ones(depth: int, models: Models) -> None:
     runs = []
@@ -172,7 +179,10 @@ def test_preempted_talker_requests_equal_undisturbed_ones(depth: int, models: Mo
         for i in range(5):
             # Without the end token in reach, every request speaks to its limit.
             desk.speak(
-                str(i), make("text", models.config, seed=i), replace(options(i), max_frames=34), stop_ids=frozenset()
+                str(i),
+                make("text", models.config, seed=i),
+                replace(options(i), max_frames=34),
+                stop_ids=frozenset(),
             )
             for token in range(100, 120):
                 desk.feed(str(i), token + i)
@@ -207,7 +217,8 @@ def test_cancelling_at_any_moment_leaves_the_others_alone(models: Models, prompt
 
 
 def test_prefix_cached_equals_cold(models: Models, prompts, alone, accept) -> None:
-    """A second request with the same prompt computes little and gives the same tokens and media rows."""
+    """A second request with the same prompt computes little and gives the same tokens and media
+    rows."""
     desk = Desk(models, "thinker")
     for i, prompt in enumerate(prompts):
         desk.think(f"cold{i}", prompt, options(i))
@@ -226,7 +237,8 @@ def test_prefix_cached_equals_cold(models: Models, prompts, alone, accept) -> No
 
 
 def test_media_rows_are_kept_as_long_as_their_blocks_can_be_found(models: Models, prompts) -> None:
-    """A stage keeps nothing that the cache has forgotten; and a cache that forgets finds what it was told of."""
+    """A stage keeps nothing that the cache has forgotten; and a cache that forgets finds what it
+    was told of."""
     few = replace(CONFIG, num_blocks=40)
     desk = Desk(models, "thinker", few)
     for i in range(6):  # more than the pool holds
@@ -248,7 +260,13 @@ def test_other_media_do_not_hit_the_cache(models: Models) -> None:
     desk.think("other", other, options(0))
     desk.run()
     assert desk.stage.stats.rows - before > 0.8 * len(one.ids)
-    [want] = [[e.id for e in Solo(models).run(other, replace(options(0), speak=False)) if isinstance(e, TextToken)]]
+    [want] = [
+        [
+            e.id
+            for e in Solo(models).run(other, replace(options(0), speak=False))
+            if isinstance(e, TextToken)
+        ]
+    ]
     assert desk.tokens["other"] == want
 
 
@@ -272,7 +290,9 @@ def test_a_bias_is_its_own_requests_alone_and_ends_with_it(models: Models, promp
         assert desk.tokens[f"after {i}"] == alone[i][0]
 
 
-def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(models: Models, prompts, alone) -> None:
+def test_a_step_that_raises_fails_its_requests_and_the_stage_goes_on(
+    models: Models, prompts, alone
+) -> None:
     desk = Desk(models, "thinker")
     calls = []
 

@@ -1,4 +1,5 @@
-"""Kernels are compiled ahead for every size that will be captured, once, and a host does not depend on it."""
+"""Kernels are compiled ahead for every size that will be captured, once, and a host does not depend
+on it."""
 
 import sys
 from collections import Counter
@@ -46,8 +47,15 @@ def test_every_size_is_in_one_task(decode: set[int], prompts: set[int]) -> None:
     assert all(t.sizes and t.weight > 0 for t in tasks)
 
 
-@given(Sizes, Sizes, st.sampled_from([("thinker",), ("talker",), ("thinker", "talker")]), st.integers(2, 40))
-def test_every_task_is_in_one_share(decode: set[int], prompts: set[int], stages: tuple[str, ...], workers: int) -> None:
+@given(
+    Sizes,
+    Sizes,
+    st.sampled_from([("thinker",), ("talker",), ("thinker", "talker")]),
+    st.integers(2, 40),
+)
+def test_every_task_is_in_one_share(
+    decode: set[int], prompts: set[int], stages: tuple[str, ...], workers: int
+) -> None:
     tasks = [t for stage in stages for t in tasks_of(stage, sorted(decode), sorted(prompts))]
     shares = share_out(tasks, workers)
     assert Counter(t for share in shares for t in share) == Counter(tasks)
@@ -56,7 +64,9 @@ def test_every_task_is_in_one_share(decode: set[int], prompts: set[int], stages:
 
 
 def test_shares_are_even() -> None:
-    tasks = [t for stage in ("thinker", "talker") for t in tasks_of(stage, SIZES, prefill_graphs.SIZES)]
+    tasks = [
+        t for stage in ("thinker", "talker") for t in tasks_of(stage, SIZES, prefill_graphs.SIZES)
+    ]
     weights = [sum(t.weight for t in share) for share in share_out(tasks, 10)]
     assert len(weights) == 10
     assert max(weights) < 1.5 * sum(weights) / 10
@@ -71,7 +81,8 @@ def test_as_many_as_cores_and_memory_allow() -> None:
 
 def test_small_models_are_as_wide(tiny_config: OmniConfig) -> None:
     deep = replace(
-        tiny_config, thinker=replace(tiny_config.thinker, text=replace(tiny_config.thinker.text, num_layers=9))
+        tiny_config,
+        thinker=replace(tiny_config.thinker, text=replace(tiny_config.thinker.text, num_layers=9)),
     )
     got = small(deep)
     assert got.thinker.text == replace(deep.thinker.text, num_layers=2)
@@ -90,7 +101,9 @@ def test_small_pools_are_alike(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
-def test_a_process_runs_all_that_it_is_told(stage: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_runs_all_that_it_is_told(
+    stage: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU there is nothing to compile, but the same steps can be run."""
     decoded: list[int] = []
     prompts: list[int] = []
@@ -109,11 +122,17 @@ def test_a_process_runs_all_that_it_is_told(stage: str, tiny_dir: Path, monkeypa
         def forward(self, size: int) -> None:
             prompts.append(size)
 
-    spy(shared, "decode_step", lambda adapter, rows, positions, values, how: decoded.append(len(rows)))
+    spy(
+        shared,
+        "decode_step",
+        lambda adapter, rows, positions, values, how: decoded.append(len(rows)),
+    )
     for adapter in (warming.ThinkerAdapter, warming.TalkerAdapter):
         spy(adapter, "pick", lambda self, rows, *args: picked.append(len(rows)))
     monkeypatch.setattr(shared.PrefillGraphs, "where_usable", lambda *args: Passes())
-    told = CompileJob(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of(stage, [1, 2, 4], [16, 32])))
+    told = CompileJob(
+        str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of(stage, [1, 2, 4], [16, 32]))
+    )
     run(msgspec.json.decode(msgspec.json.encode(told), type=CompileJob))
     assert set(decoded) == {1, 2, 4}
     assert prompts == [16, 32]
@@ -142,7 +161,10 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CompileJob
 
 
 def start(
-    config: OmniConfig, s: HostSettings = SETTINGS, stages: tuple[str, ...] = STAGES, free: int = 100 * SPACE
+    config: OmniConfig,
+    s: HostSettings = SETTINGS,
+    stages: tuple[str, ...] = STAGES,
+    free: int = 100 * SPACE,
 ) -> Warming | None:
     return begin("dir", config, stages, s, s.blocks, torch.bfloat16, free, 10 * SPACE)
 
@@ -156,7 +178,10 @@ def test_a_host_compiles_once(tiny_config: OmniConfig, commands: list[CompileJob
     for stage in ("thinker", "talker"):
         assert sizes_of(tasks, stage, "decode") == [1, 2, 4, 8]
         assert sizes_of(tasks, stage, "prompts") == list(prefill_graphs.SIZES)
-    assert {(job.tasks[0].stage, job.blocks) for job in commands} == {("thinker", 17), ("talker", 16)}
+    assert {(job.tasks[0].stage, job.blocks) for job in commands} == {
+        ("thinker", 17),
+        ("talker", 16),
+    }
     assert start(tiny_config) is not None, "not done before it is finished"
     first.finish()
     assert start(tiny_config) is None
@@ -174,12 +199,14 @@ def test_another_host_compiles_its_own(tiny_config: OmniConfig, commands: list[C
         start(replace(tiny_config, talker=replace(tiny_config.talker, num_code_groups=8))),
     ]
     assert None not in others
-    assert start(tiny_config, replace(SETTINGS, blocks={**SETTINGS.blocks, "thinker": 113})) is None, (
-        "a pool that is alike"
-    )
+    assert (
+        start(tiny_config, replace(SETTINGS, blocks={**SETTINGS.blocks, "thinker": 113})) is None
+    ), "a pool that is alike"
 
 
-def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
+def test_the_processes_have_the_experts_of_the_host(
+    tiny_config: OmniConfig, commands: list[CompileJob]
+) -> None:
     first = start(tiny_config)
     assert first is not None
     first.finish()
@@ -192,15 +219,21 @@ def test_the_processes_have_the_experts_of_the_host(tiny_config: OmniConfig, com
 
 
 @pytest.mark.parametrize("experts", ["full", "float8"])
-def test_a_process_builds_the_experts_it_is_told(experts: Literal["full", "float8"], tiny_dir: Path) -> None:
+def test_a_process_builds_the_experts_it_is_told(
+    experts: Literal["full", "float8"], tiny_dir: Path
+) -> None:
     adapter = warming.build_lane(
-        CompileJob(str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, (Task("thinker", "picks", ()),), experts)
+        CompileJob(
+            str(tiny_dir), "cpu", "float32", 4, 64, 16, 18, (Task("thinker", "picks", ()),), experts
+        )
     )
     dtypes = {p.dtype for n, p in adapter.model.named_parameters() if ".experts." in n}
     assert dtypes == {torch.float8_e4m3fn if experts == "float8" else torch.float32}
 
 
-def test_some_hosts_have_nothing_to_compile(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
+def test_some_hosts_have_nothing_to_compile(
+    tiny_config: OmniConfig, commands: list[CompileJob]
+) -> None:
     assert start(tiny_config, replace(SETTINGS, warm=False)) is None
     assert start(tiny_config, replace(SETTINGS, graphs=False)) is None
     assert start(tiny_config, stages=("code2wav",)) is None
@@ -208,14 +241,18 @@ def test_some_hosts_have_nothing_to_compile(tiny_config: OmniConfig, commands: l
     assert not commands
 
 
-def test_weights_wait_where_memory_is_short(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
+def test_weights_wait_where_memory_is_short(
+    tiny_config: OmniConfig, commands: list[CompileJob]
+) -> None:
     first = start(tiny_config, free=12 * SPACE)
     assert first is not None
     assert first.apart
     first.close()
 
 
-def test_a_host_of_some_stages_leaves_room_for_the_others(tiny_config: OmniConfig, commands: list[CompileJob]) -> None:
+def test_a_host_of_some_stages_leaves_room_for_the_others(
+    tiny_config: OmniConfig, commands: list[CompileJob]
+) -> None:
     first = start(tiny_config, stages=("thinker",), free=12 * SPACE)
     assert first is not None
     assert len(commands) == 4
@@ -223,7 +260,9 @@ def test_a_host_of_some_stages_leaves_room_for_the_others(tiny_config: OmniConfi
     first.close()
 
 
-def test_a_process_that_dies_fails_no_host(tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_dies_fails_no_host(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[Any] = []
     cpu, switches = torch.device("cpu"), OverlapSwitches()
     context = StageContext(
@@ -251,7 +290,11 @@ def test_a_cpu_has_no_part_in_this(tiny_dir: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(building, "begin", never)
     told: list[Any] = []
-    host = Host(configure(str(tiny_dir), STAGES, {}), HostSettings(), lambda message, blob: told.append(message))
+    host = Host(
+        configure(str(tiny_dir), STAGES, {}),
+        HostSettings(),
+        lambda message, blob: told.append(message),
+    )
     host.load()
     assert tuple(host.stages) == STAGES
     assert not any(m.what == "compiling kernels" for m in told)

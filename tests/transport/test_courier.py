@@ -1,4 +1,5 @@
-"""The couriers: nothing blocks the loop, every fault arrives typed, named and counted, and closing leaves nothing."""
+"""The couriers: nothing blocks the loop, every fault arrives typed, named and counted, and closing
+leaves nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Loop:
             if done():
                 return
             with self._changed:
-                assert self._changed.wait_for(lambda: self._count != seen, PATIENCE_S), "the loop was never woken"  # noqa: B023
+                woken = self._changed.wait_for(lambda n=seen: self._count != n, PATIENCE_S)
+            assert woken, "the loop was never woken"
 
 
 @dataclass
@@ -155,7 +157,12 @@ def test_order_and_numbers_on_both_sides() -> None:
     assert got == list(range(200))
     assert all(lease.released == 1 for _, lease in chunks)
     for metrics in (out.metrics, into.metrics):
-        assert (metrics.chunks, metrics.bytes, metrics.queue.count, metrics.queued) == (200, sizes, 200, 0)
+        assert (metrics.chunks, metrics.bytes, metrics.queue.count, metrics.queued) == (
+            200,
+            sizes,
+            200,
+            0,
+        )
     assert (out.metrics.put.count, into.metrics.take.count) == (200, 200)
     assert out.metrics.put.total_s > 0
     assert not out.metrics.errors
@@ -163,7 +170,8 @@ def test_order_and_numbers_on_both_sides() -> None:
 
 
 def test_a_full_queue_is_told_and_ends() -> None:
-    """The receiving loop does not poll: queues fill, offers are refused, the loop is woken when there is room again."""
+    """The receiving loop does not poll: queues fill, offers are refused, the loop is woken when
+    there is room again."""
     out, into, loop, *_ = started(slots=1, capacity=2, kept=2)
     chunks = [numbered(seq)[0] for seq in range(12)]
     sent = 0
@@ -175,7 +183,9 @@ def test_a_full_queue_is_told_and_ends() -> None:
         return min(out.metrics.stalls, into.metrics.stalls) > 0
 
     eventually(stalled)
-    assert sent <= 7, "2 there, 1 in that courier's hands, 1 in the slot, 1 in this courier's hands, 2 here"
+    assert sent <= 7, (
+        "2 there, 1 in that courier's hands, 1 in the slot, 1 in this courier's hands, 2 here"
+    )
     rest: list[int] = []
 
     def pump() -> bool:
@@ -198,7 +208,9 @@ def test_purge_catches_what_is_on_its_way() -> None:
     chunks = [numbered(seq) for seq in range(6)]
     for chunk, _ in chunks:
         assert out.offer(chunk)
-    loop.until(lambda: into.metrics.chunks >= 1)  # the first waits for the loop, the others behind it
+    loop.until(
+        lambda: into.metrics.chunks >= 1
+    )  # the first waits for the loop, the others behind it
     out.purge(R)
     into.purge(R)
     fresh, lease = numbered(9, RequestId("r-2"))
@@ -250,7 +262,10 @@ def test_a_death_names_all_who_had_something_on_its_way() -> None:
     sender, receiver = ends(slots=1)
     loop = Loop()
     out = Outgoing(sender, "a-b", loop.wake)
-    chunks = [numbered(seq, RequestId(request)) for seq, request in enumerate(("r-0", "r-1", "r-2", "r-1"))]
+    chunks = [
+        numbered(seq, RequestId(request))
+        for seq, request in enumerate(("r-0", "r-1", "r-2", "r-1"))
+    ]
     for chunk, _ in chunks:
         assert out.offer(chunk)
     assert receiver.take(0.0) is None
@@ -260,7 +275,11 @@ def test_a_death_names_all_who_had_something_on_its_way() -> None:
     out.close()
     found = out.faults()
     assert {type(fault) for fault in found} == {PeerDead}
-    assert {fault.request for fault in found if isinstance(fault, PeerDead)} == {"r-0", "r-1", "r-2"}
+    assert {fault.request for fault in found if isinstance(fault, PeerDead)} == {
+        "r-0",
+        "r-1",
+        "r-2",
+    }
     assert all(lease.released == 1 for _, lease in chunks)
     receiver.close()
 
@@ -279,7 +298,8 @@ def test_a_clean_end() -> None:
 
 
 def test_what_was_offered_just_before_the_end_is_sent() -> None:
-    """The courier has found the queue empty; the offer and the close come before it asks whether that was the end."""
+    """The courier has found the queue empty; the offer and the close come before it asks whether
+    that was the end."""
     sender, loop = Scripted([]), Loop()
     out = Outgoing(sender, "a-b", loop.wake)
     chunk, lease = numbered(7)
@@ -467,7 +487,11 @@ class ScriptedReceiver:
 
 def test_bad_chunks_are_reported_and_the_link_goes_on() -> None:
     loop = Loop()
-    script: list[Chunk | Exception] = [Corrupt("blob", request=R), VersionMismatch("2"), numbered(3)[0]]
+    script: list[Chunk | Exception] = [
+        Corrupt("blob", request=R),
+        VersionMismatch("2"),
+        numbered(3)[0],
+    ]
     into = Incoming(ScriptedReceiver(script), "a-b", loop.wake, uploader=uploads())
     into.start()
     found = faults(into, loop, 3)
@@ -489,7 +513,8 @@ def test_a_bug_while_receiving_is_not_silent() -> None:
 
 
 class SlowUploads:
-    """Uploads that finish only when someone waits: the source must be given back by then, not earlier."""
+    """Uploads that finish only when someone waits: the source must be given back by then, not
+    earlier."""
 
     def __init__(self) -> None:
         self.running: list[Chunk] = []

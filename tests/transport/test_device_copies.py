@@ -1,6 +1,6 @@
-"""The sender's copies from a device, without one: tensors that are nowhere (`meta`), and copies and events that do
-their work when the test says so. Chunks leave in order however their copies finish, and neither a slot nor a source is
-let go of before its copy is done, however the link ends."""
+"""The sender's copies from a device, without one: tensors that are nowhere (`meta`), and copies and
+events that do their work when the test says so. Chunks leave in order however their copies finish,
+and neither a slot nor a source is let go of before its copy is done, however the link ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ R = RequestId("r")
 
 @dataclass
 class Copy:
-    """A copy that has been started, and the event behind it. Done when the test says so, or when someone waits."""
+    """A copy that has been started, and the event behind it. Done when the test says so, or when
+    someone waits."""
 
     number: int
     place: torch.Tensor
@@ -60,19 +61,29 @@ class Device:
     started: list[Copy] = field(default_factory=list)
     alive: set[int] = field(default_factory=set)  # chunks that were not released
 
-    def start(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None) -> Copy:
+    def start(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None
+    ) -> Copy:
         ((place, source),) = pairs
         assert source.is_meta
         copy = Copy(int(source.shape[1]), place, self)
-        assert all(c.done.is_set() or c.place.data_ptr() != place.data_ptr() for c in self.started), "slot in use"
+        assert all(
+            c.done.is_set() or c.place.data_ptr() != place.data_ptr() for c in self.started
+        ), "slot in use"
         self.started.append(copy)
         return copy
 
     def chunk(self, number: int, request: str = "r", *, far: bool = True) -> Chunk:
         self.alive.add(number)
-        rows = torch.empty(8, number, device="meta", dtype=torch.int32) if far else torch.full((8, number), number)
+        rows = (
+            torch.empty(8, number, device="meta", dtype=torch.int32)
+            if far
+            else torch.full((8, number), number)
+        )
         span = Span(number, number + 1)
-        return wire.chunk(RequestId(request), span, Mark.MORE, {"x": rows}, seq=number, lease=Held(self, number))
+        return wire.chunk(
+            RequestId(request), span, Mark.MORE, {"x": rows}, seq=number, lease=Held(self, number)
+        )
 
 
 @dataclass
@@ -121,7 +132,9 @@ def heard(sender: SlotSender) -> bool:
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     connector, options = (
         Registry().get(request.param),
-        LinkOptions(slots=6, slot_bytes=1 << 15, secret=SECRET, copies=3, connect_timeout_s=PATIENCE_S),
+        LinkOptions(
+            slots=6, slot_bytes=1 << 15, secret=SECRET, copies=3, connect_timeout_s=PATIENCE_S
+        ),
     )
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
@@ -139,7 +152,9 @@ def test_copies_run_one_behind_the_other_and_leave_in_order(ends: Ends) -> None:
     sender, device = ends.sender, ends.device
     for n in (1, 2, 3):
         assert sender.put(device.chunk(n), 0.0)
-    assert [copy.done.is_set() for copy in device.started] == [False] * 3, "put waits for none of them"
+    assert [copy.done.is_set() for copy in device.started] == [False] * 3, (
+        "put waits for none of them"
+    )
     assert sender.progress(wait=False) == 3
     device.started[2].finish()
     device.started[1].finish()
@@ -271,7 +286,9 @@ def test_a_transfer_that_fails_late_is_told_like_a_refusal(ends: Ends) -> None:
     assert sender.put(device.chunk(2), 0.0)
     while sender.progress(wait=True):
         pass
-    assert [(refused.request, refused.message) for refused in sender.refusals()] == [("lost", "no route")]
+    assert [(refused.request, refused.message) for refused in sender.refusals()] == [
+        ("lost", "no route")
+    ]
     assert ends.got(1) == [2]
 
 
@@ -305,7 +322,9 @@ def test_a_death_names_those_whose_copies_ran(ends: Ends, request: pytest.Fixtur
     out.close()
     told = {getattr(fault, "request", None) for fault in out.faults()}
     assert told <= {None, "r-1", "r-2"}
-    if request.node.callspec.params["ends"] == "shm":  # a network may take both before it hears that nobody is there
+    if (
+        request.node.callspec.params["ends"] == "shm"
+    ):  # a network may take both before it hears that nobody is there
         assert told >= {"r-2"}, "and r-1, unless it left in time"
 
 
@@ -323,10 +342,20 @@ class Far:
 
 
 def test_without_the_overlap_the_loop_waits_for_its_rows() -> None:
-    """`async_d2h` off: rows are on the host when `offer` returns, and are not copied for an offer that is refused."""
-    connector, options = Registry().get("shm"), LinkOptions(slots=2, slot_bytes=1 << 15, secret=SECRET)
+    """`async_d2h` off: rows are on the host when `offer` returns, and are not copied for an offer
+    that is refused."""
+    connector, options = (
+        Registry().get("shm"),
+        LinkOptions(slots=2, slot_bytes=1 << 15, secret=SECRET),
+    )
     receiver = connector.listen("a-b", options)
-    out = Outgoing(connector.connect(receiver.endpoint, options), "a-b", lambda: None, async_d2h=False, capacity=2)
+    out = Outgoing(
+        connector.connect(receiver.endpoint, options),
+        "a-b",
+        lambda: None,
+        async_d2h=False,
+        capacity=2,
+    )
 
     def chunk(number: int) -> tuple[Chunk, Far]:
         rows = torch.full((2,), number)

@@ -1,4 +1,5 @@
-"""No link between processes without a secret, on any connector and at either end; and what a seal holds together."""
+"""No link between processes without a secret, on any connector and at either end; and what a seal
+holds together."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 
 from stretto.errors import Invalid
 from stretto.transport.contract import Corrupt, LinkOptions
-from stretto.transport.endpoint import MAX_SLOTS, check_endpoint, check_options, hello_of, make_endpoint, new_nonce
+from stretto.transport.endpoint import (
+    MAX_SLOTS,
+    check_endpoint,
+    check_options,
+    hello_of,
+    make_endpoint,
+    new_nonce,
+)
 from stretto.transport.registry import connectors
 from stretto.types import SECRET_BYTES
 from tests.contract.links import SECRET, missing
@@ -26,7 +34,9 @@ def connector_of(name: str) -> Any:
     return connectors.get(name)
 
 
-@pytest.mark.parametrize("secret", [None, b"", bytes(SECRET_BYTES - 1)], ids=["none", "empty", "short"])
+@pytest.mark.parametrize(
+    "secret", [None, b"", bytes(SECRET_BYTES - 1)], ids=["none", "empty", "short"]
+)
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_nobody_listens_without_a_secret(name: str, host: str, secret: bytes | None) -> None:
@@ -34,7 +44,9 @@ def test_nobody_listens_without_a_secret(name: str, host: str, secret: bytes | N
         connector_of(name).listen("a-b", replace(OPTIONS, host=host, secret=secret))
 
 
-@pytest.mark.parametrize("secret", [None, b"", bytes(SECRET_BYTES - 1)], ids=["none", "empty", "short"])
+@pytest.mark.parametrize(
+    "secret", [None, b"", bytes(SECRET_BYTES - 1)], ids=["none", "empty", "short"]
+)
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_nobody_connects_without_a_secret(name: str, host: str, secret: bytes | None) -> None:
@@ -70,7 +82,9 @@ def test_an_endpoint_is_taken_as_it_was_made_or_not_at_all(what: str) -> None:
 @pytest.mark.parametrize("details", [{}, {"more": "2"}, {"more": "1", "base": "0"}], ids=str)
 def test_details_are_sealed_too(details: dict[str, str]) -> None:
     endpoint = make_endpoint("tcp", "a-b", OPTIONS, "127.0.0.1:1", new_nonce(), {"more": "1"})
-    changed = msgspec.structs.replace(endpoint, details={**details, "seal": endpoint.details["seal"]})
+    changed = msgspec.structs.replace(
+        endpoint, details={**details, "seal": endpoint.details["seal"]}
+    )
     with pytest.raises(Corrupt, match="seal"):
         check_endpoint("tcp", changed, OPTIONS)
 
@@ -87,6 +101,10 @@ def test_a_hello_needs_the_secret_and_the_endpoint() -> None:
     nonce = new_nonce()
     endpoint = make_endpoint("tcp", "a-b", OPTIONS, "127.0.0.1:1", nonce)
     later = make_endpoint("tcp", "a-b", replace(OPTIONS, generation=4), "127.0.0.1:1", nonce)
-    said = {hello_of(endpoint, SECRET), hello_of(endpoint, bytes(SECRET_BYTES)), hello_of(later, SECRET)}
+    said = {
+        hello_of(endpoint, SECRET),
+        hello_of(endpoint, bytes(SECRET_BYTES)),
+        hello_of(later, SECRET),
+    }
     assert len(said) == 3
     assert hello_of(make_endpoint("tcp", "a-b", OPTIONS, "127.0.0.1:1", nonce), SECRET) in said

@@ -1,4 +1,5 @@
-"""The queue between a loop and a courier: order and count under both sides waiting, and no wake-up lost."""
+"""The queue between a loop and a courier: order and count under both sides waiting, and no wake-up
+lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mooncake's settings, without its package: RDMA that was asked for is there or refused, never replaced by tcp."""
+"""Mooncake's settings, without its package: RDMA that was asked for is there or refused, never
+replaced by tcp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pending connections of a network listener, with a clock by hand and real connections: which are shut down."""
+"""Pending connections of a network listener, with a clock by hand and real connections: which are
+shut down."""
 
 from __future__ import annotations
 
@@ -113,7 +114,9 @@ def test_a_refusal_ends_with_its_connection(door: Door, clock: Clock) -> None:
     assert door.shut() == []
 
 
-def test_another_connection_with_the_same_descriptor_is_left_alone(door: Door, clock: Clock) -> None:
+def test_another_connection_with_the_same_descriptor_is_left_alone(
+    door: Door, clock: Clock
+) -> None:
     here = PendingConnections(clock)
     old, new = door.knock(), door.knock()
     fd = door.fd(old)

@@ -1,4 +1,5 @@
-"""The shared mapping, on a machine or in a process without CUDA: plain, shared, alive as long as a view of it."""
+"""The shared mapping, on a machine or in a process without CUDA: plain, shared, alive as long as a
+view of it."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from stretto.cli import main
+from stretto.config import connectors as known
+from stretto.config.connectors import ENTRY_POINTS, check_connector
 from stretto.config.engine import EngineConfig
 from stretto.errors import Invalid
-from stretto.transport import known
-from stretto.transport.known import ENTRY_POINTS, check_connector
 from stretto.transport.registry import Registry, connectors
 from stretto.transport.shm import ShmConnector
 
@@ -23,7 +23,9 @@ class Pigeon(ShmConnector):
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A distribution that brings a connector by the entry-point group."""
-    (tmp_path / "dovecote.py").write_text("from stretto.transport.shm import ShmConnector as Dove\n")
+    (tmp_path / "dovecote.py").write_text(
+        "from stretto.transport.shm import ShmConnector as Dove\n"
+    )
     info = tmp_path / "dovecote-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovecote\nVersion: 1.0\n")
@@ -52,11 +54,15 @@ def test_others_may_register() -> None:
         registry.get("dove")
 
 
-def test_names_are_checked_before_anything_is_started(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_names_are_checked_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     for name in ("shm", "tcp"):
         check_connector(name)
     monkeypatch.setattr(known, "find_spec", lambda name: None)
-    with pytest.raises(Invalid, match=r"needs the package mooncake: pip install 'stretto\[mooncake\]'"):
+    with pytest.raises(
+        Invalid, match=r"needs the package mooncake: pip install 'stretto\[mooncake\]'"
+    ):
         check_connector("mooncake")
     monkeypatch.setattr(known, "find_spec", lambda name: object())
     check_connector("mooncake")
@@ -75,5 +81,7 @@ def test_an_entry_point_brings_a_connector() -> None:
 @pytest.mark.usefixtures("installed")
 def test_settings_of_a_connector_of_another_package_are_its_own_to_check() -> None:
     assert EngineConfig(connector="dove", link_details={"colour": "white"}).link_details
-    with pytest.raises(Invalid, match="there is no connector 'owl'; there are dove, mooncake, shm, tcp"):
+    with pytest.raises(
+        Invalid, match="there is no connector 'owl'; there are dove, mooncake, shm, tcp"
+    ):
         check_connector("owl")

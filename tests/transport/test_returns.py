@@ -1,4 +1,5 @@
-"""Slots returned by a word in shared memory: against a model, in every order of the two sides' steps."""
+"""Slots returned by a word in shared memory: against a model, in every order of the two sides'
+steps."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def interleavings(
 
 
 def test_a_return_is_seen_or_wakes_in_every_order() -> None:
-    """The sender sets the flag, then reads the words; the receiver writes the word, then reads the flag: in no order
-    does each miss the other."""
+    """The sender sets the flag, then reads the words; the receiver writes the word, then reads the
+    flag: in no order does each miss the other."""
     orders = len(list(interleavings(*halves(*both(1), [], []))))
     assert orders == 6
     for number in range(orders):
@@ -75,7 +76,8 @@ def test_a_return_is_seen_or_wakes_in_every_order() -> None:
 def halves(
     sender: Returns, receiver: Returns, seen: list[bool], woken: list[bool]
 ) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-    """Each side's steps in its order: `set_wake` and `returned`; and the two halves of `give_back`."""
+    """Each side's steps in its order: `set_wake` and `returned`; and the two halves of
+    `give_back`."""
     return (
         [lambda: sender.set_wake(True), lambda: seen.append(bool(sender.returned()))],
         [lambda: write_word(receiver, 0, 0), lambda: woken.append(bool(receiver.words[1]))],
@@ -91,7 +93,11 @@ def test_one_wake_up_for_one_flag() -> None:
     sender, receiver = both(3)
     sender.flight |= {slot: (slot, RequestId("r")) for slot in range(3)}
     sender.set_wake(True)
-    assert [receiver.give_back(Kind.RELEASE, slot, slot) for slot in range(3)] == [True, False, False]
+    assert [receiver.give_back(Kind.RELEASE, slot, slot) for slot in range(3)] == [
+        True,
+        False,
+        False,
+    ]
     sender.set_wake(True)
     sender.set_wake(False)
     assert not receiver.give_back(Kind.RELEASE, 0, 0)

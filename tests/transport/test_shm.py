@@ -1,4 +1,5 @@
-"""What only the shm connector promises: how long its one system call waits, and how slots come back."""
+"""What only the shm connector promises: how long its one system call waits, and how slots come
+back."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from tests.contract.links import SECRET
 
 
 @pytest.mark.parametrize("spin_us", ["0", "5"])
-def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytest.MonkeyPatch, spin_us: str) -> None:
-    """The socket's own timeout is set only when it changes: it must be the one of this call, also after a wait of
-    another length that brought nothing."""
+def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(
+    monkeypatch: pytest.MonkeyPatch, spin_us: str
+) -> None:
+    """The socket's own timeout is set only when it changes: it must be the one of this call, also
+    after a wait of another length that brought nothing."""
     bounds: list[float] = []
     set_timeout = notesocket.set_timeout
 
@@ -37,7 +40,9 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
     def take(timeout: float, sends: bool) -> float:
         """The socket's timeout when the call began to wait first."""
         if sends:
-            assert sender.put(wire.chunk(RequestId("r"), Span(0, 1), Mark.MORE, {"rows": torch.ones(1)}), 0.0)
+            assert sender.put(
+                wire.chunk(RequestId("r"), Span(0, 1), Mark.MORE, {"rows": torch.ones(1)}), 0.0
+            )
         before, bounds[:] = bounds[-1:], []
         taken = receiver.take(timeout)
         assert (taken is not None) == sends
@@ -52,7 +57,14 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
         first = receiver.take(60.0)
         assert first is not None
         first.release()
-        for timeout, sends in [(60.0, True), (0.03, False), (60.0, True), (60.0, True), (0.01, False), (60.0, True)]:
+        for timeout, sends in [
+            (60.0, True),
+            (0.03, False),
+            (60.0, True),
+            (60.0, True),
+            (0.01, False),
+            (60.0, True),
+        ]:
             assert take(timeout, sends) == timeout
     finally:
         sender.close()
@@ -61,14 +73,16 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(monkeypatch: pytes
 
 def numbered(number: int) -> Chunk:
     tensors = {"rows": torch.full((64,), number, dtype=torch.int64)}
-    return wire.chunk(RequestId(f"r{number % 3}"), Span(number, number + 1), Mark.MORE, tensors, seq=number)
+    return wire.chunk(
+        RequestId(f"r{number % 3}"), Span(number, number + 1), Mark.MORE, tensors, seq=number
+    )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> None:
-    """The sender finds a slot in three ways: the one sent last, a free one, one that comes back as it looks. In any
-    mixture of them no chunk that is still held changes, and credits add up."""
+    """The sender finds a slot in three ways: the one sent last, a free one, one that comes back as
+    it looks. In any mixture of them no chunk that is still held changes, and credits add up."""
     chance = random.Random(seed)
     options = LinkOptions(slots=slots, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
@@ -77,7 +91,9 @@ def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> Non
     sent = taken = 0
     try:
         for _ in range(400):
-            action = chance.choice(["put", "put", "take", "take", "release", "release", "look", "purge"])
+            action = chance.choice(
+                ["put", "put", "take", "take", "release", "release", "look", "purge"]
+            )
             if action == "put":
                 accepted = sender.put(numbered(sent), 0.0)
                 assert accepted == (sent - taken + len(held) < slots)
@@ -101,7 +117,9 @@ def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> Non
         receiver.close()
 
 
-def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options = LinkOptions(slots=4, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
@@ -109,7 +127,9 @@ def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypat
     try:
         for number in range(50):
             assert sender.put(numbered(number), 0.0)
-            if number == 0:  # from here on nothing may be read by the sender, or be sent by the receiver
+            if (
+                number == 0
+            ):  # from here on nothing may be read by the sender, or be sent by the receiver
                 monkeypatch.setattr(notesocket.NoteSocket, "notes", None)
                 monkeypatch.setattr(notesocket.NoteSocket, "reply", None)
             chunk = receiver.take(60.0)
@@ -123,7 +143,9 @@ def test_one_chunk_at_a_time_stays_in_one_slot_and_needs_no_notes_back(monkeypat
         receiver.close()
 
 
-def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_not_ordered_slots_come_back_by_notes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shm, "ORDERED", False)
     options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
@@ -142,8 +164,8 @@ def test_where_memory_is_not_ordered_slots_come_back_by_notes(monkeypatch: pytes
 
 
 def test_wake_notes_that_came_too_late_do_not_pile_up() -> None:
-    """A sender that sets its wake flag and then finds slots at once leaves the note in the socket. However often that
-    happens, there is room for the CLOSE note."""
+    """A sender that sets its wake flag and then finds slots at once leaves the note in the socket.
+    However often that happens, there is room for the CLOSE note."""
     options = LinkOptions(slots=2, slot_bytes=4096, secret=SECRET)
     receiver = shm.ShmConnector().listen("a-b", options)
     sender = shm.ShmConnector().connect(receiver.endpoint, options)
@@ -152,7 +174,8 @@ def test_wake_notes_that_came_too_late_do_not_pile_up() -> None:
     read = transport.returns.returned
 
     def release_in_between() -> list[Note]:
-        """What happens when the receiver releases between the sender's flag and its read of the words."""
+        """What happens when the receiver releases between the sender's flag and its read of the
+        words."""
         notes = read()
         if not notes and transport.returns.words[2]:
             while held:

@@ -1,4 +1,5 @@
-"""When a receiver spins before it sleeps: the rules in `spinwait`'s docstring, with a clock that the test moves."""
+"""When a receiver spins before it sleeps: the rules in `spinwait`'s docstring, with a clock that
+the test moves."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SHORT_S, LONG_S = 30e-6, 0.004
 
 @dataclass(slots=True)
 class Played:
-    """A receiver's waits on a clock that only they move. `wakes_s` is what a sleeper's wake-up adds to a wait."""
+    """A receiver's waits on a clock that only they move. `wakes_s` is what a sleeper's wake-up adds
+    to a wait."""
 
     cores: int = 2
     wakes_s: float = 50e-6

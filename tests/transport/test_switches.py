@@ -19,7 +19,9 @@ def test_each_can_be_switched_on_its_own(name: str) -> None:
     off = OverlapSwitches(**{name: False})
     assert OverlapSwitches.read({name: False}, {}) == off
     assert OverlapSwitches.read({}, {f"STRETTO_{name.upper()}": "0"}) == off
-    assert OverlapSwitches.read({name: False}, {f"STRETTO_{name.upper()}": "on"}) == off, "what is configured wins"
+    assert OverlapSwitches.read({name: False}, {f"STRETTO_{name.upper()}": "on"}) == off, (
+        "what is configured wins"
+    )
 
 
 def test_nonsense_is_refused() -> None:

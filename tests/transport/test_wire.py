@@ -1,4 +1,5 @@
-"""The wire format: round trips, the golden bytes of docs/wire.md, strictness, and a short run of the fuzzer."""
+"""The wire format: round trips, the golden bytes of docs/wire.md, strictness, and a short run of
+the fuzzer."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ DOC = Path(__file__).parents[2] / "docs" / "wire.md"
 
 
 def rows() -> Chunk:
-    tensors = {"ids": torch.tensor([7, 8], dtype=torch.int32), "hidden": torch.tensor([[1.0, -2.0]]).to(torch.bfloat16)}
+    tensors = {
+        "ids": torch.tensor([7, 8], dtype=torch.int32),
+        "hidden": torch.tensor([[1.0, -2.0]]).to(torch.bfloat16),
+    }
     return wire.chunk(R, Span(4, 6), Mark.MORE, tensors, seq=2)
 
 
@@ -42,7 +46,10 @@ def same(left: Chunk, right: Chunk) -> bool:
 
 
 def test_the_golden_bytes_of_the_page() -> None:
-    golden = [bytes.fromhex(block) for block in re.findall(r"```hex\n(.*?)```", DOC.read_text(), re.DOTALL)]
+    golden = [
+        bytes.fromhex(block)
+        for block in re.findall(r"```hex\n(.*?)```", DOC.read_text(), re.DOTALL)
+    ]
     assert len(golden) == 2
     for data, chunk, checksum in zip(golden, (rows(), end()), (True, False)):
         assert wire.encode(chunk, checksum=checksum) == data
@@ -65,7 +72,12 @@ def test_round_trip(data: st.DataObject) -> None:
     tensors = {f"t{i}": any_tensor(data) for i in range(data.draw(st.integers(0, 5)))}
     checksum, zero_copy = data.draw(st.booleans()), data.draw(st.booleans())
     start = data.draw(st.integers(0, 2**40))
-    chunk = wire.chunk(R, Span(start, start + data.draw(st.integers(0, 9))), data.draw(st.sampled_from(Mark)), tensors)
+    chunk = wire.chunk(
+        R,
+        Span(start, start + data.draw(st.integers(0, 9))),
+        data.draw(st.sampled_from(Mark)),
+        tensors,
+    )
     size = wire.encoded_size(chunk)
     slot = bytearray(b"\xaa" * (size + 100))  # what the last chunk left there must not show
     assert wire.encode_into(slot, chunk, checksum=checksum, zero_copy=zero_copy) == size
@@ -94,14 +106,23 @@ def test_a_chunk_that_does_not_fit() -> None:
 
 
 def test_what_cannot_be_sent() -> None:
-    for bad in ({"x": torch.zeros(2, dtype=torch.complex64)}, {"a b": torch.zeros(1)}, {"x": torch.zeros([1] * 9)}):
+    for bad in (
+        {"x": torch.zeros(2, dtype=torch.complex64)},
+        {"a b": torch.zeros(1)},
+        {"x": torch.zeros([1] * 9)},
+    ):
         with pytest.raises(ValueError, match="no place on the wire"):
             wire.chunk(R, Span(0, 1), Mark.MORE, bad)
     chunk = rows()
-    chunk.tensors = {**chunk.tensors, "ids": torch.tensor([7], dtype=torch.int32)}  # would be broadcast
+    chunk.tensors = {
+        **chunk.tensors,
+        "ids": torch.tensor([7], dtype=torch.int32),
+    }  # would be broadcast
     with pytest.raises(ValueError, match="not the one in the header"):
         wire.encode(chunk)
-    many = wire.chunk(R, Span(0, 1), Mark.MORE, {f"t{i}": torch.zeros(1) for i in range(wire.MAX_TENSORS + 1)})
+    many = wire.chunk(
+        R, Span(0, 1), Mark.MORE, {f"t{i}": torch.zeros(1) for i in range(wire.MAX_TENSORS + 1)}
+    )
     with pytest.raises(PutFailed):
         wire.encode(many)
 
@@ -142,7 +163,13 @@ COUNTERS = {"seq": 0, "start": 0, "stop": 2}
 
 
 def mend(
-    head: dict[str, Any], blobs: bytes, *, version: int = 3, zero: int = 0, mark: int = 0, **counters: int
+    head: dict[str, Any],
+    blobs: bytes,
+    *,
+    version: int = 3,
+    zero: int = 0,
+    mark: int = 0,
+    **counters: int,
 ) -> bytearray:
     """An encoding with right lengths and checksums around any header."""
     raw = msgspec.msgpack.encode(head)
@@ -234,22 +261,33 @@ def test_other_versions() -> None:
 
 
 def test_a_page_is_read_again_and_again() -> None:
-    """Views are remembered per layout: what a page holds now is what they show, for every mix of layouts."""
+    """Views are remembered per layout: what a page holds now is what they show, for every mix of
+    layouts."""
     rng = random.Random(3)
     page = wire.Page(bytearray(1 << 16))
     for n in range(300):
         rows, wide = rng.randrange(1, 90), rng.randrange(1, 3)
         sent = {"ids": torch.randint(0, 99, (rows,)), "x": torch.randn(rows, wide)}
-        size = wire.encode_into(page, wire.chunk(RequestId(f"r-{n % 7}"), Span(n, n + rows), Mark.MORE, sent, seq=n))
+        size = wire.encode_into(
+            page, wire.chunk(RequestId(f"r-{n % 7}"), Span(n, n + rows), Mark.MORE, sent, seq=n)
+        )
         got = wire.read(page, size)
-        assert (got.header.request, got.header.seq, got.header.span) == (f"r-{n % 7}", n, Span(n, n + rows))
+        assert (got.header.request, got.header.seq, got.header.span) == (
+            f"r-{n % 7}",
+            n,
+            Span(n, n + rows),
+        )
         assert all(torch.equal(got.tensors[name], sent[name]) for name in sent)
     assert len(page.views) <= 64
 
 
 def test_what_is_remembered_is_bounded() -> None:
     for n in range(3000):
-        wire.decode(wire.encode(wire.chunk(RequestId(f"r-{n}"), Span(0, 1), Mark.MORE, {"x": torch.zeros(1)})))
+        wire.decode(
+            wire.encode(
+                wire.chunk(RequestId(f"r-{n}"), Span(0, 1), Mark.MORE, {"x": torch.zeros(1)})
+            )
+        )
     assert max(len(wire._known.by_bytes), len(wire._known.by_meaning)) <= 1024
 
 
@@ -276,5 +314,9 @@ def test_fuzz() -> None:
     outcomes, _ = fuzz(15_000, seed=7)
     assert sum(outcomes.values()) == 15_000
     accepted = {name for name in outcomes if name.startswith("accepted")}
-    assert accepted == {"accepted: unchanged", "accepted: blob bytes only", "accepted: another valid chunk"}
+    assert accepted == {
+        "accepted: unchanged",
+        "accepted: blob bytes only",
+        "accepted: another valid chunk",
+    }
     assert len(outcomes) > 12, "it should reach every check"

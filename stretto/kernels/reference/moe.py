@@ -1,12 +1,12 @@
 """Mixture of experts: routing, and the experts' SwiGLU over fused weights.
 
-Weights are fused per layer: `gate_up [experts, 2 * size, hidden]` (gate rows first) and
-`down [experts, hidden, size]`. Few rows read the weights of just their experts; many rows are sorted by expert and
-go through one matrix product per expert (one grouped product on a GPU).
+Weights are fused per layer: `gate_up [experts, 2 * size, hidden]` (gate rows first) and `down
+[experts, hidden, size]`. Few rows read the weights of just their experts; many rows are sorted by
+expert and go through one matrix product per expert (one grouped product on a GPU).
 
-Weights may be float8 with a scale per output row (`stretto.kernels.reference.quantized`). A weight is then widened to x's type,
-which is exact, as it is used, and the scale is applied to the product: to gate and up before the SiLU, to down before
-the rows are weighted."""
+Weights may be float8 with a scale per output row (`stretto.kernels.reference.quantized`). A weight
+is then widened to x's type, which is exact, as it is used, and the scale is applied to the product:
+to gate and up before the SiLU, to down before the rows are weighted."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ def experts(
     ids: torch.Tensor,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """x [rows, hidden] through each row's experts, weighted and summed (in float32). `scales`: of float8 weights."""
+    """x [rows, hidden] through each row's experts, weighted and summed (in float32). `scales`: of
+    float8 weights."""
     rows, top_k = ids.shape
-    few = max(16, gate_up.shape[0]) // top_k  # rows whose experts' weights are read about once at most
+    few = (
+        max(16, gate_up.shape[0]) // top_k
+    )  # rows whose experts' weights are read about once at most
     if rows <= few and not x.is_cuda and scales is None:
         y = _each(x, gate_up, down, ids)
     elif rows <= few:
@@ -48,7 +51,10 @@ def experts(
         y = _grouped(x, gate_up, down, ids, scales)
     else:  # other types are for exactness, not for speed: whatever needs no answer from the device
         y = torch.cat(
-            [_few(a, gate_up, down, b, scales) for a, b in zip(torch.split(x, few), torch.split(ids, few), strict=True)]
+            [
+                _few(a, gate_up, down, b, scales)
+                for a, b in zip(torch.split(x, few), torch.split(ids, few), strict=True)
+            ]
         )
     return (y * weights[..., None]).sum(1, dtype=torch.float32).to(x.dtype)
 
@@ -58,15 +64,26 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _each(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """One product after the other, on a CPU: reads the weights where they are, and its host is its device."""
+def _each(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """One product after the other, on a CPU: reads the weights where they are, and its host is its
+    device."""
     chosen = ids.tolist()
-    rows = [F.linear(swiglu(F.linear(x[i : i + 1], gate_up[e])), down[e]) for i, own in enumerate(chosen) for e in own]
+    rows = [
+        F.linear(swiglu(F.linear(x[i : i + 1], gate_up[e])), down[e])
+        for i, own in enumerate(chosen)
+        for e in own
+    ]
     return torch.cat(rows).view(*ids.shape, -1)
 
 
 def _few(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, scales: Scales | None = None
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Gather the experts' weights: static shapes, no host synchronisation."""
     rows, top_k = ids.shape
@@ -78,7 +95,11 @@ def _few(
 
 
 def _sorted(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, scales: Scales | None = None
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """One expert after the other; needs to know on the host how many rows each has."""
     rows, top_k = ids.shape
@@ -97,14 +118,23 @@ def _sorted(
 
 
 def _grouped(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, scales: Scales | None = None
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
-    """All experts in one product. Which of them have rows is not known on the host, so float8 weights are widened all,
-    one of the two tensors at a time; where that matters, the kernels of `stretto.kernels.triton` do not."""
+    """All experts in one product. Which of them have rows is not known on the host, so float8
+    weights are widened all, one of the two tensors at a time; where that matters, the kernels of
+    `stretto.kernels.triton` do not."""
     rows, top_k = ids.shape
     chosen, order = ids.reshape(-1).sort(stable=True)
     s, t = (None, None) if scales is None else (scale[chosen] for scale in scales)
-    ends = torch.searchsorted(chosen, torch.arange(gate_up.shape[0], device=x.device), right=True).to(torch.int32)
-    h = swiglu(scaled(torch._grouped_mm(x[order // top_k], gate_up.to(x.dtype).transpose(1, 2), ends), s))
+    ends = torch.searchsorted(
+        chosen, torch.arange(gate_up.shape[0], device=x.device), right=True
+    ).to(torch.int32)
+    h = swiglu(
+        scaled(torch._grouped_mm(x[order // top_k], gate_up.to(x.dtype).transpose(1, 2), ends), s)
+    )
     y = scaled(torch._grouped_mm(h, down.to(x.dtype).transpose(1, 2), ends), t)
     return torch.empty_like(y).index_copy_(0, order, y).view(rows, top_k, -1)

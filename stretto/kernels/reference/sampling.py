@@ -1,8 +1,9 @@
 """Picking tokens on the device.
 
-One row of logits per request, each with its own parameters. A sampled token is `argmax(p / e)` with e exponential
-noise (the same as drawing from p). The noise is a hash of (request seed, draw number, token id), so a request's
-draws depend on the request alone: not on its batch, its row or the device's generator. Nothing synchronises."""
+One row of logits per request, each with its own parameters. A sampled token is `argmax(p / e)` with
+e exponential noise (the same as drawing from p). The noise is a hash of (request seed, draw number,
+token id), so a request's draws depend on the request alone: not on its batch, its row or the
+device's generator. Nothing synchronises."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import torch
 from stretto.types import SamplingParams
 
 Noise = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""(seeds [rows], draw numbers [rows], vocabulary size) -> exponential noise [rows, vocabulary], float32."""
+"""(seeds [rows], draw numbers [rows], vocabulary size) -> exponential noise [rows, vocabulary],
+float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +61,15 @@ def sample(
 ) -> torch.Tensor:
     """One token per row of logits [rows, vocabulary].
 
-    `draw` [rows] numbers the draws of each request. `seen` [rows, vocabulary] marks the tokens that the
-    repetition penalty applies to; `suppress` [vocabulary] marks tokens that must never be picked."""
+    `draw` [rows] numbers the draws of each request. `seen` [rows, vocabulary] marks the tokens that
+    the repetition penalty applies to; `suppress` [vocabulary] marks tokens that must never be
+    picked."""
     scores = logits.float()
     if seen is not None and rows.any_penalty:
         penalty = rows.penalty[:, None]
-        scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        scores = torch.where(
+            seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores
+        )
     if suppress is not None:
         scores = scores.masked_fill(suppress, float("-inf"))
     best = scores.argmax(-1)
@@ -78,7 +83,8 @@ def sample(
 
 
 def _truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the top_k best (and ties with the last of them), then the smallest set that holds top_p of the rest."""
+    """Keep the top_k best (and ties with the last of them), then the smallest set that holds top_p
+    of the rest."""
     size = scores.shape[-1]
     rising, order = scores.sort(dim=-1, stable=True)  # among ties, the first go first
     kept = torch.where(top_k == 0, size, top_k.clamp(max=size))
@@ -98,13 +104,17 @@ def counter_noise(seed: torch.Tensor, draw: torch.Tensor, size: int) -> torch.Te
     start = _mix(_mix(seed) + draw * _GOLDEN)[:, None]
     bits = _mix(start + torch.arange(size, device=seed.device) * _GOLDEN)
     uniform = ((bits >> 40) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)
-    uniform.clamp_(max=1 - 2.0**-24)  # the largest rounds up to 1: no noise at all, and 0 / 0 for a dropped token
+    uniform.clamp_(
+        max=1 - 2.0**-24
+    )  # the largest rounds up to 1: no noise at all, and 0 / 0 for a dropped token
     return uniform.log_().neg_()
 
 
 def _noise_on_host(seed: torch.Tensor, draw: torch.Tensor, size: int) -> torch.Tensor:
     """The same by numpy, whose small operations cost a fraction: a frame of speech has 16 draws."""
-    start = _mix_unsigned(_mix_unsigned(seed.numpy().view(np.uint64)) + draw.numpy().view(np.uint64) * _UNSIGNED[0])
+    start = _mix_unsigned(
+        _mix_unsigned(seed.numpy().view(np.uint64)) + draw.numpy().view(np.uint64) * _UNSIGNED[0]
+    )
     bits = _mix_unsigned(start[:, None] + _steps(size))
     uniform = torch.from_numpy((bits >> np.uint64(40)).astype(np.float32)).add_(0.5).mul_(2.0**-24)
     uniform.clamp_(max=1 - 2.0**-24)
@@ -131,11 +141,14 @@ def signed(x: int) -> int:
 _GOLDEN = signed(0x9E3779B97F4A7C15)
 _MIX1 = signed(0xBF58476D1CE4E5B9)
 _MIX2 = signed(0x94D049BB133111EB)
-_UNSIGNED = tuple(np.uint64(v) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31))
+_UNSIGNED = tuple(
+    np.uint64(v) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31)
+)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The splitmix64 finaliser: every input bit reaches every output bit. Integer overflow wraps."""
+    """The splitmix64 finaliser: every input bit reaches every output bit. Integer overflow
+    wraps."""
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
     return x ^ _shift(x, 31)
@@ -147,6 +160,7 @@ def _shift(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def guarded(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Tokens, with -1 where the logits are not numbers any more. (One may be -inf: forbidden on purpose.)"""
+    """Tokens, with -1 where the logits are not numbers any more. (One may be -inf: forbidden on
+    purpose.)"""
     fine = logits.amax(-1, keepdim=True).isfinite()
     return torch.where(fine, tokens, -1)

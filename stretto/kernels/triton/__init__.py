@@ -1,7 +1,7 @@
 """Triton kernels for the sizes of the real model, in bfloat16 on a CUDA device (Hopper, or later).
 
-Each has its plain PyTorch reference in the package above; which of the two runs is decided by `usable`, per call. This
-module imports no triton, so that a machine without it never misses it."""
+Each has its plain PyTorch reference in the package above; which of the two runs is decided by
+`usable`, per call. This module imports no triton, so that a machine without it never misses it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MAX_ROWS = 128
 
 @cache
 def dtypes() -> tuple[torch.dtype, ...]:
-    """Types that kernels are used for. STRETTO_KERNELS: "off" for none, "force" for float32 too (to compare with an
-    oracle; slower than the plain way)."""
+    """Types that kernels are used for. STRETTO_KERNELS: "off" for none, "force" for float32 too (to
+    compare with an oracle; slower than the plain way)."""
     mode = os.environ.get("STRETTO_KERNELS", "on").lower()
     if mode == "off" or importlib.util.find_spec("triton") is None:
         return ()
@@ -26,8 +26,8 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 
 CAPABILITY = (9, 0)
-"""Of a device: there a kernel can be launched before the one in front has ended, which is how all of these are. Devices
-that are older run the plain way."""
+"""Of a device: there a kernel can be launched before the one in front has ended, which is how all
+of these are. Devices that are older run the plain way."""
 
 
 @cache

@@ -1,9 +1,11 @@
-"""Attention of a decode step: norm and rotation of the new query and key, the cache write, and the attention itself.
+"""Attention of a decode step: norm and rotation of the new query and key, the cache write, and the
+attention itself.
 
-`decode` works on the paged cache, one query per row: the keys of a row are split over several programs, and the last
-of them to finish adds their parts up. What was in the cache before this step is asked for while the kernel before this
-one still runs; the new key and value come from registers. `frame` does the same for the code predictor, whose rows all
-stand at one position of a small cache. Launch protocol as in `linear`. Reference: `stretto.kernels.reference.paged` and
+`decode` works on the paged cache, one query per row: the keys of a row are split over several
+programs, and the last of them to finish adds their parts up. What was in the cache before this step
+is asked for while the kernel before this one still runs; the new key and value come from registers.
+`frame` does the same for the code predictor, whose rows all stand at one position of a small cache.
+Launch protocol as in `linear`. Reference: `stretto.kernels.reference.paged` and
 `stretto.models.speech.code_predictor.FramePass`."""
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def _halves(at, D: tl.constexpr):
 
 @triton.jit
 def _turned(x, y, gain, crossed, cos, sin, eps, D: tl.constexpr):
-    """Heads x [rows, D], and y, the same with their halves exchanged (and so their gain, `crossed`): normalised and
-    rotated, in float32."""
+    """Heads x [rows, D], and y, the same with their halves exchanged (and so their gain,
+    `crossed`): normalised and rotated, in float32."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     x = x * scale * gain[None, :]
     y = y * scale * crossed[None, :]
@@ -39,14 +41,17 @@ def _turned(x, y, gain, crossed, cos, sin, eps, D: tl.constexpr):
 
 @triton.jit
 def _used(past, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """How many splits have work. Tiles of keys go round them, so that the first of each is the same at any length."""
+    """How many splits have work. Tiles of keys go round them, so that the first of each is the same
+    at any length."""
     return tl.minimum(tl.maximum((past + BLOCK - 1) // BLOCK, 1), SPLITS)
 
 
 @triton.jit
-def _keys(layer, plane, table, key, known, past, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
-    """Keys and values at positions `key` before `past`; where they lie is looked up for those that are `known`. (Past
-    the first-level cache: before the wait it could be older than this step.)"""
+def _keys(
+    layer, plane, table, key, known, past, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr
+):
+    """Keys and values at positions `key` before `past`; where they lie is looked up for those that
+    are `known`. (Past the first-level cache: before the wait it could be older than this step.)"""
     block = tl.load(table + key // BS, mask=known, other=0, cache_modifier=".cg").to(tl.int64)
     at = layer + (block * (HK * BS * D) + (key % BS) * D)[:, None] + tl.arange(0, D)[None, :]
     seen = (key < past)[:, None]
@@ -59,22 +64,27 @@ def _add_up(
     out, parts, maxima, sums, first, used,
     D: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The splits of the heads from `first` on, added up. Every load is on its way before the first is looked at (as
-    volatile ones they were a round trip each), and past the first-level cache, which does not hear of others' writes.
-    No thread needs anything from another."""
+    """The splits of the heads from `first` on, added up. Every load is on its way before the first
+    is looked at (as volatile ones they were a round trip each), and past the first-level cache,
+    which does not hear of others' writes. No thread needs anything from another."""
     g, d = tl.arange(0, GP), tl.arange(0, D)
     heads, mine = g < GROUP, (first + g) * SPLITS
     high = tl.where(heads, float("-inf"), 0.0)
     for i in tl.static_range(SPLITS):
         mask = heads & (i < used)
-        high = tl.maximum(high, tl.load(maxima + mine + i, mask=mask, other=float("-inf"), cache_modifier=".cg"))
+        high = tl.maximum(
+            high, tl.load(maxima + mine + i, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        )
     total = tl.where(heads, 0.0, 1.0)
     acc = tl.zeros([GP, D], tl.float32)
     for i in tl.static_range(SPLITS):
         mask = heads & (i < used)
         top = tl.load(maxima + mine + i, mask=mask, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
-            parts + (mine + i)[:, None] * D + d[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg"
+            parts + (mine + i)[:, None] * D + d[None, :],
+            mask=mask[:, None],
+            other=0.0,
+            cache_modifier=".cg",
         )
         share = tl.exp(top - high)
         total += share * tl.load(sums + mine + i, mask=mask, other=0.0, cache_modifier=".cg")
@@ -85,16 +95,20 @@ def _add_up(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _decode(
-    qkv, q_gain, k_gain, cos, sin, cache, slots, tables, lengths, out, parts, maxima, sums, counters,
+    qkv, q_gain, k_gain, cos, sin, cache, slots, tables, lengths, out, parts, maxima, sums,
+    counters,
     eps, scale, num_blocks, width,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr,
+    GP: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys of one row and key head. Split 0 also has the new key, which it writes. The parts are added
-    up by the last program to finish. SOON: the next kernel may start, and read its weights, as soon as the queries are
-    there; with many rows those weights would stand in the way of keys that are still to come."""
+    """One split of the keys of one row and key head. Split 0 also has the new key, which it writes.
+    The parts are added up by the last program to finish. SOON: the next kernel may start, and read
+    its weights, as soon as the queries are there; with many rows those weights would stand in the
+    way of keys that are still to come."""
     m, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Before the wait, nothing may come from the first-level cache: it could be older than this step.
+    # Before the wait, nothing may come from the first-level cache: it could be older than this
+    # step.
     past = tl.load(lengths + m, cache_modifier=".cg") - 1  # keys in the cache before this step
     table = tables + m * width
     used = _used(past, BLOCK, SPLITS)
@@ -105,9 +119,11 @@ def _decode(
         plane = num_blocks.to(tl.int64) * (HK * BS * D)  # from keys to values
         layer = cache + head * (BS * D)
         key = split * BLOCK + tl.arange(0, BLOCK)
-        # Where the first ones lie does not wait for the length: what is found beyond it is never used.
+        # Where the first ones lie does not wait for the length: what is found beyond it is never
+        # used.
         k, v = _keys(layer, plane, table, key, key // BS < width, past, HK, D, BS)
-        # Small things that are far away: asked for before the wait too, and the new rows all at once after it.
+        # Small things that are far away: asked for before the wait too, and the new rows all at
+        # once after it.
         gain_q, crossed_q = _halves(q_gain, D)
         gain_k, crossed_k = _halves(k_gain, D)
         cosine = tl.load(cos + m * D + d, cache_modifier=".cg").to(tl.float32)
@@ -132,7 +148,9 @@ def _decode(
         top = tl.zeros([GP], tl.float32) + float("-inf")
         total = tl.zeros([GP], tl.float32)
         if split == 0:
-            new_k = tl.reshape(_turned(new_x, new_y, gain_k, crossed_k, cosine, sine, eps, D), [D]).to(k.dtype)
+            new_k = tl.reshape(
+                _turned(new_x, new_y, gain_k, crossed_k, cosine, sine, eps, D), [D]
+            ).to(k.dtype)
             to = layer + (slot // BS) * (HK * BS * D) + (slot % BS) * D + d
             tl.store(to, new_k)
             tl.store(to + plane, new_v)
@@ -158,7 +176,9 @@ def _decode(
         mine = m * HQ + head * GROUP + g
         if used == 1:
             tl.store(
-                out + mine[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), heads[:, None]
+                out + mine[:, None] * D + d[None, :],
+                (acc / total[:, None]).to(out.dtype.element_ty),
+                heads[:, None],
             )
         else:
             tl.store(maxima + mine * SPLITS + split, top, heads)
@@ -168,7 +188,18 @@ def _decode(
             if tl.atomic_add(counters + m * HK + head, 1, sem="acq_rel") == used - 1:
                 tl.store(counters + m * HK + head, 0)
                 first = m * HQ + head * GROUP
-                _add_up(out, parts, maxima, sums, first, used, D, triton.next_power_of_2(GROUP), GROUP, SPLITS)
+                _add_up(
+                    out,
+                    parts,
+                    maxima,
+                    sums,
+                    first,
+                    used,
+                    D,
+                    triton.next_power_of_2(GROUP),
+                    GROUP,
+                    SPLITS,
+                )
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -177,12 +208,15 @@ def _frame(
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     QUERIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and key head of the code predictor: positions [start, start + QUERIES), keys in [rows, HK, P, D]."""
+    """One row and key head of the code predictor: positions [start, start + QUERIES), keys in
+    [rows, HK, P, D]."""
     m, head = tl.program_id(0), tl.program_id(1)
     d, g, p, one = tl.arange(0, D), tl.arange(0, GROUP), tl.arange(0, P), tl.arange(0, 1)
     at = cache + m * row_stride + head * (P * D) + p[:, None] * D + d[None, :]
     past = (p < start)[:, None]
-    k = tl.load(at, mask=past, other=0.0, cache_modifier=".cg").to(tl.float32)  # before the wait: as in `_decode`
+    k = tl.load(at, mask=past, other=0.0, cache_modifier=".cg").to(
+        tl.float32
+    )  # before the wait: as in `_decode`
     v = tl.load(at + plane, mask=past, other=0.0, cache_modifier=".cg").to(tl.float32)
     gain_q, crossed_q = _halves(q_gain, D)
     gain_k, crossed_k = _halves(k_gain, D)
@@ -235,24 +269,31 @@ def decode(
 ) -> torch.Tensor:
     """qkv [rows, (heads + 2 kv heads) * dim] of one layer -> attention output [rows, heads * dim].
 
-    `gains`: weights of the query and key norms, and their epsilon. `cache` is the layer's, [2, blocks, kv heads, block
-    size, dim]; `tables` [rows, blocks] int32 say where the rows' keys lie; `counters` [rows * kv heads] int32 are 0
-    between calls."""
+    `gains`: weights of the query and key norms, and their epsilon. `cache` is the layer's, [2,
+    blocks, kv heads, block size, dim]; `tables` [rows, blocks] int32 say where the rows' keys lie;
+    `counters` [rows * kv heads] int32 are 0 between calls."""
     rows = qkv.shape[0]
     _, blocks, kv_heads, block_size, dim = cache.shape
     group = heads // kv_heads
     splits = triton.next_power_of_2(max(1, min(MAX_SPLITS // 2, 512 // (rows * kv_heads))))
     default = {"BLOCK": 64, "SPLITS": splits, "warps": 4, "soon": int(rows <= 8)}
-    c = config("decode", (triton.next_power_of_2(rows), heads, kv_heads), default) if tuned is None else tuned
+    c = (
+        config("decode", (triton.next_power_of_2(rows), heads, kv_heads), default)
+        if tuned is None
+        else tuned
+    )
     splits = c["SPLITS"]
     out = qkv.new_empty(rows, heads * dim)
     parts = qkv.new_empty(rows, heads, splits, dim, dtype=torch.float32)
     scores = qkv.new_empty(2, rows, heads, splits, dtype=torch.float32)
     _decode[(rows, kv_heads, splits)](
-        qkv, gains[0], gains[1], cos, sin, cache, slots, tables, lengths, out, parts, scores[0], scores[1],
+        qkv, gains[0], gains[1], cos, sin, cache, slots, tables, lengths, out, parts, scores[0],
+        scores[1],
         counters, gains[2], dim**-0.5, blocks, tables.stride(0),
-        HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=c["BLOCK"], SPLITS=splits, SOON=bool(c.get("soon", 0)), num_warps=c["warps"], **protocol(qkv),
+        HQ=heads, HK=kv_heads, D=dim, BS=block_size, GROUP=group, GP=max(16,
+        triton.next_power_of_2(group)),
+        BLOCK=c["BLOCK"], SPLITS=splits, SOON=bool(c.get("soon", 0)), num_warps=c["warps"],
+        **protocol(qkv),
     )  # fmt: skip
     return out
 
@@ -267,14 +308,16 @@ def frame(
     queries: int,
     heads: int,
 ) -> torch.Tensor:
-    """The code predictor's attention: qkv [rows * queries, ...] at positions from `start` on, `cos` and `sin` of all
-    positions [positions, dim], one layer's cache [2, rows or more, kv heads, positions, dim]."""
+    """The code predictor's attention: qkv [rows * queries, ...] at positions from `start` on, `cos`
+    and `sin` of all positions [positions, dim], one layer's cache [2, rows or more, kv heads,
+    positions, dim]."""
     rows = qkv.shape[0] // queries
     c = config("frame", (1 if rows == 1 else 2, heads), {"warps": 4})
     _, _, kv_heads, positions, dim = cache.shape
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     _frame[(rows, kv_heads)](
-        qkv, gains[0], gains[1], cos, sin, cache, out, gains[2], dim**-0.5, start, cache.stride(0), cache.stride(1),
+        qkv, gains[0], gains[1], cos, sin, cache, out, gains[2], dim**-0.5, start, cache.stride(0),
+        cache.stride(1),
         HQ=heads, HK=kv_heads, D=dim, P=positions, GROUP=heads // kv_heads, QUERIES=queries,
         num_warps=c["warps"], **protocol(qkv),
     )  # fmt: skip

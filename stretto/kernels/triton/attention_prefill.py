@@ -1,11 +1,13 @@
-"""Attention of many queries over the paged cache: prompt chunks of several sequences, decoding rows among them.
+"""Attention of many queries over the paged cache: prompt chunks of several sequences, decoding rows
+among them.
 
-A tile is some queries of one sequence times all heads that share a kv head, so that keys are read once per group. Which
-sequence a tile belongs to is found on the device, so a captured launch serves any mix of sequences up to its size.
-With few rows there are as many programs as the device has room for, which go from tile to tile: a captured launch has
-to allow for as many sequences as rows, and programs without work would take longer than the work itself. The keys of
-tiles that have many are then split over several programs, of which the last to finish adds the parts up: a short turn
-at the end of a long conversation. Called on the stage's thread, on the current stream."""
+A tile is some queries of one sequence times all heads that share a kv head, so that keys are read
+once per group. Which sequence a tile belongs to is found on the device, so a captured launch serves
+any mix of sequences up to its size. With few rows there are as many programs as the device has room
+for, which go from tile to tile: a captured launch has to allow for as many sequences as rows, and
+programs without work would take longer than the work itself. The keys of tiles that have many are
+then split over several programs, of which the last to finish adds the parts up: a short turn at the
+end of a long conversation. Called on the stage's thread, on the current stream."""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ from stretto.kernels.triton.tuning import config
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 8
 PROGRAMS = 264  # to have at work: two for each multiprocessor of an H200
-SPARE = 4  # programs beyond those that one sequence of all rows needs: for padding, and for a few sequences more
+# programs beyond those that one sequence of all rows needs: for padding, and for a few sequences
+# more
+SPARE = 4
 
 
 @triton.jit
 def _attend_keys(
     q, mixed, top, norm, begin, end, keys, seen, keys_at, values_at, table, scale,
-    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go through keys [begin, end) in tiles of N. `seen` [m]: how many keys each query may see."""
@@ -46,7 +51,8 @@ def _attend_keys(
         if MASKED:
             scores = tl.where(place[None, :] < seen[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # A query that sees none of these keys and saw none before: its top is -inf, and -inf - -inf is no number.
+        # A query that sees none of these keys and saw none before: its top is -inf, and -inf - -inf
+        # is no number.
         floor = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
         p = tl.exp2(scores - floor[:, None])
         fade = tl.exp2(top - floor)
@@ -69,14 +75,18 @@ def _used(keys, KEYS: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_sequences", "rows", "table_stride", "num_blocks"])
 def _attend(
-    q, cache, out, parts, tops, norms, counters, starts, lengths, tables, num_sequences, rows, table_stride, num_blocks,
+    q, cache, out, parts, tops, norms, counters, starts, lengths, tables, num_sequences, rows,
+    table_stride, num_blocks,
     scale,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, SEARCH: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    SEARCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv, split = tl.program_id(0), tl.program_id(2)
-    # How many tiles each sequence has, and where they end. Padding rows are one more sequence, without keys.
+    # How many tiles each sequence has, and where they end. Padding rows are one more sequence,
+    # without keys.
     s = tl.arange(0, SEARCH)
     start = tl.load(starts + s, mask=s <= num_sequences, other=rows)
     stop = tl.load(starts + s + 1, mask=s < num_sequences, other=rows)
@@ -89,14 +99,17 @@ def _attend(
     block_stride: tl.constexpr = KV_HEADS * plane
     keys_at = cache + kv * plane
     values_at = keys_at + num_blocks.to(tl.int64) * block_stride
-    # Long tiles are those at the end of a sequence: start with them, so that the short ones fill the gaps.
+    # Long tiles are those at the end of a sequence: start with them, so that the short ones fill
+    # the gaps.
     for turn in range(tl.program_id(1), total, tl.num_programs(1)):
         tile = total - 1 - turn
         sequence = tl.sum((ends <= tile).to(tl.int32), 0)
         mine = s == sequence
         begin = tl.sum(tl.where(mine, start, 0), 0)
         end = tl.sum(tl.where(mine, stop, 0), 0)
-        first = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * QUERIES  # of its queries, in the sequence
+        first = (
+            tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)
+        ) * QUERIES  # of its queries, in the sequence
         keys = tl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
         hidden = keys - (end - begin)  # keys before the sequence's first query
         last = tl.maximum(tl.minimum(hidden + first + QUERIES, keys), 0)
@@ -111,7 +124,9 @@ def _attend(
             share = (last + used * N - 1) // (used * N) * N  # keys of a split
             low = tl.minimum(split * share, last)
             high = tl.minimum(low + share, last)
-            whole = tl.minimum(hidden + first + 1, keys) // N * N  # every query of the tile sees all of these
+            whole = (
+                tl.minimum(hidden + first + 1, keys) // N * N
+            )  # every query of the tile sees all of these
             whole = tl.minimum(tl.maximum(whole, low), high)
             table = tables + sequence.to(tl.int64) * table_stride
             mixed = tl.zeros((QUERIES * GROUPS, DIM), tl.float32)
@@ -141,11 +156,17 @@ def _attend(
 
 
 @triton.jit
-def _add_up(out, parts, tops, norms, row, place, real, used, d, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """The parts of a tile, in their order. A query may see no key of a part but the first: its top is -inf there."""
+def _add_up(
+    out, parts, tops, norms, row, place, real, used, d, DIM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """The parts of a tile, in their order. A query may see no key of a part but the first: its top
+    is -inf there."""
     highest = tl.load(tops + row * SPLITS, mask=real, other=0.0, cache_modifier=".cg")
     for split in range(1, used):
-        highest = tl.maximum(highest, tl.load(tops + row * SPLITS + split, mask=real, other=0.0, cache_modifier=".cg"))
+        highest = tl.maximum(
+            highest,
+            tl.load(tops + row * SPLITS + split, mask=real, other=0.0, cache_modifier=".cg"),
+        )
     norm = tl.zeros_like(highest)
     mixed = tl.zeros_like(place).to(tl.float32)
     for split in range(used):
@@ -153,18 +174,24 @@ def _add_up(out, parts, tops, norms, row, place, real, used, d, DIM: tl.constexp
         share = tl.exp2(tl.load(tops + part, mask=real, other=0.0, cache_modifier=".cg") - highest)
         norm += share * tl.load(norms + part, mask=real, other=1.0, cache_modifier=".cg")
         values = parts + part[:, None] * DIM + d[None, :]
-        mixed += share[:, None] * tl.load(values, mask=real[:, None], other=0.0, cache_modifier=".cg")
+        mixed += share[:, None] * tl.load(
+            values, mask=real[:, None], other=0.0, cache_modifier=".cg"
+        )
     tl.store(out + place, (mixed / norm[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
 def launch_for(heads: int, kv_heads: int, dim: int, rows: int) -> dict[str, int]:
-    # With few rows there are few tiles: smaller ones, to have more of them at work, and their keys split.
+    # With few rows there are few tiles: smaller ones, to have more of them at work, and their keys
+    # split.
     few = rows <= 128
     tiles = kv_heads * -(-rows // 8)
     splits = min(MAX_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1)) if few else 1
-    default = {"QUERIES": 8 if few else 16, "N": 64, "KEYS": 128, "SPLITS": splits, "num_warps": 4 if few else 8,
+    default = {"QUERIES": 8 if few else 16, "N": 64, "KEYS": 128, "SPLITS": splits,
+        "num_warps": 4 if few else 8,
                "num_stages": 3}  # fmt: skip
-    return config("prefill_attend", (heads, kv_heads, dim, int(triton.next_power_of_2(rows))), default)
+    return config(
+        "prefill_attend", (heads, kv_heads, dim, int(triton.next_power_of_2(rows))), default
+    )
 
 
 def attend(
@@ -176,12 +203,13 @@ def attend(
     launch: dict[str, int] | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [rows, heads, dim] over one layer's cache [2, blocks, kv heads, block size, dim].
+    """Causal attention of q [rows, heads, dim] over one layer's cache [2, blocks, kv heads, block
+    size, dim].
 
-    Sequence s has the queries of rows starts[s] to starts[s + 1] (int32, one more entry than sequences), the last of
-    its lengths[s] keys, whose blocks are in tables[s]. It may have none. Rows behind starts[-1] come out as zeros.
-    `counters` [rows * kv heads] int32 are 0 between calls and nobody else's meanwhile; without them each call makes
-    its own."""
+    Sequence s has the queries of rows starts[s] to starts[s + 1] (int32, one more entry than
+    sequences), the last of its lengths[s] keys, whose blocks are in tables[s]. It may have none.
+    Rows behind starts[-1] come out as zeros. `counters` [rows * kv heads] int32 are 0 between calls
+    and nobody else's meanwhile; without them each call makes its own."""
     rows, heads, dim = q.shape
     _, _, kv_heads, block, _ = cache.shape
     sequences = lengths.shape[0]
@@ -192,7 +220,9 @@ def attend(
     out = torch.empty_like(q)
     splits = launch["SPLITS"]
     parts = q.new_empty(rows, heads, splits, dim, dtype=torch.float32) if splits > 1 else None
-    tops, norms = q.new_empty(2, rows, heads, splits, dtype=torch.float32) if splits > 1 else (None, None)
+    tops, norms = (
+        q.new_empty(2, rows, heads, splits, dtype=torch.float32) if splits > 1 else (None, None)
+    )
     if splits == 1:
         counters = None
     elif counters is None:
@@ -201,7 +231,8 @@ def attend(
     tiles = rows // queries + min(sequences, rows) + 1  # at most
     programs = min(tiles, triton.cdiv(rows, queries) + SPARE) if splits > 1 else tiles
     _attend[(kv_heads, programs, splits)](
-        q, cache, out, parts, tops, norms, counters, starts, lengths, tables, sequences, rows, tables.stride(0),
+        q, cache, out, parts, tops, norms, counters, starts, lengths, tables, sequences, rows,
+        tables.stride(0),
         cache.shape[1], dim**-0.5 * LOG2_E,
         GROUP=group, GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, BLOCK=block,
         SEARCH=max(16, triton.next_power_of_2(sequences + 1)),

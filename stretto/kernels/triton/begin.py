@@ -1,9 +1,10 @@
-"""The beginning of a decode step in one kernel: everything that follows from row numbers and positions.
+"""The beginning of a decode step in one kernel: everything that follows from row numbers and
+positions.
 
-For each row of the batch: its input row (a word's embedding, or a frame's sum plus a word's), the rotation of its
-position, where its key and value go, how many keys it sees and where they lie. Launched first in a step; the kernels
-after it may start only when it has ended. Reference: the adapters' `device_input`, `Rope`,
-`DeviceRows.decode_paging`."""
+For each row of the batch: its input row (a word's embedding, or a frame's sum plus a word's), the
+rotation of its position, where its key and value go, how many keys it sees and where they lie.
+Launched first in a step; the kernels after it may start only when it has ended. Reference: the
+adapters' `device_input`, `Rope`, `DeviceRows.decode_paging`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Begun:
 
 @triton.jit(do_not_specialize=["sink"])
 def _begin(
-    rows, positions, values, words, own, tables, offset, inv_freq, x, cos, sin, slots, lengths, used, idle, width, sink,
+    rows, positions, values, words, own, tables, offset, inv_freq, x, cos, sin, slots, lengths,
+    used, idle, width, sink,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
@@ -39,7 +41,11 @@ def _begin(
     count = position // BS + 1
     for first in range(0, count, 256):
         at = first + tl.arange(0, 256)
-        tl.store(used + m * width + at, tl.load(tables + row * width + at, mask=at < count), mask=at < count)
+        tl.store(
+            used + m * width + at,
+            tl.load(tables + row * width + at, mask=at < count),
+            mask=at < count,
+        )
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)
     angle = (position.to(tl.float32) + tl.load(offset + row)) * tl.load(inv_freq + d)
@@ -71,9 +77,9 @@ def begin(
     inv_freq: torch.Tensor,
     block_size: int,
 ) -> Begun:
-    """Rows, positions and values [batch] int64. `own` by row: the last token [rows] int64, whose row of `words` is the
-    input; or [rows, hidden], to which the row of `words` at `values` is added. The last row of `tables` is nobody's:
-    batches are padded with it."""
+    """Rows, positions and values [batch] int64. `own` by row: the last token [rows] int64, whose
+    row of `words` is the input; or [rows, hidden], to which the row of `words` at `values` is
+    added. The last row of `tables` is nobody's: batches are padded with it."""
     batch, hidden, dim = rows.shape[0], words.shape[1], 2 * inv_freq.shape[0]
     begun = Begun(
         x=words.new_empty(batch, hidden),
@@ -88,6 +94,7 @@ def begin(
         rows, positions, values, words, own, tables, offset, inv_freq,
         begun.x, begun.cos, begun.sin, begun.slots, begun.lengths, begun.tables, begun.idle,
         tables.shape[1], len(tables) - 1,
-        HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), D=dim, BS=block_size, SUM=own.dim() == 2, num_warps=4,
+        HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden), D=dim, BS=block_size,
+        SUM=own.dim() == 2, num_warps=4,
     )  # fmt: skip
     return begun

@@ -1,9 +1,11 @@
-"""Processes that compile kernels ahead, and a note on disk that says when there is nothing left for them to do.
+"""Processes that compile kernels ahead, and a note on disk that says when there is nothing left for
+them to do.
 
-Triton compiles a kernel where it is first launched, one after the other, about a second each, and keeps the result in
-its cache directory. A first start would wait minutes for it; instead several processes launch the same kernels first
-(what they run is the caller's to say, see `models/warming.py`) and the start finds them on disk. Nothing depends on it:
-a kernel that is not there is compiled as ever. Called by a host while it loads, on its main thread."""
+Triton compiles a kernel where it is first launched, one after the other, about a second each, and
+keeps the result in its cache directory. A first start would wait minutes for it; instead several
+processes launch the same kernels first (what they run is the caller's to say, see
+`models/warming.py`) and the start finds them on disk. Nothing depends on it: a kernel that is not
+there is compiled as ever. Called by a host while it loads, on its main thread."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[2]
 SOURCES = ("kernels", "layers", "models", "stage/runner")
-"""Parts of the package that decide which kernels there are and which of their variants are launched."""
+"""Parts of the package that decide which kernels there are and which of their variants are
+launched."""
 
 
 def directory() -> Path:
@@ -71,7 +74,8 @@ def surroundings(device: torch.device) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A file that says: kernels for all this were compiled. It lies among them, so that it goes when they go."""
+    """A file that says: kernels for all this were compiled. It lies among them, so that it goes
+    when they go."""
 
     path: Path
     text: bytes
@@ -97,11 +101,14 @@ class Marker:
             fresh.write_bytes(self.text)
             fresh.replace(self.path)
         except OSError as e:
-            log.warning("%s: cannot be written (%s); the next start will compile kernels anew", self.path, e)
+            log.warning(
+                "%s: cannot be written (%s); the next start will compile kernels anew", self.path, e
+            )
 
 
 class Workers:
-    """Child processes that compile. They never speak; what they say on their way out is logged if they fail."""
+    """Child processes that compile. They never speak; what they say on their way out is logged if
+    they fail."""
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
         self._running: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
@@ -111,7 +118,11 @@ class Workers:
             said = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
             try:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=env
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    env=env,
                 )
             except OSError as e:
                 said.close()
@@ -124,7 +135,8 @@ class Workers:
         return any(process.poll() is None for process, _ in self._running)
 
     def wait(self, seconds: float) -> bool:
-        """Until all have ended; those that have not by then are ended. Did all do what they were asked to?"""
+        """Until all have ended; those that have not by then are ended. Did all do what they were
+        asked to?"""
         end = time.monotonic() + seconds
         for process, said in self._running:
             try:
@@ -152,7 +164,9 @@ class Workers:
 
     def _fail(self, why: str) -> None:
         self.failed += 1
-        log.warning("a process that compiles kernels %s; its kernels are compiled when they are needed", why)
+        log.warning(
+            "a process that compiles kernels %s; its kernels are compiled when they are needed", why
+        )
 
 
 def python(module: str, *args: str) -> list[str]:

@@ -1,10 +1,11 @@
-"""What stands around the vocoder's convolutions: the end of a residual unit, the sum after an upsampling product, the
-windows of a convolution that runs as a product; and the last convolution, which has but one channel to give.
+"""What stands around the vocoder's convolutions: the end of a residual unit, the sum after an
+upsampling product, the windows of a convolution that runs as a product; and the last convolution,
+which has but one channel to give.
 
-Rows are [slots, time, channels] as everywhere in the vocoder. A row comes of its own inputs alone; whatever makes rows
-also puts them into the next convolution's buffer, while it has them. References: the plain ways of `residual`,
-`OverlapUpConv` and `CausalConv` in `layers/streaming.py`, which call this on the vocoder's thread and current
-stream."""
+Rows are [slots, time, channels] as everywhere in the vocoder. A row comes of its own inputs alone;
+whatever makes rows also puts them into the next convolution's buffer, while it has them.
+References: the plain ways of `residual`, `OverlapUpConv` and `CausalConv` in `layers/streaming.py`,
+which call this on the vocoder's thread and current stream."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ class Tile:
     chunk: int  # inputs at once
     warps: int
     stages: int
-    registers: int | None = None  # at most, per thread: with 128, two of the largest fit on a multiprocessor
+    registers: int | None = (
+        None  # at most, per thread: with 128, two of the largest fit on a multiprocessor
+    )
 
 
 WHOLE: dict[int, int | None] = {96: None, 192: 168}
-"""Channels of which a program has all, and how many registers a thread may have then (with 168, and nothing spilled,
-three programs share a multiprocessor). Each row is activated once and multiplied where it lies, so that only memory is
-the limit. With more channels, several programs would have to activate the same row (at 384, three times over: more
-arithmetic than the 9 us of a kernel of its own), so there the activation stays apart."""
+"""Channels of which a program has all, and how many registers a thread may have then (with 168, and
+nothing spilled, three programs share a multiprocessor). Each row is activated once and multiplied
+where it lies, so that only memory is the limit. With more channels, several programs would have to
+activate the same row (at 384, three times over: more arithmetic than the 9 us of a kernel of its
+own), so there the activation stays apart."""
 CHUNK = 32  # channels at once
 ROWS = 64
 TILE = 128
@@ -52,17 +56,22 @@ def _block(weight, n, k, channels):
 
 @triton.jit
 def _ahead(row, rows, time, tail, silent, channels):
-    """Where rows lie in the next convolution's buffer, which has a tail before each slot's, and which are to be heard
-    there."""
+    """Where rows lie in the next convolution's buffer, which has a tail before each slot's, and
+    which are to be heard there."""
     slot = row // time
     quiet = tl.load(silent + slot, mask=row < rows, other=0)
-    return ((row + (slot + 1) * tail).to(tl.int64) * channels)[:, None], (row - slot * time >= quiet)[:, None]
+    return ((row + (slot + 1) * tail).to(tl.int64) * channels)[:, None], (
+        row - slot * time >= quiet
+    )[:, None]
 
 
 @triton.jit
 def _put(total, old, bias, out, next_curve, buffer, place, ahead, n, mine, loud, channels):
-    """The sum, and what the next convolution makes of it: from the rounded sum, as if it was read again."""
-    y = (total + tl.load(bias + n).to(tl.float32)[None, :] + old.to(tl.float32)).to(out.dtype.element_ty)
+    """The sum, and what the next convolution makes of it: from the rounded sum, as if it was read
+    again."""
+    y = (total + tl.load(bias + n).to(tl.float32)[None, :] + old.to(tl.float32)).to(
+        out.dtype.element_ty
+    )
     tl.store(out + place + n[None, :], y, mask=mine)
     z = tl.where(loud, activated(y, next_curve, n, n < channels, channels), 0.0)
     tl.store(buffer + ahead + n[None, :], z.to(y.dtype), mask=mine)
@@ -73,8 +82,8 @@ def _finish(
     x, y, shift, curve, weight, bias, out, next_curve, buffer, silent, rows, time, tail,
     THIRD: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x + bias + snake(y + shift) @ weight^T for ROWS rows. Sizes are powers of two and the channels are three of them,
-    hence three sums."""
+    """x + bias + snake(y + shift) @ weight^T for ROWS rows. Sizes are powers of two and the
+    channels are three of them, hence three sums."""
     channels: tl.constexpr = 3 * THIRD
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mine = (row < rows)[:, None]
@@ -107,7 +116,8 @@ def _add_product(
     x, y, weight, bias, out, next_curve, buffer, silent, rows, time, tail, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x + bias + y @ weight^T. Programs of the same rows are neighbours, so that y comes from memory once."""
+    """x + bias + y @ weight^T. Programs of the same rows are neighbours, so that y comes from
+    memory once."""
     parts = channels // COLUMNS
     row = (tl.program_id(0) // parts) * ROWS + tl.arange(0, ROWS)
     n = (tl.program_id(0) % parts) * COLUMNS + tl.arange(0, COLUMNS)
@@ -125,7 +135,8 @@ def _add_product(
 
 @triton.jit(do_not_specialize=["time", "tail"], do_not_specialize_on_alignment=["silent"])
 def _add_halves(
-    x, out, next_curve, buffer, silent, time, tail, width, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, out, next_curve, buffer, silent, time, tail, width, channels, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr
 ):  # fmt: skip
     """`width` columns of a row are as many rows of `channels` as there fit, one after the other."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -142,11 +153,17 @@ def _add_halves(
     quiet = tl.load(silent + slot)
     loud = row[:, None] * (width // channels) + (column // channels)[None, :] >= quiet
     z = activated(y, next_curve, column % channels, inside, channels).to(y.dtype)
-    tl.store(buffer + (slot + 1) * tail * channels + place, tl.where(loud, z, tl.zeros_like(z)), mask=mine)
+    tl.store(
+        buffer + (slot + 1) * tail * channels + place,
+        tl.where(loud, z, tl.zeros_like(z)),
+        mask=mine,
+    )
 
 
 @triton.jit(do_not_specialize=["time", "dilation"])
-def _windows(x, out, time, dilation, channels, TAPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+def _windows(
+    x, out, time, dilation, channels, TAPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     slot = tl.program_id(2).to(tl.int64)
@@ -163,8 +180,8 @@ def _single(
     x, weight, bias, out, time, dilation, channels,
     TAPS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A row is read once per tap, but for the first time from a cache nearby. Products are summed in float32, per
-    channel first and over channels at the end."""
+    """A row is read once per tap, but for the first time from a cache nearby. Products are summed
+    in float32, per channel first and over channels at the end."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.program_id(1).to(tl.int64)
     mine = row < time
@@ -189,8 +206,9 @@ def fits(channels: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The convolution that comes next, whose buffer is filled on the way: `tail` rows that others fill, then each row
-    through its curve (rate, gain), the first `silent` [slots] int64 rows of a slot as zeros."""
+    """The convolution that comes next, whose buffer is filled on the way: `tail` rows that others
+    fill, then each row through its curve (rate, gain), the first `silent` [slots] int64 rows of a
+    slot as zeros."""
 
     tail: int
     curve: torch.Tensor
@@ -211,10 +229,11 @@ def finish(
     bias: torch.Tensor,
     after: Next,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + bias + snake(y + shift) @ weight^T, and the next convolution's buffer with it: the end of a residual unit,
-    whose convolution gave y without its bias `shift`.
+    """x + bias + snake(y + shift) @ weight^T, and the next convolution's buffer with it: the end of
+    a residual unit, whose convolution gave y without its bias `shift`.
 
-    x, y [slots, time, channels]; curve [2, channels] float32 (rate, gain); weight [channels, channels] out by in."""
+    x, y [slots, time, channels]; curve [2, channels] float32 (rate, gain); weight [channels,
+    channels] out by in."""
     slots, time, channels = x.shape
     assert x.shape == y.shape, f"a residual of {tuple(x.shape)} and {tuple(y.shape)}"
     assert weight.is_contiguous(), f"weight strides {weight.stride()}"
@@ -224,7 +243,8 @@ def finish(
     out, buffer = torch.empty_like(x), after.buffer(x)
     rows = slots * time
     _finish[(triton.cdiv(rows, ROWS),)](
-        x, y, shift, curve, weight, bias, out, after.curve, buffer, after.silent, rows, time, after.tail,
+        x, y, shift, curve, weight, bias, out, after.curve, buffer, after.silent, rows, time,
+        after.tail,
         THIRD=channels // 3, ROWS=ROWS, CHUNK=CHUNK, PRECISION=precision(x),
         num_warps=4, num_stages=4, maxnreg=WHOLE[channels],
     )  # fmt: skip
@@ -242,7 +262,8 @@ def add_product(
     rows = slots * time
     t = pick(rows, channels)
     _add_product[(num_programs(rows, channels, t),)](
-        x, y, weight, bias, out, after.curve, buffer, after.silent, rows, time, after.tail, channels,
+        x, y, weight, bias, out, after.curve, buffer, after.silent, rows, time, after.tail,
+        channels,
         ROWS=t.size, COLUMNS=t.size, CHUNK=t.chunk, PRECISION=precision(x),
         num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers,
     )  # fmt: skip
@@ -258,8 +279,8 @@ def pick(rows: int, channels: int) -> Tile:
 
 
 def add_halves(x: torch.Tensor, channels: int, after: Next) -> tuple[torch.Tensor, torch.Tensor]:
-    """[slots, 1 + time, 2 * width] -> [slots, time * width / channels, channels]: the first half of each row but the
-    first, and the second half of the row before it. The next buffer with it."""
+    """[slots, 1 + time, 2 * width] -> [slots, time * width / channels, channels]: the first half of
+    each row but the first, and the second half of the row before it. The next buffer with it."""
     x = x.contiguous()
     slots, time, width = x.shape[0], x.shape[1] - 1, x.shape[2] // 2
     assert width % channels == 0, f"{width} columns are no rows of {channels}"
@@ -274,20 +295,24 @@ def add_halves(x: torch.Tensor, channels: int, after: Next) -> tuple[torch.Tenso
 
 
 def windows(x: torch.Tensor, taps: int, dilation: int) -> torch.Tensor:
-    """[slots, (taps - 1) * dilation + time, channels] -> [slots, time, taps * channels]: what each output row of a
-    convolution reads, side by side."""
+    """[slots, (taps - 1) * dilation + time, channels] -> [slots, time, taps * channels]: what each
+    output row of a convolution reads, side by side."""
     x = x.contiguous()
     slots, rows, channels = x.shape
     time = rows - (taps - 1) * dilation
     out = x.new_empty(slots, time, taps * channels)
     grid = (triton.cdiv(channels, COPIED), triton.cdiv(time, 16), slots)
-    _windows[grid](x, out, time, dilation, channels, TAPS=taps, ROWS=16, CHANNELS=COPIED, num_warps=4)
+    _windows[grid](
+        x, out, time, dilation, channels, TAPS=taps, ROWS=16, CHANNELS=COPIED, num_warps=4
+    )
     return out
 
 
-def single(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dilation: int) -> torch.Tensor:
-    """A convolution to one channel: x [slots, (taps - 1) * dilation + time, channels], weight [1, taps, channels] ->
-    [slots, time, 1] float32, as it is added up."""
+def single(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dilation: int
+) -> torch.Tensor:
+    """A convolution to one channel: x [slots, (taps - 1) * dilation + time, channels], weight [1,
+    taps, channels] -> [slots, time, 1] float32, as it is added up."""
     x = x.contiguous()
     assert weight.shape[0] == 1, f"weight {tuple(weight.shape)}"
     assert weight.is_contiguous(), f"weight strides {weight.stride()}"
@@ -297,6 +322,7 @@ def single(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dilation: 
     out = x.new_empty(slots, time, 1, dtype=torch.float32)
     grid = (triton.cdiv(time, 128), slots)
     _single[grid](
-        x, weight, bias, out, time, dilation, channels, TAPS=taps, ROWS=128, CHUNK=CHUNK, num_warps=4
+        x, weight, bias, out, time, dilation, channels, TAPS=taps, ROWS=128, CHUNK=CHUNK,
+        num_warps=4
     )  # fmt: skip
     return out

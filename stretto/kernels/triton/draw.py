@@ -1,9 +1,11 @@
-"""What sampling kernels are made of: images of scores, noise, and the search for what survives top_k and top_p.
+"""What sampling kernels are made of: images of scores, noise, and the search for what survives
+top_k and top_p.
 
-Nothing is sorted. A score is compared as its image, an integer that rises with it; the top_k-th score and the border of
-top_p are found by a search over images, some pivots per round, each round counting (or summing) what lies above every
-pivot at once. Tensors over a vocabulary are [1, ids], so that comparing them with pivots [pivots, 1] needs no other
-layout (and no trip through shared memory). Device functions only, for the kernels of `sampling`."""
+Nothing is sorted. A score is compared as its image, an integer that rises with it; the top_k-th
+score and the border of top_p are found by a search over images, some pivots per round, each round
+counting (or summing) what lies above every pivot at once. Tensors over a vocabulary are [1, ids],
+so that comparing them with pivots [pivots, 1] needs no other layout (and no trip through shared
+memory). Device functions only, for the kernels of `sampling`."""
 
 from __future__ import annotations
 
@@ -68,13 +70,15 @@ def _noise(seed, draw, ids):
 
 @triton.jit
 def heat_of(temperature):
-    """What a difference of scores is multiplied with to be a power of two. Finite, that 0 times it is 0."""
+    """What a difference of scores is multiplied with to be a power of two. Finite, that 0 times it
+    is 0."""
     return tl.minimum(1.4426950408889634 / temperature, 3.0e38)
 
 
 @triton.jit
 def race(p, seed, draw, ids, kept):
-    """Keys whose highest wins the draw: p over exponential noise, as bits (they rise with a number above 0)."""
+    """Keys whose highest wins the draw: p over exponential noise, as bits (they rise with a number
+    above 0)."""
     ratio = p / _noise(seed, draw, ids)
     return tl.where(kept, ratio.to(tl.int32, bitcast=True), -1)
 
@@ -90,12 +94,14 @@ def id_of(winner):
     return (winner & LAST_ID).to(tl.int32) ^ LAST_ID
 
 
-# Searches. `source` is where images (and masses) are: held in registers, or to be read from memory chunk by chunk.
+# Searches. `source` is where images (and masses) are: held in registers, or to be read from memory
+# chunk by chunk.
 
 
 @triton.jit
 def _pivots(low, high):
-    """Points that cut (low, high] in equal parts (some may lie beyond), as int64, and their distance."""
+    """Points that cut (low, high] in equal parts (some may lie beyond), as int64, and their
+    distance."""
     step = ((high - low).to(tl.uint32) // (PIVOTS + 1)).to(tl.int64) + 1
     return low + (tl.arange(0, PIVOTS).to(tl.int64) + 1) * step, step
 
@@ -124,7 +130,8 @@ def _at(count: tl.constexpr, source, at):
 
 @triton.jit
 def _kth(count: tl.constexpr, source, k, low, top, SHIFT: tl.constexpr):
-    """A border above which are the k highest images (and what ties with the last), and how many reach it.
+    """A border above which are the k highest images (and what ties with the last), and how many
+    reach it.
 
     It lies in [low, top]; if fewer than k reach low, it is low."""
     high = top
@@ -148,8 +155,8 @@ def _kth(count: tl.constexpr, source, k, low, top, SHIFT: tl.constexpr):
 
 @triton.jit
 def _border_of(mass: tl.constexpr, source, rest, below, limit, low, high):
-    """The highest border in [low, high] that at most `limit` of the mass lies below, and that mass (`below` at low).
-    `rest` is mass below them all that the source does not have."""
+    """The highest border in [low, high] that at most `limit` of the mass lies below, and that mass
+    (`below` at low). `rest` is mass below them all that the source does not have."""
     while low < high:
         at, step = _pivots(low, high)
         sums = rest + mass(source, narrow(at))
@@ -163,10 +170,12 @@ def _border_of(mass: tl.constexpr, source, rest, below, limit, low, high):
 
 @triton.jit
 def candidates(images, top, top_k, CAP: tl.constexpr, SHIFT: tl.constexpr):
-    """A border that at most CAP images reach, and (unless ties forbid) top_k of them or, if that is too much, half of
-    CAP. And how many reach it."""
+    """A border that at most CAP images reach, and (unless ties forbid) top_k of them or, if that is
+    too much, half of CAP. And how many reach it."""
     wanted = tl.where((top_k > 0) & (top_k <= CAP), top_k, CAP // 2).to(tl.int32)
-    high = top.to(tl.int64) + 1  # reached by `reach`, at most CAP; `low` is reached by more, or the lowest of all
+    high = (
+        top.to(tl.int64) + 1
+    )  # reached by `reach`, at most CAP; `low` is reached by more, or the lowest of all
     reach = tl.full((), 0, tl.int32)
     span = tl.full((), 1 << (23 - SHIFT), tl.int64)  # one octave
     low = high
@@ -189,10 +198,12 @@ def candidates(images, top, top_k, CAP: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def cut(images, p, top, best, heat, top_k, top_p, low, rest, SHIFT: tl.constexpr, WHOLE: tl.constexpr):
-    """What survives top_k and top_p, among images held in registers with masses p: those above a border, and those
-    at it but for the first `drop`. If these are not a WHOLE row, the others are all below `low`, with mass `rest`; the
-    last value says whether they can be left out."""
+def cut(
+    images, p, top, best, heat, top_k, top_p, low, rest, SHIFT: tl.constexpr, WHOLE: tl.constexpr
+):
+    """What survives top_k and top_p, among images held in registers with masses p: those above a
+    border, and those at it but for the first `drop`. If these are not a WHOLE row, the others are
+    all below `low`, with mass `rest`; the last value says whether they can be left out."""
     border = low.to(tl.int64)
     base = tl.full((), LOWEST >> SHIFT, tl.int32)
     drop = tl.full((), 0, tl.int32)
@@ -211,7 +222,9 @@ def cut(images, p, top, best, heat, top_k, top_p, low, rest, SHIFT: tl.constexpr
             below = rest + tl.sum(tl.where(images < narrow(border), mass, 0.0))
             fits = below <= limit
         if fits:
-            border, below = _border_of(_mass_held, (images, mass), rest, below, limit, border, top.to(tl.int64))
+            border, below = _border_of(
+                _mass_held, (images, mass), rest, below, limit, border, top.to(tl.int64)
+            )
             drop = _num_dropped(narrow(border), best, heat, limit - below, SHIFT)
             if drop > 0:
                 drop = tl.minimum(drop, tl.sum((images == narrow(border)).to(tl.int32)) - 1)
@@ -220,7 +233,8 @@ def cut(images, p, top, best, heat, top_k, top_p, low, rest, SHIFT: tl.constexpr
 
 @triton.jit
 def _num_dropped(border, best, heat, spare, SHIFT: tl.constexpr):
-    """Ties at the border go one by one, the first first, while the mass allows. One must stay: to be seen to."""
+    """Ties at the border go one by one, the first first, while the mass allows. One must stay: to
+    be seen to."""
     whole = (border << SHIFT) | ((border >> 31) & ((1 << SHIFT) - 1))
     each = tl.exp2((score(whole) - best) * heat)
     return tl.minimum(spare / tl.maximum(each, 1e-30), 1e9).to(tl.int32)
@@ -268,8 +282,9 @@ def _mass_read(source, at):
 
 @triton.jit
 def draw_read(row, top, top_k, top_p, seed, draw):
-    """The winner of a row of any shape, in some passes over all of it: for the rare row of which more survives than
-    the blocks' candidates. `row`: logits, seen, penalty, held id, best score, heat, vocabulary size."""
+    """The winner of a row of any shape, in some passes over all of it: for the rare row of which
+    more survives than the blocks' candidates. `row`: logits, seen, penalty, held id, best score,
+    heat, vocabulary size."""
     border = tl.full((), LOWEST, tl.int64)
     high = top.to(tl.int64)
     drop = tl.full((), 0, tl.int32)
@@ -282,7 +297,9 @@ def draw_read(row, top, top_k, top_p, seed, draw):
         border, below = _border_of(_mass_read, (row, base), nothing, nothing, limit, border, high)
         drop = _num_dropped(narrow(border), row[4], row[5], limit - below, 0)
         if drop > 0:
-            drop = tl.minimum(drop, _at(_count_read, row, border) - _at(_count_read, row, border + 1) - 1)
+            drop = tl.minimum(
+                drop, _at(_count_read, row, border) - _at(_count_read, row, border + 1) - 1
+            )
     winner = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
     ties = tl.full((), 0, tl.int32)
     for start in range(0, row[6], CHUNK):

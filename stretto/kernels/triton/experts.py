@@ -1,9 +1,11 @@
-"""The mixture of experts for one row: a matrix-vector product over each of its experts. Reads each once.
+"""The mixture of experts for one row: a matrix-vector product over each of its experts. Reads each
+once.
 
-The router is a plain product; the programs of `up_one` and `down_one` find their experts in its logits by themselves.
-A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as wide as the others and joins them as
-further experts. Weights may be float8 with a scale per output row (not beside a shared expert): half the bytes, widened
-as they arrive, the scale applied to the sum. Several rows: `experts_many`. Launch protocol as in `linear`. Reference:
+The router is a plain product; the programs of `up_one` and `down_one` find their experts in its
+logits by themselves. A shared expert (all rows, weighted by a sigmoid gate) is split into pieces as
+wide as the others and joins them as further experts. Weights may be float8 with a scale per output
+row (not beside a shared expert): half the bytes, widened as they arrive, the scale applied to the
+sum. Several rows: `experts_many`. Launch protocol as in `linear`. Reference:
 `stretto.kernels.reference.moe` and `stretto.layers.mlp.MoeMLP`."""
 
 from __future__ import annotations
@@ -32,10 +34,14 @@ class ExpertWeights:
     norm_topk: bool
     shared_gate_up: torch.Tensor | None = None  # [2 * shared size, hidden]
     shared_down: torch.Tensor | None = None  # [hidden, shared size]
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of gate_up [experts, 2 * size] and down [experts, hidden]
+    scales: tuple[torch.Tensor, torch.Tensor] | None = (
+        None  # of gate_up [experts, 2 * size] and down [experts, hidden]
+    )
 
     def __post_init__(self) -> None:
-        assert self.scales is None or self.shared_down is None, "a shared expert is read as one of the others"
+        assert self.scales is None or self.shared_down is None, (
+            "a shared expert is read as one of the others"
+        )
 
     @property
     def num_experts(self) -> int:
@@ -54,11 +60,13 @@ class ExpertWeights:
 
 @triton.jit
 def sortable(logits, E: tl.constexpr):
-    """One row's logits [E] as float32, and integers in the same order, all different: the lower bits count down the
-    experts, so of equal ones the lower number is the larger."""
+    """One row's logits [E] as float32, and integers in the same order, all different: the lower
+    bits count down the experts, so of equal ones the lower number is the larger."""
     e = tl.arange(0, E)
     scores = logits.to(tl.float32)
-    scores = tl.where(scores == scores, scores, float("-inf"))  # what is not a number must leave no place empty
+    scores = tl.where(
+        scores == scores, scores, float("-inf")
+    )  # what is not a number must leave no place empty
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if logits.dtype == tl.float32:
@@ -89,7 +97,8 @@ def up_scales(scales, e, n, SIZE: tl.constexpr, SCALED: tl.constexpr):
 @triton.jit
 def _up_vector(
     x, gain, logits, gate_up, scales, shared_gate_up, out, eps,
-    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    SCALED: tl.constexpr, TOP: tl.constexpr,
     BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row through BN columns of one of its experts: silu(gate) * up."""
@@ -129,18 +138,19 @@ def _up_vector(
 @triton.jit
 def _down_vector(
     h, logits, down, scales, shared_down, x,
-    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    SCALED: tl.constexpr, TOP: tl.constexpr,
     RENORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of the weighted sum over a row's experts, added to the residual stream x in place. All slots are asked
-    for at once: one tile [slots, BN, BK] per piece of the experts' width."""
+    """BN columns of the weighted sum over a row's experts, added to the residual stream x in place.
+    All slots are asked for at once: one tile [slots, BN, BK] per piece of the experts' width."""
     SLOTS: tl.constexpr = TOP + PIECES
     slot = tl.arange(0, triton.next_power_of_2(SLOTS))
     there = slot < SLOTS
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    # The logits are complete: before any program of the kernel in front let this one start, it had waited for them.
-    # (Past the first-level cache, as before every wait: it may be older.)
+    # The logits are complete: before any program of the kernel in front let this one start, it had
+    # waited for them. (Past the first-level cache, as before every wait: it may be older.)
     scores, order = sortable(tl.load(logits + tl.arange(0, E), cache_modifier=".cg"), E)
     e = tl.maximum(E + slot - TOP, 0)  # right from TOP on
     for i in tl.static_range(TOP):
@@ -149,7 +159,10 @@ def _down_vector(
         e = tl.where(slot == i, E - 1 - (largest & (E - 1)).to(tl.int32), e)
     high = tl.max(scores, 0)
     weight = tl.exp(
-        tl.load(logits + e, mask=slot < TOP, other=float("-inf"), cache_modifier=".cg").to(tl.float32) - high
+        tl.load(logits + e, mask=slot < TOP, other=float("-inf"), cache_modifier=".cg").to(
+            tl.float32
+        )
+        - high
     )
     if RENORM:
         weight = weight / tl.sum(weight, 0)
@@ -168,7 +181,9 @@ def _down_vector(
     first = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     factor = tl.where(there[:, None], weight, 0.0)
     if SCALED:
-        factor = factor * tl.load(scales + e[:, None] * H + n[None, :], mask=there[:, None], other=0.0)
+        factor = factor * tl.load(
+            scales + e[:, None] * H + n[None, :], mask=there[:, None], other=0.0
+        )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -177,7 +192,9 @@ def _down_vector(
     hi = tl.load(from_h, mask=there[:, None], other=0.0).to(tl.float32)
     acc = first.to(tl.float32) * hi[:, None, :]
     for i in tl.static_range(1, SIZE // BK):
-        wi = tl.load(at + i * BK, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        wi = tl.load(at + i * BK, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         hi = tl.load(from_h + i * BK, mask=there[:, None], other=0.0).to(tl.float32)
         acc += wi * hi[:, None, :]
     total = tl.sum(tl.sum(acc, 2) * factor, 0) + before
@@ -199,7 +216,9 @@ def common(x: torch.Tensor, w: ExpertWeights) -> dict[str, int | bool]:
     }
 
 
-def tuned_for(kernel: str, w: ExpertWeights, key: tuple[int, ...], default: dict[str, int]) -> dict[str, int]:
+def tuned_for(
+    kernel: str, w: ExpertWeights, key: tuple[int, ...], default: dict[str, int]
+) -> dict[str, int]:
     """Launch parameters; float8 weights have their own."""
     return config(kernel if w.scales is None else f"{kernel}_float8", key, default)
 
@@ -207,8 +226,8 @@ def tuned_for(kernel: str, w: ExpertWeights, key: tuple[int, ...], default: dict
 def up_one(
     x: torch.Tensor, logits: torch.Tensor, w: ExpertWeights, tuned: dict[str, int] | None = None
 ) -> torch.Tensor:
-    """For one row x [1, hidden] of the residual stream and its router's logits: silu(gate) * up of its experts [slots,
-    expert size]."""
+    """For one row x [1, hidden] of the residual stream and its router's logits: silu(gate) * up of
+    its experts [slots, expert size]."""
     hidden, size = x.shape[1], w.down.shape[2]
     c = tuned_for("up_vector", w, (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
     h = x.new_empty(w.slots, size)
@@ -221,17 +240,22 @@ def up_one(
 
 
 def down_one(
-    h: torch.Tensor, logits: torch.Tensor, w: ExpertWeights, x: torch.Tensor, tuned: dict[str, int] | None = None
+    h: torch.Tensor,
+    logits: torch.Tensor,
+    w: ExpertWeights,
+    x: torch.Tensor,
+    tuned: dict[str, int] | None = None,
 ) -> None:
-    """x += the weighted sum of the row's experts, in place. Comes right after `up_one`, which its first reads rely
-    on."""
+    """x += the weighted sum of the row's experts, in place. Comes right after `up_one`, which its
+    first reads rely on."""
     hidden, size = x.shape[1], w.down.shape[2]
     default = {"BN": 4, "BK": chunk(size, 128), "warps": 4}
     c = tuned_for("down_vector", w, (hidden, size), default) if tuned is None else tuned
     _down_vector[(hidden // c["BN"],)](
         h, logits, w.down, x if w.scales is None else w.scales[1],
         w.down if w.shared_down is None else w.shared_down, x,
-        H=hidden, TOP=w.top_k, RENORM=w.norm_topk, BN=c["BN"], BK=c["BK"], num_warps=c["warps"], **common(x, w),
+        H=hidden, TOP=w.top_k, RENORM=w.norm_topk, BN=c["BN"], BK=c["BK"], num_warps=c["warps"],
+        **common(x, w),
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """The mixture of experts for several rows: each expert that somebody chose is read once.
 
-`experts_choice` makes a table of who chose whom for `up` and `down`, whose grids go over all experts: a program whose
-expert nobody chose leaves at once, the others put the rows that chose it through the matrix units (many rows gathered,
-a tile at a time); a last kernel adds each row's results in order, so that the sum never depends on which program came
-first. Weights, shared pieces and launch protocol as in `experts`, reference too. Called by `layers.fused`."""
+`experts_choice` makes a table of who chose whom for `up` and `down`, whose grids go over all
+experts: a program whose expert nobody chose leaves at once, the others put the rows that chose it
+through the matrix units (many rows gathered, a tile at a time); a last kernel adds each row's
+results in order, so that the sum never depends on which program came first. Weights, shared pieces
+and launch protocol as in `experts`, reference too. Called by `layers.fused`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _none(BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):
 @triton.jit
 def _up_tile(
     x, row_scales, gate, apart, scales, out, places, e, n,
-    K: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, SLOTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     taken, m = places >= 0, places // SLOTS
@@ -51,17 +53,21 @@ def _up_tile(
     of_gate, of_up = up_scales(scales, e, n, SIZE, SCALED)
     a *= scale * of_gate[None, :]
     h = a * tl.sigmoid(a) * (b * (scale * of_up[None, :]))
-    tl.store(out + places[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=taken[:, None])
+    tl.store(
+        out + places[:, None] * SIZE + n[None, :], h.to(out.dtype.element_ty), mask=taken[:, None]
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
 def _up_matrix(
     x, row_scales, table, gate_up, scales, shared_gate_up, out, M,
-    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    SCALED: tl.constexpr, TOP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows that chose one expert (as `Gained`, with what their norm comes to) through BN of its columns; results to
-    their slots [rows, slots, SIZE]."""
+    """The rows that chose one expert (as `Gained`, with what their norm comes to) through BN of its
+    columns; results to their slots [rows, slots, SIZE]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -76,24 +82,61 @@ def _up_matrix(
             base = shared_gate_up + (e - E) % PIECES * (SIZE * K)
             apart = PIECES * SIZE * K
     gate = base + n[:, None] * K + tl.arange(0, BK)[None, :]
-    if BR == BM:  # one tile holds them all: half the registers of the loop, and the next kernel gets in sooner
+    if BR == BM:
+        # one tile holds them all: half the registers of the loop, and the next kernel gets in
+        # sooner
         if count > 0:
             _up_tile(
-                x, row_scales, gate, apart, scales, out, places, e, n, K, SIZE, SCALED, SLOTS, BM, BN, BK, SWAP, PDL
+                x,
+                row_scales,
+                gate,
+                apart,
+                scales,
+                out,
+                places,
+                e,
+                n,
+                K,
+                SIZE,
+                SCALED,
+                SLOTS,
+                BM,
+                BN,
+                BK,
+                SWAP,
+                PDL,
             )
     else:
         for tile in range(tl.cdiv(count, BM)):
             if tile > 0:
                 places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
             _up_tile(
-                x, row_scales, gate, apart, scales, out, places, e, n, K, SIZE, SCALED, SLOTS, BM, BN, BK, SWAP, PDL
+                x,
+                row_scales,
+                gate,
+                apart,
+                scales,
+                out,
+                places,
+                e,
+                n,
+                K,
+                SIZE,
+                SCALED,
+                SLOTS,
+                BM,
+                BN,
+                BK,
+                SWAP,
+                PDL,
             )
 
 
 @triton.jit
 def _down_tile(
     h, at, scales, weights, out, places, e, n,
-    H: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    H: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
     SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     taken = places >= 0
@@ -113,10 +156,13 @@ def _down_tile(
 @triton.jit(do_not_specialize=["M"])
 def _down_matrix(
     h, table, down, scales, shared_down, weights, out, M,
-    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, TOP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    SCALED: tl.constexpr, TOP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SWAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weighted results of one expert for the rows that chose it, to their slots [rows, slots, H], float32."""
+    """The weighted results of one expert for the rows that chose it, to their slots [rows, slots,
+    H], float32."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -132,21 +178,27 @@ def _down_matrix(
     at = base + n[:, None] * width + tl.arange(0, BK)[None, :]
     if BR == BM:  # as in `_up_matrix`
         if count > 0:
-            _down_tile(h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL)
+            _down_tile(
+                h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL
+            )
     else:
         for tile in range(tl.cdiv(count, BM)):
             if tile > 0:
                 places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
-            _down_tile(h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL)
+            _down_tile(
+                h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL
+            )
 
 
 @triton.jit
 def _add_slots(
     parts, x, idle, next_gain, gained, squares,
-    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr, PADDED: tl.constexpr,
+    H: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, EMIT: tl.constexpr,
+    PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x += the sum of a row's slots, in order. EMIT: also as `Gained`. Nobody wrote to the slots of padding."""
+    """x += the sum of a row's slots, in order. EMIT: also as `Gained`. Nobody wrote to the slots of
+    padding."""
     m = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.zeros([BN], tl.float32)
@@ -170,21 +222,32 @@ def _add_slots(
 
 
 def _tiles(rows: int, w: ExpertWeights, c: dict[str, int]) -> tuple[int, dict[str, int]]:
-    """The experts' extent of the grid, and the rows of a tile: all, or of many 16 (few choose the same expert)."""
+    """The experts' extent of the grid, and the rows of a tile: all, or of many 16 (few choose the
+    same expert)."""
     tile = c.get("BM", tile_rows(rows) if rows <= 32 else 16)
-    return w.num_experts + w.pieces * triton.cdiv(rows, tile), {"BM": tile, "BR": max(tile, tile_rows(rows))}
+    return w.num_experts + w.pieces * triton.cdiv(rows, tile), {
+        "BM": tile,
+        "BR": max(tile, tile_rows(rows)),
+    }
 
 
-def up(gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
+def up(
+    gained: Gained, choice: Choice, w: ExpertWeights, tuned: dict[str, int] | None = None
+) -> torch.Tensor:
     """silu(gate) * up of each row's experts: [rows, slots, expert size]."""
     rows, hidden = gained.x.shape
     size = w.down.shape[2]
     default = {"BN": 32, "BK": chunk(hidden, 256), "warps": 4, "stages": 3}
-    c = tuned_for("up_matrix", w, (tile_rows(rows), size, hidden), default) if tuned is None else tuned
+    c = (
+        tuned_for("up_matrix", w, (tile_rows(rows), size, hidden), default)
+        if tuned is None
+        else tuned
+    )
     h = gained.x.new_empty(rows, w.slots, size)
     numbers, tiles = _tiles(rows, w, c)
     _up_matrix[(size // c["BN"], numbers)](
-        gained.x, choice.scales, choice.table, w.gate_up, choice.scales if w.scales is None else w.scales[0],
+        gained.x, choice.scales, choice.table, w.gate_up,
+        choice.scales if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, rows,
         K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
         num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(gained.x, w),
@@ -201,12 +264,17 @@ def down(
     tuned: dict[str, int] | None = None,
     idle: torch.Tensor | None = None,
 ) -> Gained | None:
-    """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following` norm, if it is given
-    (its weight and epsilon). `idle` as in `choose`: those rows stay as they are."""
+    """x += the weighted sum of each row's experts, in place; also as `Gained` for the `following`
+    norm, if it is given (its weight and epsilon). `idle` as in `choose`: those rows stay as they
+    are."""
     rows, hidden = x.shape
     size = w.down.shape[2]
     default = {"BN": 64, "BK": chunk(size, 128), "warps": 4, "stages": 3}
-    c = tuned_for("down_matrix", w, (tile_rows(rows), hidden, size), default) if tuned is None else tuned
+    c = (
+        tuned_for("down_matrix", w, (tile_rows(rows), hidden, size), default)
+        if tuned is None
+        else tuned
+    )
     parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
     numbers, tiles = _tiles(rows, w, c)
     _down_matrix[(hidden // c["BN"], numbers)](
@@ -220,7 +288,8 @@ def down(
     _add_slots[(hidden // block, rows)](
         parts, x, x if idle is None else idle, x if following is None else following[0],
         x if gained is None else gained.x, x if gained is None else gained.squares,
-        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, PADDED=idle is not None, num_warps=4, **protocol(x),
+        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, PADDED=idle is not None,
+        num_warps=4, **protocol(x),
     )  # fmt: skip
     return gained
 

@@ -1,10 +1,12 @@
-"""Mixture of experts for many rows: routing, the sort by expert, and products of sorted rows with experts' weights.
+"""Mixture of experts for many rows: routing, the sort by expert, and products of sorted rows with
+experts' weights.
 
-A product's tile is some sorted rows of one expert times some columns; which expert is found on the device from the
-offsets alone, so shapes and grids depend on the number of rows only and the whole block can be captured. Rows are
-gathered as they are loaded and put back in their order as they are stored: nothing is permuted in memory. There is no
-atomic anywhere, and the order inside an expert is that of the rows, so equal inputs give equal bits. Called on the
-stage's thread, on the current stream."""
+A product's tile is some sorted rows of one expert times some columns; which expert is found on the
+device from the offsets alone, so shapes and grids depend on the number of rows only and the whole
+block can be captured. Rows are gathered as they are loaded and put back in their order as they are
+stored: nothing is permuted in memory. There is no atomic anywhere, and the order inside an expert
+is that of the rows, so equal inputs give equal bits. Called on the stage's thread, on the current
+stream."""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Routed:
 @triton.jit(do_not_specialize=["rows"])
 def _route(
     logits, count, weights, ids, rows,
-    EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr, ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOP_K: tl.constexpr, KS: tl.constexpr,
+    ROWS: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -44,7 +47,9 @@ def _route(
     real = row < tl.minimum(rows, tl.load(count))
     dtype = logits.dtype.element_ty
     known = real[:, None] & (expert < EXPERTS)[None, :]
-    scores = tl.load(logits + row[:, None] * EXPERTS + expert[None, :], mask=known, other=0.0).to(tl.float32)
+    scores = tl.load(logits + row[:, None] * EXPERTS + expert[None, :], mask=known, other=0.0).to(
+        tl.float32
+    )
     scores = tl.where((expert < EXPERTS)[None, :], scores, float("-inf"))
     p = tl.exp(scores - tl.max(scores, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
@@ -53,8 +58,9 @@ def _route(
     chosen = tl.full((ROWS, KS), EXPERTS, tl.int32)
     for k in tl.static_range(TOP_K):
         top = tl.max(p, 1)
-        # The first of equals. What is not a number equals nothing and goes to the last expert: the places of every real
-        # row are read later, so each must be written, or addresses would be made of what was in that memory.
+        # The first of equals. What is not a number equals nothing and goes to the last expert: the
+        # places of every real row are read later, so each must be written, or addresses would be
+        # made of what was in that memory.
         which = tl.min(tl.where(p == top[:, None], expert[None, :], EXPERTS - 1), 1)
         now = (slot == k)[None, :]
         best = tl.where(now, top[:, None], best)
@@ -71,8 +77,8 @@ def _route(
 
 @triton.jit(do_not_specialize=["choices"])
 def _sort(ids, order, places, offsets, choices, EXPERTS: tl.constexpr, SCAN: tl.constexpr):
-    """One program per expert (and one more, for the end of the last): count the choices of lower experts, then number
-    its own from there."""
+    """One program per expert (and one more, for the end of the last): count the choices of lower
+    experts, then number its own from there."""
     expert = tl.program_id(0)
     at = tl.arange(0, SCAN)
     lower = tl.zeros((SCAN,), tl.int32)
@@ -96,23 +102,34 @@ def route(logits: torch.Tensor, top_k: int, norm: bool, count: torch.Tensor) -> 
     rows, experts = logits.shape
     device = logits.device
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
-    ids, order, places = (torch.empty(rows * top_k, dtype=torch.int32, device=device) for _ in range(3))
+    ids, order, places = (
+        torch.empty(rows * top_k, dtype=torch.int32, device=device) for _ in range(3)
+    )
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
     wide, per = triton.next_power_of_2(experts), 4
     _route[(triton.cdiv(rows, per),)](
         logits, count, weights, ids, rows,
-        EXPERTS=experts, WIDE=wide, TOP_K=top_k, KS=triton.next_power_of_2(top_k), ROWS=per, NORM=norm, num_warps=4,
+        EXPERTS=experts, WIDE=wide, TOP_K=top_k, KS=triton.next_power_of_2(top_k), ROWS=per,
+        NORM=norm, num_warps=4,
     )  # fmt: skip
     scan = SCANS[rows * top_k > SCANS[0]]
     _sort[(experts + 1,)](
-        ids, order, places, offsets, rows * top_k, EXPERTS=experts, SCAN=scan, num_warps=max(1, min(16, scan // 256))
+        ids,
+        order,
+        places,
+        offsets,
+        rows * top_k,
+        EXPERTS=experts,
+        SCAN=scan,
+        num_warps=max(1, min(16, scan // 256)),
     )
     return Routed(weights, ids.view(rows, top_k), order, places, offsets)
 
 
 @triton.jit
 def _tile(offsets, tile, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr):
-    """(expert, first sorted row, end of the expert's rows) of a tile; none of it is real if first >= end.
+    """(expert, first sorted row, end of the expert's rows) of a tile; none of it is real if first
+    >= end.
 
     The tiles of expert e begin at offsets[e] // M + e: far enough apart whatever the counts."""
     e = tl.arange(0, WIDE)
@@ -134,7 +151,8 @@ def _over(scale, SWAP: tl.constexpr):
 @triton.jit
 def _gate_up_tile(
     x, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
-    TOP_K: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
+    TOP_K: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
@@ -143,7 +161,9 @@ def _gate_up_tile(
     token = tl.load(order + row, mask=row < end, other=0) // TOP_K
     x_at = x + token.to(tl.int64)[:, None] * HIDDEN + k[None, :]
     inside_n = tl.where(n < SIZE, n, 0) if SIZE % N else n
-    gate_at = w + expert.to(tl.int64) * (2 * SIZE * HIDDEN) + inside_n[:, None] * HIDDEN + k[None, :]
+    gate_at = (
+        w + expert.to(tl.int64) * (2 * SIZE * HIDDEN) + inside_n[:, None] * HIDDEN + k[None, :]
+    )
     up_at = gate_at + SIZE * HIDDEN
     if SWAP:
         gate, up = tl.zeros((N, M), tl.float32), tl.zeros((N, M), tl.float32)
@@ -181,12 +201,16 @@ def _gate_up_tile(
 
 @triton.jit
 def _gate_up(
-    x, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr,
-    SCALED: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, DEVICE: tl.constexpr,
+    x, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
+    DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """silu(x @ gate) * (x @ up) for one tile. With SWAP the weights are the left operand: few rows then make a narrow
-    product instead of one that is mostly padding. With HALF an expert's last rows take half a tile if they fit."""
+    """silu(x @ gate) * (x @ up) for one tile. With SWAP the weights are the left operand: few rows
+    then make a narrow product instead of one that is mostly padding. With HALF an expert's last
+    rows take half a tile if they fit."""
     columns: tl.constexpr = (SIZE + N - 1) // N
     expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
     column = tl.program_id(0) % columns * N
@@ -231,7 +255,8 @@ def _down_tile(
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
     k = tl.arange(0, K)
-    # Rows behind the expert's last are another's, or behind the buffer's end: look at the first instead.
+    # Rows behind the expert's last are another's, or behind the buffer's end: look at the first
+    # instead.
     h_at = h + tl.where(row < end, row, first).to(tl.int64)[:, None] * SIZE + k[None, :]
     inside_n = tl.where(n < HIDDEN, n, 0) if HIDDEN % N else n
     w_at = w + expert.to(tl.int64) * (HIDDEN * SIZE) + inside_n[:, None] * SIZE + k[None, :]
@@ -261,8 +286,10 @@ def _down_tile(
 
 @triton.jit
 def _down(
-    h, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
-    EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
+    h, w, scales, order, offsets, out, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SWAP: tl.constexpr,
     HALF: tl.constexpr, PRECISION: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + N - 1) // N
@@ -278,21 +305,72 @@ def _down(
             )  # fmt: skip
             return
     _down_tile(
-        h, w, scales, order, out, expert, first, end, column, HIDDEN, SIZE, SCALED, M, N, K, SWAP, PRECISION, DEVICE
+        h,
+        w,
+        scales,
+        order,
+        out,
+        expert,
+        first,
+        end,
+        column,
+        HIDDEN,
+        SIZE,
+        SCALED,
+        M,
+        N,
+        K,
+        SWAP,
+        PRECISION,
+        DEVICE,
     )
 
 
 def default_launch(kernel: str, average: int) -> dict[str, int]:
-    """Launch parameters by how many rows an expert has on average. Up to some 100 rows the products wait for the
-    weights: narrow tiles, many bytes in flight. Beyond, for the tensor cores."""
+    """Launch parameters by how many rows an expert has on average. Up to some 100 rows the products
+    wait for the weights: narrow tiles, many bytes in flight. Beyond, for the tensor cores."""
     wide = 2 if kernel == "prefill_down" else 1  # gate_up has two of its weight tiles in flight
-    if average <= 8:  # two programs fit an SM, so that one's first loads hide behind the other's last
-        return {"M": 16, "N": 64 * wide, "K": 128, "SWAP": 1, "HALF": 0, "num_warps": 4, "num_stages": 3}
+    if (
+        average <= 8
+    ):  # two programs fit an SM, so that one's first loads hide behind the other's last
+        return {
+            "M": 16,
+            "N": 64 * wide,
+            "K": 128,
+            "SWAP": 1,
+            "HALF": 0,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
     if average <= 16:
-        return {"M": 32, "N": 64 * wide, "K": 64, "SWAP": 1, "HALF": 0, "num_warps": 4, "num_stages": 5}
+        return {
+            "M": 32,
+            "N": 64 * wide,
+            "K": 64,
+            "SWAP": 1,
+            "HALF": 0,
+            "num_warps": 4,
+            "num_stages": 5,
+        }
     if average <= 64:
-        return {"M": 64, "N": 64 * wide, "K": 64, "SWAP": 0, "HALF": 0, "num_warps": 4, "num_stages": 4}
-    return {"M": 128, "N": 128 * wide, "K": 64, "SWAP": 0, "HALF": 1, "num_warps": 8, "num_stages": 4}
+        return {
+            "M": 64,
+            "N": 64 * wide,
+            "K": 64,
+            "SWAP": 0,
+            "HALF": 0,
+            "num_warps": 4,
+            "num_stages": 4,
+        }
+    return {
+        "M": 128,
+        "N": 128 * wide,
+        "K": 64,
+        "SWAP": 0,
+        "HALF": 1,
+        "num_warps": 8,
+        "num_stages": 4,
+    }
 
 
 def per_expert(choices: int, experts: int) -> int:
@@ -300,10 +378,14 @@ def per_expert(choices: int, experts: int) -> int:
     return int(triton.next_power_of_2(max(1, choices // experts)))
 
 
-def launch_for(kernel: str, experts: int, hidden: int, size: int, choices: int, float8: bool = False) -> dict[str, int]:
+def launch_for(
+    kernel: str, experts: int, hidden: int, size: int, choices: int, float8: bool = False
+) -> dict[str, int]:
     average = per_expert(choices, experts)
     return config(
-        f"{kernel}_float8" if float8 else kernel, (experts, hidden, size, average), default_launch(kernel, average)
+        f"{kernel}_float8" if float8 else kernel,
+        (experts, hidden, size, average),
+        default_launch(kernel, average),
     )
 
 
@@ -314,17 +396,20 @@ def gate_up(
     launch: dict[str, int] | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [rows, hidden] through gate and up [experts, 2 * size, hidden] of its experts: [choices, size], sorted. `scale`
-    [experts, 2 * size]: of float8 weights."""
+    """x [rows, hidden] through gate and up [experts, 2 * size, hidden] of its experts: [choices,
+    size], sorted. `scale` [experts, 2 * size]: of float8 weights."""
     experts, double, hidden = weight.shape
     size, choices = double // 2, routed.order.shape[0]
-    launch = launch or launch_for("prefill_gate_up", experts, hidden, size, choices, scale is not None)
+    launch = launch or launch_for(
+        "prefill_gate_up", experts, hidden, size, choices, scale is not None
+    )
     launch = launch | {"N": min(launch["N"], max(16, triton.next_power_of_2(size)))}
     out = x.new_empty(choices, size)
     tiles = choices // launch["M"] + experts
     _gate_up[(tiles * triton.cdiv(size, launch["N"]),)](
         x, weight, x if scale is None else scale, routed.order, routed.offsets, out,
-        HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None, EXPERTS=experts,
+        HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None,
+        EXPERTS=experts,
         WIDE=triton.next_power_of_2(experts), PRECISION=precision(x), DEVICE=x.is_cuda, **launch,
     )  # fmt: skip
     return out
@@ -337,8 +422,8 @@ def down(
     launch: dict[str, int] | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sorted rows h [choices, size] through down [experts, hidden, size]: [choices, hidden], in order of choice.
-    `scale` [experts, hidden]: of float8 weights."""
+    """Sorted rows h [choices, size] through down [experts, hidden, size]: [choices, hidden], in
+    order of choice. `scale` [experts, hidden]: of float8 weights."""
     experts, hidden, size = weight.shape
     choices = routed.order.shape[0]
     launch = launch or launch_for("prefill_down", experts, hidden, size, choices, scale is not None)
@@ -355,7 +440,14 @@ def down(
 
 @triton.jit
 def _gather(
-    x, order, offsets, out, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, TOP_K: tl.constexpr
+    x,
+    order,
+    offsets,
+    out,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOP_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(offsets + EXPERTS):
@@ -368,16 +460,27 @@ def _gather(
 def library_experts(
     x: torch.Tensor, gate_up_weight: torch.Tensor, down_weight: torch.Tensor, routed: Routed
 ) -> torch.Tensor:
-    """The same two products by torch's grouped product, bfloat16 on CUDA alone: [choices, hidden], still sorted."""
+    """The same two products by torch's grouped product, bfloat16 on CUDA alone: [choices, hidden],
+    still sorted."""
     experts, _, hidden = gate_up_weight.shape
     choices, top_k = routed.order.shape[0], routed.ids.shape[1]
     rows = x.new_empty(choices, hidden)
     wide = triton.next_power_of_2(hidden)
     _gather[(choices,)](
-        x, routed.order, routed.offsets, rows, EXPERTS=experts, HIDDEN=hidden, WIDE=wide, TOP_K=top_k, num_warps=4
+        x,
+        routed.order,
+        routed.offsets,
+        rows,
+        EXPERTS=experts,
+        HIDDEN=hidden,
+        WIDE=wide,
+        TOP_K=top_k,
+        num_warps=4,
     )
     ends = routed.offsets[1:].clone()  # a pointer of its own: the product wants it aligned
-    h, _ = swiglu(torch._grouped_mm(rows, gate_up_weight.transpose(1, 2), ends), routed.offsets[-1:])
+    h, _ = swiglu(
+        torch._grouped_mm(rows, gate_up_weight.transpose(1, 2), ends), routed.offsets[-1:]
+    )
     return torch._grouped_mm(h, down_weight.transpose(1, 2), ends)
 
 
@@ -388,7 +491,8 @@ def experts(
     routed: Routed,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x through each row's experts: rows by choice, and where each choice is among them if they are still sorted."""
+    """x through each row's experts: rows by choice, and where each choice is among them if they are
+    still sorted."""
     if scales is not None:
         h = gate_up(x, gate_up_weight, routed, scale=scales[0])
         return down(h, down_weight, routed, scale=scales[1]), None

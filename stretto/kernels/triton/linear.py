@@ -1,11 +1,14 @@
-"""Linear maps of a few rows: what a decode step is made of, and what bounds it is reading the weights once.
+"""Linear maps of a few rows: what a decode step is made of, and what bounds it is reading the
+weights once.
 
-`project` computes `act(norm(x) @ w.T) + residual` for up to 128 rows, in one kernel. The norm is fused by scaling
-afterwards: `norm(x) @ w.T = rsqrt(mean(x²) + eps) * ((x * g) @ w.T)`, so one pass over x gives both. One row runs as a
-matrix-vector product that asks for its whole share of the weights at once; more rows go through the matrix units.
+`project` computes `act(norm(x) @ w.T) + residual` for up to 128 rows, in one kernel. The norm is
+fused by scaling afterwards: `norm(x) @ w.T = rsqrt(mean(x²) + eps) * ((x * g) @ w.T)`, so one pass
+over x gives both. One row runs as a matrix-vector product that asks for its whole share of the
+weights at once; more rows go through the matrix units.
 
-Kernels here are launched with programmatic dependent launch: each may start while the one before it still runs, asks
-for weights (which nobody writes), and only then waits. Reference: `rms_norm`, `F.linear`, `swiglu`."""
+Kernels here are launched with programmatic dependent launch: each may start while the one before it
+still runs, asks for weights (which nobody writes), and only then waits. Reference: `rms_norm`,
+`F.linear`, `swiglu`."""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ def pdl(x: torch.Tensor) -> bool:
 
 
 def protocol(x: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that waits for the one in front: what it is told, and how it is launched."""
+    """Launch options of a kernel that waits for the one in front: what it is told, and how it is
+    launched."""
     return {"PDL": True, "launch_pdl": True} if pdl(x) else {"PDL": False}
 
 
@@ -36,7 +40,8 @@ def tile_rows(rows: int) -> int:
 
 
 def precision(x: torch.Tensor) -> str:
-    """Of products of rows like x, as `tl.dot` calls it: exact in float32, and nothing to say of other types."""
+    """Of products of rows like x, as `tl.dot` calls it: exact in float32, and nothing to say of
+    other types."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
@@ -50,9 +55,10 @@ def dot(a, b, acc, DEVICE: tl.constexpr):
 
 @triton.jit
 def widen(w, like, DEVICE: tl.constexpr):
-    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte stretched to 16
-    bits with its sign and shifted by four, so that exponent and fraction lie where bfloat16 has them (a number 2^120
-    times too small), then times 2^120. The hardware's own conversions go by float32 and are slower than the memory."""
+    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte
+    stretched to 16 bits with its sign and shifted by four, so that exponent and fraction lie where
+    bfloat16 has them (a number 2^120 times too small), then times 2^120. The hardware's own
+    conversions go by float32 and are slower than the memory."""
     if DEVICE:
         if w.dtype == tl.float8e4nv and like.dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
@@ -79,7 +85,12 @@ def widen(w, like, DEVICE: tl.constexpr):
 def fetch(at):
     """Ask for the cache lines at these addresses; nobody waits for them."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -89,7 +100,8 @@ def _vector(
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, ADD: tl.constexpr, GLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. Each program: BN outputs over all of K. With GLU, w holds N gate rows and then N up rows."""
+    """One row. Each program: BN outputs over all of K. With GLU, w holds N gate rows and then N up
+    rows."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -162,16 +174,19 @@ def _vector(
 @triton.jit(do_not_specialize=["M", "P"])
 def _matrix(
     x, gain, squares, w, residual, out, next_gain, gained, next_squares, eps, M, N, P, stride,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, S: tl.constexpr, BP: tl.constexpr,
-    NORM: tl.constexpr, GIVEN: tl.constexpr, ADD: tl.constexpr, GLU: tl.constexpr, EMIT: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, S: tl.constexpr,
+    BP: tl.constexpr,
+    NORM: tl.constexpr, GIVEN: tl.constexpr, ADD: tl.constexpr, GLU: tl.constexpr,
+    EMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to BM rows, `stride` apart. Each program: BN outputs of every row over all of K, in pieces of S * BK, each as
-    S products side by side (one per warp: a single chain would be bound by their latency). The weights of the first
-    piece are on their way before the wait, those of the next while one is worked on.
+    """Up to BM rows, `stride` apart. Each program: BN outputs of every row over all of K, in pieces
+    of S * BK, each as S products side by side (one per warp: a single chain would be bound by their
+    latency). The weights of the first piece are on their way before the wait, those of the next
+    while one is worked on.
 
-    NORM: rows are normalised here. GIVEN: they come as `Gained`, with P partial sums of squares each. EMIT: the outputs
-    leave as `Gained` too, for the norm that follows."""
+    NORM: rows are normalised here. GIVEN: they come as `Gained`, with P partial sums of squares
+    each. EMIT: the outputs leave as `Gained` too, for the norm that follows."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -200,7 +215,9 @@ def _matrix(
     if GIVEN:
         p = tl.arange(0, BP)
         there = (p < P)[:, None] & (m < M)[None, :]
-        total_squares = tl.sum(tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0)
+        total_squares = tl.sum(
+            tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0
+        )
     for i in tl.static_range(0, K, S * BK):
         xi = tl.load(from_x + i, mask=rows, other=0.0)
         w_next, u_next = wi, ui
@@ -238,15 +255,18 @@ def _matrix(
 
 @triton.jit(do_not_specialize=["M", "P"])
 def _split(
-    x, squares, w, residual, out, next_gain, gained, next_squares, parts, counters, eps, M, N, P, stride,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
+    x, squares, w, residual, out, next_gain, gained, next_squares, parts, counters, eps, M, N, P,
+    stride,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
     BP: tl.constexpr, GIVEN: tl.constexpr, ADD: tl.constexpr, GLU: tl.constexpr, EMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_matrix` (without its norm), cut differently: a program takes BN outputs over one of SPLITS parts of K, with
-    the weights as left operand. So the rows are read N / BN times instead of N / 16 times, which is what many rows wait
-    for. Weights are asked for before the wait, LINES cache lines per output (0: not, where the kernel in front needs
-    all of the memory's rate). The last program of a tile to finish adds the parts up, in their order."""
+    """As `_matrix` (without its norm), cut differently: a program takes BN outputs over one of
+    SPLITS parts of K, with the weights as left operand. So the rows are read N / BN times instead
+    of N / 16 times, which is what many rows wait for. Weights are asked for before the wait, LINES
+    cache lines per output (0: not, where the kernel in front needs all of the memory's rate). The
+    last program of a tile to finish adds the parts up, in their order."""
     if PDL:
         gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -296,7 +316,9 @@ def _split(
         if GIVEN:
             p = tl.arange(0, BP)
             there = (p < P)[:, None] & (m < M)[None, :]
-            total_squares = tl.sum(tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0)
+            total_squares = tl.sum(
+                tl.load(squares + p[:, None] * M + m[None, :], mask=there, other=0.0), 0
+            )
             scale = tl.rsqrt(total_squares / K + eps)[None, :]
             total *= scale
             other *= scale
@@ -318,7 +340,8 @@ def _wide(
     x, w, out, M, N, stride,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to BM rows into very many outputs (a vocabulary): enough programs that one pipelined loop each will do."""
+    """Up to BM rows into very many outputs (a vocabulary): enough programs that one pipelined loop
+    each will do."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -337,8 +360,8 @@ def _wide(
 
 @triton.jit
 def norm_row(wide, gain, K: tl.constexpr, eps, dtype: tl.constexpr):
-    """RMS norm of one row of K float32 numbers (zeros behind them), rounded where the reference does: normalised, cast,
-    scaled, cast."""
+    """RMS norm of one row of K float32 numbers (zeros behind them), rounded where the reference
+    does: normalised, cast, scaled, cast."""
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
     return (wide.to(dtype).to(tl.float32) * gain).to(dtype)
 
@@ -355,10 +378,14 @@ def _norm(x, gain, out, eps, x_stride, out_stride, K: tl.constexpr, PDL: tl.cons
     tl.store(out + m * out_stride + k, norm_row(xs, g, K, eps, out.dtype.element_ty))
 
 
-def normalise(x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+def normalise(
+    x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """RMS norm of a few rows x [rows, K], K a power of two; rows may lie apart."""
     out = x.new_empty(x.shape) if out is None else out
-    _norm[(x.shape[0],)](x, gain, out, eps, x.stride(0), out.stride(0), K=x.shape[1], num_warps=8, **protocol(x))
+    _norm[(x.shape[0],)](
+        x, gain, out, eps, x.stride(0), out.stride(0), K=x.shape[1], num_warps=8, **protocol(x)
+    )
     return out
 
 
@@ -370,8 +397,8 @@ COUNTERS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gained:
-    """Rows on their way into an RMS norm: already times its gain, with partial sums of their squares. So whoever reads
-    them has one number per row left to apply, after the product."""
+    """Rows on their way into an RMS norm: already times its gain, with partial sums of their
+    squares. So whoever reads them has one number per row left to apply, after the product."""
 
     x: torch.Tensor  # [rows, hidden]
     squares: torch.Tensor  # [parts, rows] float32
@@ -379,7 +406,9 @@ class Gained:
 
     @classmethod
     def empty(cls, like: torch.Tensor, parts: int, eps: float) -> Gained:
-        return cls(torch.empty_like(like), like.new_empty(parts, like.shape[0], dtype=torch.float32), eps)
+        return cls(
+            torch.empty_like(like), like.new_empty(parts, like.shape[0], dtype=torch.float32), eps
+        )
 
 
 def project(
@@ -393,9 +422,10 @@ def project(
     counters: torch.Tensor | None = None,
     tuned: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """x [rows, K] (rows may lie apart) -> [rows, N]: `act(norm(x) @ w.T) + add`. `norm`: weight and epsilon of an RMS
-    norm; `Gained` rows bring theirs. `glu`: w holds gate and up rows [2N, K], the result is silu(gate) * up. `out` may
-    be `add` itself. `counters` [COUNTERS] int32, 0 between calls and nobody else's: may be used to add up parts."""
+    """x [rows, K] (rows may lie apart) -> [rows, N]: `act(norm(x) @ w.T) + add`. `norm`: weight and
+    epsilon of an RMS norm; `Gained` rows bring theirs. `glu`: w holds gate and up rows [2N, K], the
+    result is silu(gate) * up. `out` may be `add` itself. `counters` [COUNTERS] int32, 0 between
+    calls and nobody else's: may be used to add up parts."""
     if isinstance(x, Gained):
         return _few(x.x, w, x, None, add, glu, out, None, counters, tuned)[0]
     rows, inputs = x.shape
@@ -403,7 +433,11 @@ def project(
     if rows == 1:
         out = x.new_empty(rows, outputs) if out is None else out
         gain, eps = norm if norm is not None else (x, 0.0)
-        c = config("vector", (w.shape[0], inputs), vector_defaults(inputs, glu)) if tuned is None else tuned
+        c = (
+            config("vector", (w.shape[0], inputs), vector_defaults(inputs, glu))
+            if tuned is None
+            else tuned
+        )
         _vector[(triton.cdiv(outputs, c["BN"]),)](
             x, gain, w, x if add is None else add, out, eps, outputs,
             K=inputs, BN=c["BN"], BK=c["BK"], NORM=norm is not None, ADD=add is not None, GLU=glu,
@@ -432,7 +466,8 @@ def project_onto(
     counters: torch.Tensor | None = None,
     tuned: dict[str, int] | None = None,
 ) -> tuple[torch.Tensor, Gained]:
-    """x + y @ w.T for several rows (into `out`, which may be x), and the same as `Gained` for the norm that follows."""
+    """x + y @ w.T for several rows (into `out`, which may be x), and the same as `Gained` for the
+    norm that follows."""
     total, gained = _few(y, w, None, None, x, False, out, norm, counters, tuned)
     assert gained is not None
     return total, gained
@@ -450,12 +485,17 @@ def _few(
     counters: torch.Tensor | None,
     tuned: dict[str, int] | None,
 ) -> tuple[torch.Tensor, Gained | None]:
-    """Two rows or more: through `_split` where that is known to be better and possible, else through `_matrix`."""
+    """Two rows or more: through `_split` where that is known to be better and possible, else
+    through `_matrix`."""
     rows, inputs = x.shape
     outputs = w.shape[0] // 2 if glu else w.shape[0]
     out = x.new_empty(rows, outputs) if out is None else out
     tile = tile_rows(rows)
-    c = config("split", (tile, w.shape[0], inputs), split_defaults(tile, w.shape[0], x)) if tuned is None else tuned
+    c = (
+        config("split", (tile, w.shape[0], inputs), split_defaults(tile, w.shape[0], x))
+        if tuned is None
+        else tuned
+    )
     split = c.get("SPLITS", 0) > 0 and counters is not None
     if split and norm is not None:
         x, norm = normalise(x, *norm), None
@@ -469,19 +509,26 @@ def _few(
     residual = x if add is None else add
     following = (x, x, x) if emit is None or gained is None else (emit[0], gained.x, gained.squares)
     options = {
-        "K": inputs, "BM": tile, "BN": c["BN"], "BP": 1 << (summed - 1).bit_length(), "GIVEN": given is not None,
-        "ADD": add is not None, "GLU": glu, "EMIT": gained is not None, "num_warps": c["warps"], **protocol(x),
+        "K": inputs, "BM": tile, "BN": c["BN"], "BP": 1 << (summed - 1).bit_length(),
+        "GIVEN": given is not None,
+        "ADD": add is not None, "GLU": glu, "EMIT": gained is not None, "num_warps": c["warps"],
+        **protocol(x),
     }  # fmt: skip
     if split:
-        parts = x.new_empty(programs * c["SPLITS"] * c["BN"] * tile * (2 if glu else 1), dtype=torch.float32)
+        parts = x.new_empty(
+            programs * c["SPLITS"] * c["BN"] * tile * (2 if glu else 1), dtype=torch.float32
+        )
         lines = triton.next_power_of_2(triton.cdiv(inputs // c["SPLITS"], 64))
         _split[(programs, c["SPLITS"])](
-            x, squares, w, residual, out, *following, parts, counters, eps, rows, outputs, summed, x.stride(0),
-            BK=c["BK"], SPLITS=c["SPLITS"], LINES=lines if c.get("fetch", 1) else 0, num_stages=c["stages"], **options,
+            x, squares, w, residual, out, *following, parts, counters, eps, rows, outputs, summed,
+            x.stride(0),
+            BK=c["BK"], SPLITS=c["SPLITS"], LINES=lines if c.get("fetch", 1) else 0,
+            num_stages=c["stages"], **options,
         )  # fmt: skip
     else:
         _matrix[(programs,)](
-            x, x if norm is None else norm[0], squares, w, residual, out, *following, eps, rows, outputs, summed,
+            x, x if norm is None else norm[0], squares, w, residual, out, *following, eps, rows,
+            outputs, summed,
             x.stride(0), BK=c["BK"], S=c["S"], NORM=norm is not None, **options,
         )  # fmt: skip
     return out, gained

@@ -1,6 +1,7 @@
-"""`stretto.kernels.reference.masks` as a kernel each: rows that have no bias, mask or least share leave at once, so a step in
-which no row has one pays for the launches alone. Each waits for the kernel in front before it leaves: the one behind it
-relies on that. Called by adapters on the stage's stream, inside captured graphs."""
+"""`stretto.kernels.reference.masks` as a kernel each: rows that have no bias, mask or least share
+leave at once, so a step in which no row has one pays for the launches alone. Each waits for the
+kernel in front before it leaves: the one behind it relies on that. Called by adapters on the
+stage's stream, inside captured graphs."""
 
 from __future__ import annotations
 
@@ -16,11 +17,23 @@ BIASES = 128  # at a time
 
 
 def bias_rows(
-    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    ids: torch.Tensor,
+    values: torch.Tensor,
 ) -> None:
     """See `stretto.kernels.reference.masks.bias_rows`."""
     _bias[(len(logits),)](
-        logits, logits.stride(0), rows, counts, ids, values, ids.stride(0), BLOCK=BIASES, **protocol(logits)
+        logits,
+        logits.stride(0),
+        rows,
+        counts,
+        ids,
+        values,
+        ids.stride(0),
+        BLOCK=BIASES,
+        **protocol(logits),
     )
 
 
@@ -42,18 +55,31 @@ def _bias(logits, stride, rows, counts, ids, values, most, BLOCK: tl.constexpr, 
         tl.store(one, total.to(logits.dtype.element_ty), there)
 
 
-def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bits: torch.Tensor) -> None:
+def mask_rows(
+    logits: torch.Tensor, rows: torch.Tensor, masked: torch.Tensor, bits: torch.Tensor
+) -> None:
     """See `stretto.kernels.reference.masks.mask_rows`."""
     batch, size = logits.shape
     grid = (batch, triton.cdiv(size, BLOCK))
     _mask[grid](
-        logits, logits.stride(0), rows, masked.view(torch.uint8), bits, bits.stride(0), SIZE=size, BLOCK=BLOCK,
+        logits, logits.stride(0), rows, masked.view(torch.uint8), bits, bits.stride(0), SIZE=size,
+        BLOCK=BLOCK,
         **protocol(logits),
     )  # fmt: skip
 
 
 @triton.jit
-def _mask(logits, stride, rows, masked, bits, words, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _mask(
+    logits,
+    stride,
+    rows,
+    masked,
+    bits,
+    words,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -80,12 +106,13 @@ def floor_rows(
     seen: torch.Tensor,
     held: tuple[torch.Tensor, torch.Tensor, int],
 ) -> None:
-    """See `stretto.kernels.reference.masks.floor_rows`. `held`: positions [batch], where each answer may end [rows], and the
-    end token, which is not the best one before that."""
+    """See `stretto.kernels.reference.masks.floor_rows`. `held`: positions [batch], where each
+    answer may end [rows], and the end token, which is not the best one before that."""
     batch, size = logits.shape
     positions, ends, end = held
     _floor[(batch,)](
-        logits, logits.stride(0), rows, min_p, temperature, penalty, seen.view(torch.uint8), seen.stride(0),
+        logits, logits.stride(0), rows, min_p, temperature, penalty, seen.view(torch.uint8),
+        seen.stride(0),
         positions, ends, END=end, SIZE=size, BLOCK=BLOCK, **protocol(logits),
     )  # fmt: skip
 

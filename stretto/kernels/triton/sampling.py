@@ -1,8 +1,10 @@
-"""Picking tokens in one or two kernels: `stretto.kernels.reference.sampling.sample` and all that its callers do around it.
+"""Picking tokens in one or two kernels: `stretto.kernels.reference.sampling.sample` and all that
+its callers do around it.
 
-The kernels read the parameters by row, hold the end back, apply penalty and suppression, draw, check that the logits
-are numbers, and write the token wherever the next step looks for it. What a row needs is decided on the device: a
-greedy row runs no search. Called by the adapters, on the stage's stream, inside captured graphs."""
+The kernels read the parameters by row, hold the end back, apply penalty and suppression, draw,
+check that the logits are numbers, and write the token wherever the next step looks for it. What a
+row needs is decided on the device: a greedy row runs no search. Called by the adapters, on the
+stage's stream, inside captured graphs."""
 
 from __future__ import annotations
 
@@ -48,14 +50,17 @@ class Columns:
 class PickState:
     """What is known of each row's answer so far, and what may come next."""
 
-    seen: torch.Tensor  # [rows, vocabulary] bool: tokens under the repetition penalty; the picked ones are added
+    seen: (
+        torch.Tensor
+    )  # [rows, vocabulary] bool: tokens under the repetition penalty; the picked ones are added
     floor: torch.Tensor  # [rows] int64: index of the first token that may be the end
     end: int  # the token that ends an answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameOut:
-    """Where the codes of a batch's frames go as they are picked, and the running sum of their embeddings."""
+    """Where the codes of a batch's frames go as they are picked, and the running sum of their
+    embeddings."""
 
     codes: torch.Tensor  # [batch, groups] int64
     total: torch.Tensor  # [batch, hidden] float32
@@ -69,10 +74,12 @@ def pick_text(
     answer: PickState,
     next: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens [batch] from logits [batch, vocabulary] of any size, -1 where the logits are not numbers.
+    """Tokens [batch] from logits [batch, vocabulary] of any size, -1 where the logits are not
+    numbers.
 
-    Position i of `rows` and `positions` (both [batch] int64) says who logits[i] belongs to and where it stands.
-    `next` [rows] int64 and `answer.seen` are written at the picked tokens' places."""
+    Position i of `rows` and `positions` (both [batch] int64) says who logits[i] belongs to and
+    where it stands. `next` [rows] int64 and `answer.seen` are written at the picked tokens'
+    places."""
     batch, size = logits.shape
     check_picks(logits, rows, positions)
     assert answer.seen.is_contiguous(), "one row of marks after the other"
@@ -83,12 +90,19 @@ def pick_text(
     about = torch.empty(4, batch, blocks, dtype=torch.int32, device=device)  # see _search_blocks
     tokens = torch.empty(batch, dtype=torch.int64, device=device)
     shared = (
-        logits, logits.stride(0), rows, positions, params.floats, params.ints, params.floats.shape[1],
+        logits, logits.stride(0), rows, positions, params.floats, params.ints,
+        params.floats.shape[1],
         answer.seen.view(torch.uint8), answer.floor, found, about,
     )  # fmt: skip
     launch = protocol(logits)
     _search_blocks[(batch, blocks)](
-        *shared, END=answer.end, SIZE=size, BLOCK=c["block"], CAP=CAPACITY, num_warps=c["warps"], **launch
+        *shared,
+        END=answer.end,
+        SIZE=size,
+        BLOCK=c["block"],
+        CAP=CAPACITY,
+        num_warps=c["warps"],
+        **launch,
     )
     _merge_blocks[(batch,)](
         *shared, tokens, next, END=answer.end, SIZE=size, BLOCKS=blocks, CAP=CAPACITY,
@@ -109,10 +123,22 @@ def pick_code0(
     out: FrameOut,
     inputs: torch.Tensor | None = None,
 ) -> None:
-    """Code 0 of each frame from logits [batch, vocabulary]; its row of `table` goes to `x` [batch, hidden] and
-    starts the sum. `suppress` [vocabulary] bool marks codes that must never be picked. With `inputs`, a table of
-    another width, it is this one's row that goes to `x`."""
-    _pick(logits, rows, positions, params, 0, table, x, out, inputs=inputs, answer=answer, suppress=suppress)
+    """Code 0 of each frame from logits [batch, vocabulary]; its row of `table` goes to `x` [batch,
+    hidden] and starts the sum. `suppress` [vocabulary] bool marks codes that must never be picked.
+    With `inputs`, a table of another width, it is this one's row that goes to `x`."""
+    _pick(
+        logits,
+        rows,
+        positions,
+        params,
+        0,
+        table,
+        x,
+        out,
+        inputs=inputs,
+        answer=answer,
+        suppress=suppress,
+    )
 
 
 def pick_residual(
@@ -126,8 +152,8 @@ def pick_residual(
     out: FrameOut,
     inputs: torch.Tensor | None = None,
 ) -> None:
-    """Code `group` (1, 2, ...) of each frame; its row of `table` goes to `x` and joins the sum. With `inputs`, it is
-    this one's row that goes to `x`."""
+    """Code `group` (1, 2, ...) of each frame; its row of `table` goes to `x` and joins the sum.
+    With `inputs`, it is this one's row that goes to `x`."""
     _pick(logits, rows, positions, params, group, table, x, out, inputs=inputs)
 
 
@@ -141,7 +167,8 @@ def pick_last(
     embedding: torch.Tensor,
     out: FrameOut,
 ) -> None:
-    """The last code of each frame; the finished sum goes, rounded once, to `embedding` [rows, hidden], by row."""
+    """The last code of each frame; the finished sum goes, rounded once, to `embedding` [rows,
+    hidden], by row."""
     _pick(logits, rows, positions, params, group, table, embedding, out, last=True)
 
 
@@ -173,14 +200,17 @@ def _pick(
     shift = 16 if answer is None and logits.dtype == torch.bfloat16 else 0
     found = torch.empty(batch, 2, c["shortlist"], dtype=torch.int32, device=logits.device)
     _pick_code[(batch,)](
-        logits, logits.stride(0), rows, positions, params.floats, params.ints, params.floats.shape[1],
+        logits, logits.stride(0), rows, positions, params.floats, params.ints,
+        params.floats.shape[1],
         answer.seen.view(torch.uint8) if answer else None, answer.floor if answer else None,
         suppress.view(torch.uint8) if suppress is not None else None,
-        group, out.codes, out.codes.stride(0), table, fed, x, x.stride(0), out.total, out.total.stride(0), found,
+        group, out.codes, out.codes.stride(0), table, fed, x, x.stride(0), out.total,
+        out.total.stride(0), found,
         END=answer.end if answer else -1, FIRST=answer is not None, LAST=last, SIZE=size,
         BLOCK=triton.next_power_of_2(size), GROUPS=out.codes.shape[1], HIDDEN=hidden,
         HIDDEN_BLOCK=triton.next_power_of_2(hidden), FED=0 if inputs is None else fed.shape[1],
-        FED_BLOCK=triton.next_power_of_2(fed.shape[1]), SHIFT=shift, CAP=c["shortlist"], num_warps=c["warps"],
+        FED_BLOCK=triton.next_power_of_2(fed.shape[1]), SHIFT=shift, CAP=c["shortlist"],
+        num_warps=c["warps"],
         **protocol(logits),
     )  # fmt: skip
 
@@ -194,8 +224,8 @@ def check_picks(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tenso
 
 @triton.jit
 def _parameters(floats, ints, num_rows, row, PDL: tl.constexpr):
-    """How a row is sampled. They are as old as the request, so they are read before the wait; all else may come from
-    the kernel in front, so it is waited for here."""
+    """How a row is sampled. They are as old as the request, so they are read before the wait; all
+    else may come from the kernel in front, so it is waited for here."""
     temperature = tl.load(floats + row)
     top_p = tl.load(floats + num_rows + row)
     penalty = tl.load(floats + 2 * num_rows + row)
@@ -213,7 +243,8 @@ def _parameters(floats, ints, num_rows, row, PDL: tl.constexpr):
 @triton.jit
 def _shortlist(images, ids, kept, count, found, m, CAP: tl.constexpr):
     """Few images and their ids, in order, that the rest of the work be about them alone."""
-    # As int64 on purpose: stores of int32 places make the compiler change the layout before the sum, not after it.
+    # As int64 on purpose: stores of int32 places make the compiler change the layout before the
+    # sum, not after it.
     place = m * 2 * CAP + tl.cumsum(kept.to(tl.int32), 1) - 1
     tl.store(found + place, images, mask=kept)
     tl.store(found + CAP + place, ids, mask=kept)
@@ -221,7 +252,9 @@ def _shortlist(images, ids, kept, count, found, m, CAP: tl.constexpr):
     i = tl.arange(0, CAP)[None, :]
     there = i < count
     found += m * 2 * CAP
-    return tl.load(found + i, mask=there, other=LOWEST - 1), tl.load(found + CAP + i, mask=there, other=LAST_ID)
+    return tl.load(found + i, mask=there, other=LOWEST - 1), tl.load(
+        found + CAP + i, mask=there, other=LAST_ID
+    )
 
 
 @triton.jit
@@ -240,7 +273,8 @@ def _draw_held(images, ids, top, temperature, top_k, top_p, seed, draw, SHIFT: t
 def _pick_code(
     logits, logits_stride, rows, positions, floats, ints, num_rows, seen, floor, suppress, group,
     codes, codes_stride, table, fed, x_out, x_stride, total, total_stride, found,
-    END: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    END: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr, FED: tl.constexpr,
     FED_BLOCK: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +290,9 @@ def _pick_code(
         # What is not a number stays, to be noticed.
         x = tl.where((forbidden != 0) & (tl.abs(x) < float("inf")), float("-inf"), x)
     else:
-        x = tl.load(logits + m * logits_stride + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + m * logits_stride + ids, mask=ids < SIZE, other=float("-inf")).to(
+            tl.float32
+        )
     images = image(x)
     top = tl.max(images)
     bad = (top >= INFINITE) | (top < LOWEST)
@@ -275,7 +311,9 @@ def _pick_code(
             winner = _draw_held(images, ids, top, temperature, k, top_p, seed, draw, SHIFT)
     else:
         winner = winner_of(images, ids)
-    code = tl.where(bad, 0, id_of(winner))  # whatever came of bad numbers: it is looked up below, and must be there
+    code = tl.where(
+        bad, 0, id_of(winner)
+    )  # whatever came of bad numbers: it is looked up below, and must be there
     tl.store(codes + m * codes_stride + group, tl.where(bad, -1, code))
     if FIRST:
         tl.store(seen + row * SIZE + code, tl.full((), 1, tl.uint8))
@@ -310,10 +348,12 @@ def _truncates(top_k, top_p, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _search_blocks(
     logits, logits_stride, rows, positions, floats, ints, num_rows, seen, floor, found, about,
-    END: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    END: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each block: its best image, how many candidates it has, the image they all reach, and (as bits, relative to
-    its best) the mass of the others. A row that truncates nothing has one candidate per block."""
+    """Of each block: its best image, how many candidates it has, the image they all reach, and (as
+    bits, relative to its best) the mass of the others. A row that truncates nothing has one
+    candidate per block."""
     m = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1)
     row = tl.load(rows + m)
@@ -332,14 +372,17 @@ def _search_blocks(
     border = tl.full((), LOWEST, tl.int32)
     rest = tl.full((), 0.0, tl.float32)
     if (temperature > 0) & fine & _truncates(top_k, top_p, SIZE):
-        # The best of a row are mostly spread over its blocks: half of CAP is enough for a large top_k as well.
+        # The best of a row are mostly spread over its blocks: half of CAP is enough for a large
+        # top_k as well.
         border, count = candidates(images, top, top_k, CAP, 0)
         kept = images >= border
         place = slot * CAP + tl.cumsum(kept.to(tl.int32), 1) - 1
         tl.store(found + place, images, mask=kept)
         tl.store(found + slots * CAP + place, ids, mask=kept)
         if (top_k == 0) | (top_k >= SIZE):
-            rest = tl.sum(tl.where(kept, 0.0, tl.exp2((score(images) - best) * heat_of(temperature))))
+            rest = tl.sum(
+                tl.where(kept, 0.0, tl.exp2((score(images) - best) * heat_of(temperature)))
+            )
     else:
         keys = images
         if (temperature > 0) & fine:
@@ -356,8 +399,10 @@ def _search_blocks(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_blocks(
-    logits, logits_stride, rows, positions, floats, ints, num_rows, seen, floor, found, about, tokens, next,
-    END: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    logits, logits_stride, rows, positions, floats, ints, num_rows, seen, floor, found, about,
+    tokens, next,
+    END: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr, CAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + m)
@@ -391,7 +436,9 @@ def _merge_blocks(
             rest = tl.sum(tl.where(rests > 0, rests * tl.exp2((score(tops) - best) * heat), 0.0), 0)
             border, drop, fits = cut(images, p, top, best, heat, k, top_p, low, rest, 0, False)
         if fits:
-            winner = winner_of(race(p, seed, position + 1, ids, survivors(images, border, drop, 0)), ids)
+            winner = winner_of(
+                race(p, seed, position + 1, ids, survivors(images, border, drop, 0)), ids
+            )
         else:
             held = held_id(floor, row, position, END)
             size = tl.full((), SIZE, tl.int32)  # a constant would get lost in the tuple

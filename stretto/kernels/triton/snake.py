@@ -1,9 +1,9 @@
-"""The vocoder's activation, alone and as part of what stands before each of its convolutions: one kernel where plain
-PyTorch takes four, or eight.
+"""The vocoder's activation, alone and as part of what stands before each of its convolutions: one
+kernel where plain PyTorch takes four, or eight.
 
-Rows are [slots, time, channels] as everywhere in the vocoder. Arithmetic is float32 whatever the rows are: a phase
-rounded to bfloat16 is wrong by a tenth of a radian at 25. Reference: `Snake` and `Push.join` of `layers/streaming.py`,
-which call this on the vocoder's thread and current stream."""
+Rows are [slots, time, channels] as everywhere in the vocoder. Arithmetic is float32 whatever the
+rows are: a phase rounded to bfloat16 is wrong by a tenth of a radian at 25. Reference: `Snake` and
+`Push.join` of `layers/streaming.py`, which call this on the vocoder's thread and current stream."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ import triton
 import triton.language as tl
 
 CHANNELS = 32
-"""Of a program. It divides the channels of all the rows there are (96 are the fewest), so nothing is masked out, and a
-thread has eight neighbours: in bfloat16, one load of 16 bytes."""
+"""Of a program. It divides the channels of all the rows there are (96 are the fewest), so nothing
+is masked out, and a thread has eight neighbours: in bfloat16, one load of 16 bytes."""
 FEW_ROWS, MANY_ROWS = 32, 128
-"""Of a program: few where there is little to do, so that one frame of one stream gives 48 programs or more; many where
-memory is the limit, so that a thread asks for more of it at once and reads a channel's curve for four rows."""
+"""Of a program: few where there is little to do, so that one frame of one stream gives 48 programs
+or more; many where memory is the limit, so that a thread asks for more of it at once and reads a
+channel's curve for four rows."""
 MANY_VALUES = 1 << 20
 LEAST_TAIL = 64
-"""The longest tail has 54 rows. One tile for all of them, and one compiled kernel instead of four."""
+"""The longest tail has 54 rows. One tile for all of them, and one compiled kernel instead of
+four."""
 
 
 @triton.jit
 def activated(x, curve, channel, inside, channels):
     """x + gain sin²(rate x) of [rows, channels] in float32.
 
-    sin² has the period pi, so the phase is brought to ±pi/2: pi is split in three, so that the products with the first
-    two are exact even where a multiply-add is two operations. On a device each is one, and not the compiler's choice: a
-    row in the tail and the same row in the buffer shall be the same bits. Up to a phase of 50,000 the result is right
-    to 6e-7 (up to 3,000, to 3e-7); far beyond (2^24), where float32 cannot tell a phase from the next wave's, sin² is
+    sin² has the period pi, so the phase is brought to ±pi/2: pi is split in three, so that the
+    products with the first two are exact even where a multiply-add is two operations. On a device
+    each is one, and not the compiler's choice: a row in the tail and the same row in the buffer
+    shall be the same bits. Up to a phase of 50,000 the result is right to 6e-7 (up to 3,000, to
+    3e-7); far beyond (2^24), where float32 cannot tell a phase from the next wave's, sin² is
     anything from 0 to 1."""
     rate = tl.load(curve + channel, mask=inside, other=0.0)[None, :]
     gain = tl.load(curve + channels + channel, mask=inside, other=0.0)[None, :]
@@ -47,12 +50,24 @@ def activated(x, curve, channel, inside, channels):
 
 
 @triton.jit(do_not_specialize=["time"])
-def _apply(x, shift, curve, out, time, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SHIFT: tl.constexpr):
+def _apply(
+    x,
+    shift,
+    curve,
+    out,
+    time,
+    channels,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = channel < channels
     mine = (row < time)[:, None] & inside[None, :]
-    place = tl.program_id(2).to(tl.int64) * time * channels + row[:, None] * channels + channel[None, :]
+    place = (
+        tl.program_id(2).to(tl.int64) * time * channels + row[:, None] * channels + channel[None, :]
+    )
     y = tl.load(x + place, mask=mine, other=0.0).to(tl.float32)
     if SHIFT:
         y += tl.load(shift + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -61,8 +76,21 @@ def _apply(x, shift, curve, out, time, channels, ROWS: tl.constexpr, CHANNELS: t
 
 
 @triton.jit
-def _fresh(x, curve, silent, slot, row, mine, channel, inside, channels, SNAKE: tl.constexpr, MUTE: tl.constexpr):
-    """Rows of the input as the convolution is to see them, in their own type; `x` points at the slot's first."""
+def _fresh(
+    x,
+    curve,
+    silent,
+    slot,
+    row,
+    mine,
+    channel,
+    inside,
+    channels,
+    SNAKE: tl.constexpr,
+    MUTE: tl.constexpr,
+):
+    """Rows of the input as the convolution is to see them, in their own type; `x` points at the
+    slot's first."""
     y = tl.load(x + row[:, None] * channels + channel[None, :], mask=mine, other=0.0)
     if SNAKE:
         y = activated(y, curve, channel, inside, channels).to(y.dtype)
@@ -76,8 +104,8 @@ def _move(
     x, held, ends, silent, curve, out, slot, tail, channel, inside, channels,
     TAIL: tl.constexpr, SNAKE: tl.constexpr, MUTE: tl.constexpr,
 ):  # fmt: skip
-    """The old tail to the front of `out`, the new one to where the old one was. Fresh rows in it are computed here
-    anew: those who put them in `out` are not waited for."""
+    """The old tail to the front of `out`, the new one to where the old one was. Fresh rows in it
+    are computed here anew: those who put them in `out` are not waited for."""
     row = tl.arange(0, TAIL)
     place = row[:, None] * channels + channel[None, :]
     mine = (row < tail)[:, None] & inside[None, :]
@@ -98,10 +126,11 @@ def _move(
 )
 def _join(
     x, held, ends, silent, curve, out, time, tail, channels, held_stride, ends_stride,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, SNAKE: tl.constexpr, MUTE: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, SNAKE: tl.constexpr,
+    MUTE: tl.constexpr,
 ):  # fmt: skip
-    """Per slot and block of channels: program 0 has the whole tail, and is the only one to read or write it; the others
-    have ROWS input rows each."""
+    """Per slot and block of channels: program 0 has the whole tail, and is the only one to read or
+    write it; the others have ROWS input rows each."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
     slot = tl.program_id(2).to(tl.int64)
@@ -110,7 +139,22 @@ def _join(
     if tl.program_id(1) == 0:
         held += slot * held_stride
         ends += slot * ends_stride
-        _move(x, held, ends, silent, curve, out, slot, tail, channel, inside, channels, TAIL, SNAKE, MUTE)
+        _move(
+            x,
+            held,
+            ends,
+            silent,
+            curve,
+            out,
+            slot,
+            tail,
+            channel,
+            inside,
+            channels,
+            TAIL,
+            SNAKE,
+            MUTE,
+        )
     else:
         row = (tl.program_id(1) - 1) * ROWS + tl.arange(0, ROWS)
         mine = (row < time)[:, None] & inside[None, :]
@@ -118,9 +162,12 @@ def _join(
         tl.store(out + (tail + row)[:, None] * channels + channel[None, :], y, mask=mine)
 
 
-@triton.jit(do_not_specialize=["time", "tail", "ends_stride"], do_not_specialize_on_alignment=["ends"])
+@triton.jit(
+    do_not_specialize=["time", "tail", "ends_stride"], do_not_specialize_on_alignment=["ends"]
+)
 def _advance(
-    held, ends, buffer, time, tail, channels, held_stride, ends_stride, CHANNELS: tl.constexpr, TAIL: tl.constexpr
+    held, ends, buffer, time, tail, channels, held_stride, ends_stride, CHANNELS: tl.constexpr,
+    TAIL: tl.constexpr
 ):  # fmt: skip
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     slot = tl.program_id(1).to(tl.int64)
@@ -129,7 +176,22 @@ def _advance(
     buffer += slot * (tail + time) * channels
     fresh = buffer + tail * channels
     inside = channel < channels
-    _move(fresh, held, ends, ends, fresh, buffer, slot, tail, channel, inside, channels, TAIL, False, False)
+    _move(
+        fresh,
+        held,
+        ends,
+        ends,
+        fresh,
+        buffer,
+        slot,
+        tail,
+        channel,
+        inside,
+        channels,
+        TAIL,
+        False,
+        False,
+    )
 
 
 def block_rows(x: torch.Tensor) -> int:
@@ -141,8 +203,8 @@ def block_tail(rows: int) -> int:
 
 
 def snake(x: torch.Tensor, curve: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    """x [slots, time, channels], curve [2, channels] float32 (rate, gain) -> x + gain sin²(rate x), of x + shift
-    [channels] where there is one: a bias that the convolution before did not add."""
+    """x [slots, time, channels], curve [2, channels] float32 (rate, gain) -> x + gain sin²(rate x),
+    of x + shift [channels] where there is one: a bias that the convolution before did not add."""
     x = x.contiguous()
     slots, time, channels = x.shape
     out = torch.empty_like(x)
@@ -165,9 +227,9 @@ def join(
 ) -> torch.Tensor:
     """`[held | snake(x)]`, and `held` moved on in place.
 
-    held [slots, rows, channels] with whole rows side by side, ends [slots, rows, 1] int64: which row of the result a
-    row of `held` becomes. Without a curve x goes in as it is. silent [slots] int64: so many first rows of x go in as
-    zeros."""
+    held [slots, rows, channels] with whole rows side by side, ends [slots, rows, 1] int64: which
+    row of the result a row of `held` becomes. Without a curve x goes in as it is. silent [slots]
+    int64: so many first rows of x go in as zeros."""
     x = x.contiguous()
     slots, time, channels = x.shape
     rows, block = held.shape[1], block_rows(x)
@@ -186,8 +248,8 @@ def join(
 
 
 def advance(held: torch.Tensor, ends: torch.Tensor, buffer: torch.Tensor) -> None:
-    """What is left of `join` once others have put the fresh rows where they belong in `buffer`: the tail comes before
-    them, and moves on in place."""
+    """What is left of `join` once others have put the fresh rows where they belong in `buffer`: the
+    tail comes before them, and moves on in place."""
     slots, rows, channels = held.shape
     assert held.stride()[1:] == (channels, 1), f"tail strides {held.stride()}"
     assert ends.stride(1) == 1, f"ends strides {ends.stride()}"

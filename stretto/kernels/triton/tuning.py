@@ -1,8 +1,10 @@
-"""Launch parameters of kernels, by kernel and shape: tuned values from disk, else the kernel's own defaults.
+"""Launch parameters of kernels, by kernel and shape: tuned values from disk, else the kernel's own
+defaults.
 
-`tuned.json` beside this module holds what `python -m bench kernels --parts alone` found on the hardware it names. A
-file of one's own (STRETTO_TUNING, or `~/.cache/stretto/tuning.json`) goes before it. Both are read once per process.
-A tuner can replace values for a while, and learn which ones are asked for."""
+`tuned.json` beside this module holds what `python -m bench kernels --parts alone` found on the
+hardware it names. A file of one's own (STRETTO_TUNING, or `~/.cache/stretto/tuning.json`) goes
+before it. Both are read once per process. A tuner can replace values for a while, and learn which
+ones are asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def own_file() -> Path:
     given = os.environ.get("STRETTO_TUNING")
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stretto" / "tuning.json"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stretto" / "tuning.json"
+    )
 
 
 @cache
@@ -70,8 +74,9 @@ def config(kernel: str, key: Sequence[int], default: dict[str, int]) -> dict[str
 
 @contextmanager
 def instead(changes: Mapping[str, dict[str, int]]) -> Iterator[dict[str, TuningQuestion]]:
-    """For a while, and for the whole process, `changes` stand where the files' values did, as if they had been saved.
-    Yields all that is asked for meanwhile, by name, in the order of the first question."""
+    """For a while, and for the whole process, `changes` stand where the files' values did, as if
+    they had been saved. Yields all that is asked for meanwhile, by name, in the order of the first
+    question."""
     global _trial
     before, _trial = _trial, _Trial(changes)
     try:
@@ -83,7 +88,11 @@ def instead(changes: Mapping[str, dict[str, int]]) -> Iterator[dict[str, TuningQ
 def save(path: Path, found: dict[str, dict[str, int]]) -> None:
     """Add tuned values to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]]) if path.exists() else {}
+    known = (
+        msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]])
+        if path.exists()
+        else {}
+    )
     text = msgspec.json.format(msgspec.json.encode(dict(sorted((known | found).items()))), indent=1)
     path.write_bytes(text + b"\n")
     _table.cache_clear()

@@ -1,4 +1,5 @@
-"""Launch parameters of products for widths that nobody has tuned. Called by `linear.py`, on any thread; pure."""
+"""Launch parameters of products for widths that nobody has tuned. Called by `linear.py`, on any
+thread; pure."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ def vector_defaults(inputs: int, glu: bool) -> dict[str, int]:
     """One row."""
     chunk = next(c for c in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16) if inputs % c == 0)
     # 16 KiB of weights per program, asked for at once
-    return {"BN": max(2, 8192 // chunk // (2 if glu else 1)), "BK": chunk, "warps": 4 if chunk >= 2048 else 2}
+    return {
+        "BN": max(2, 8192 // chunk // (2 if glu else 1)),
+        "BK": chunk,
+        "warps": 4 if chunk >= 2048 else 2,
+    }
 
 
 def matrix_defaults(tile: int, inputs: int) -> dict[str, int]:
@@ -21,9 +26,15 @@ def matrix_defaults(tile: int, inputs: int) -> dict[str, int]:
 
 
 def split_defaults(tile: int, weights: int, x: torch.Tensor) -> dict[str, int]:
-    """K in parts, from 64 rows on, where the other way reads the rows too often: about 128 programs, or as many as
-    there are tiles of outputs."""
+    """K in parts, from 64 rows on, where the other way reads the rows too often: about 128
+    programs, or as many as there are tiles of outputs."""
     if tile < 64 or x.shape[1] % 512:
         return {"SPLITS": 0}
     splits = min(4, max(1, 1 << max(0, (8192 // weights).bit_length() - 1)))
-    return {"SPLITS": splits, "BN": 64, "BK": 64, "warps": 4, "stages": 5 if x.element_size() == 2 else 2}
+    return {
+        "SPLITS": splits,
+        "BN": 64,
+        "BK": 64,
+        "warps": 4,
+        "stages": 5 if x.element_size() == 2 else 2,
+    }

@@ -1,4 +1,5 @@
-"""Rotary positions of the vision encoder, in one kernel where plain PyTorch takes some twenty per block.
+"""Rotary positions of the vision encoder, in one kernel where plain PyTorch takes some twenty per
+block.
 
 Called by the encoder on the thinker stage's thread, on the current stream."""
 
@@ -10,7 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _turn(qkv, cos, sin, HEADS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr):
+def _turn(
+    qkv, cos, sin, HEADS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr
+):
     patch = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, WIDE), tl.arange(0, HALVES)
     inside = d < HALF
@@ -25,8 +28,11 @@ def _turn(qkv, cos, sin, HEADS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.const
 
 
 def rotate_qk(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn q and k of [patches, 3, heads, head dim] in place; cos and sin [patches, 1, head dim / 2], float32."""
+    """Turn q and k of [patches, 3, heads, head dim] in place; cos and sin [patches, 1, head dim /
+    2], float32."""
     patches, _, heads, dim = qkv.shape
     wide, halves = triton.next_power_of_2(2 * heads), triton.next_power_of_2(dim // 2)
     warps = max(1, min(8, wide * halves // 256))
-    _turn[(patches,)](qkv, cos, sin, HEADS=heads, WIDE=wide, HALF=dim // 2, HALVES=halves, num_warps=warps)
+    _turn[(patches,)](
+        qkv, cos, sin, HEADS=heads, WIDE=wide, HALF=dim // 2, HALVES=halves, num_warps=warps
+    )

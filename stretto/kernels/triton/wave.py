@@ -1,10 +1,11 @@
-"""The vocoder's transformer, and what stands around it, in few kernels: a layer is eight nodes of a graph, where plain
-PyTorch takes 34.
+"""The vocoder's transformer, and what stands around it, in few kernels: a layer is eight nodes of a
+graph, where plain PyTorch takes 34.
 
-Frames come as rows [slots * frames, values]. Sums and products are float32 whatever the rows are, and a norm rounds
-where `rms_norm` does. Kernels of ours are launched with programmatic dependent launch (see `linear.py`): what a kernel
-reads before it waits was written by an earlier step, or never. Reference: `Code2Wav` and its parts, which call this on
-the vocoder's thread and current stream."""
+Frames come as rows [slots * frames, values]. Sums and products are float32 whatever the rows are,
+and a norm rounds where `rms_norm` does. Kernels of ours are launched with programmatic dependent
+launch (see `linear.py`): what a kernel reads before it waits was written by an earlier step, or
+never. Reference: `Code2Wav` and its parts, which call this on the vocoder's thread and current
+stream."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from stretto.kernels.triton.linear import norm_row, project, protocol, tile_rows
 
 MOST_FRAMES, MOST_COLUMNS = 64, 256
-"""Of a step and of a window that one tile holds, in float32 too. The stage has 8 and, with the released model, 80."""
+"""Of a step and of a window that one tile holds, in float32 too. The stage has 8 and, with the
+released model, 80."""
 GLU_VALUES = 1024
 
 
@@ -61,17 +63,21 @@ def _scores(q, k, seen, scale):
     return tl.where(seen, tl.dot(q, k.T, input_precision="ieee") * scale, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["time"], do_not_specialize_on_alignment=["slots", "frames", "lengths"])
+@triton.jit(
+    do_not_specialize=["time"], do_not_specialize_on_alignment=["slots", "frames", "lengths"]
+)
 def _attend(
     qkv, turn, window, slots, frames, lengths, out, scale, time, stride,
     HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, REACH: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one stream per program, which alone reads and writes that head's columns of the stream.
+    """One head of one stream per program, which alone reads and writes that head's columns of the
+    stream.
 
-    New keys and values never go through the window: they are columns of their own, from registers. So what is read of
-    the window was there before the step, and can be asked for before the wait. A column that is written here while it
-    is read holds, until then, a frame that is out of reach for all of the step's (`VocoderState.max_frames`)."""
+    New keys and values never go through the window: they are columns of their own, from registers.
+    So what is read of the window was there before the step, and can be asked for before the wait. A
+    column that is written here while it is read holds, until then, a frame that is out of reach for
+    all of the step's (`VocoderState.max_frames`)."""
     if PDL:
         gdc_launch_dependents()
     head, at = tl.program_id(0), tl.program_id(1)
@@ -103,16 +109,20 @@ def _attend(
     k = _turned(own + width, d, other, mine, cos, sin)
     v = tl.load(own + 2 * width + d[None, :], mask=mine, other=0.0)
 
-    # A column holds the latest position before the step that falls on it, or a negative one: nothing yet.
+    # A column holds the latest position before the step that falls on it, or a negative one:
+    # nothing yet.
     held = before - 1 - (before - 1 - c + COLUMNS) % COLUMNS
     live = (c < COLUMNS) & (held >= 0) & (before - held < REACH)
-    # What another stream left goes into no product. (Keys would do without; but then the compiler lays them out for
-    # theirs right after the load, and all that follows, the wait and the new rows too, waits for the memory.)
+    # What another stream left goes into no product. (Keys would do without; but then the compiler
+    # lays them out for theirs right after the load, and all that follows, the wait and the new rows
+    # too, waits for the memory.)
     old_k = tl.where(live[:, None], old_k, tl.zeros_like(old_k))
     old_v = tl.where(live[:, None], old_v, tl.zeros_like(old_v))
     seen = live[None, :] & ((before + t)[:, None] - held[None, :] < REACH)
     age = t[:, None] - t[None, :]
-    seen_new = (age >= 0) & (age < REACH)  # itself at least, padding too: so there is always a largest score
+    seen_new = (age >= 0) & (
+        age < REACH
+    )  # itself at least, padding too: so there is always a largest score
     s = _scores(q, old_k, seen, scale)
     s_new = _scores(q, k, seen_new, scale)
     top = tl.maximum(tl.max(s, 1), tl.max(s_new, 1))[:, None]
@@ -144,7 +154,9 @@ def _settle(
         gdc_wait()
     at = tl.program_id(0) * K + k
     total = tl.load(x + at, mask=k < K, other=0.0)
-    total = (total.to(tl.float32) + s * tl.load(y + at, mask=k < K, other=0.0).to(tl.float32)).to(total.dtype)
+    total = (total.to(tl.float32) + s * tl.load(y + at, mask=k < K, other=0.0).to(tl.float32)).to(
+        total.dtype
+    )
     if KEEP:
         tl.store(out + at, total, mask=k < K)
     if NORM:
@@ -160,12 +172,27 @@ def _swiglu(x, out, N: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     x += tl.program_id(1) * (2 * N)
     gate = tl.load(x + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(x + N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + tl.program_id(1) * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=n < N)
+    tl.store(
+        out + tl.program_id(1) * N + n,
+        (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
+        mask=n < N,
+    )
 
 
 @triton.jit(do_not_specialize=["time"])
 def _depthwise(
-    x, taps, bias, gain, shift, out, eps, time, K: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr
+    x,
+    taps,
+    bias,
+    gain,
+    shift,
+    out,
+    eps,
+    time,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    TAPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row per program: its TAPS rows of the input, then a layer norm."""
     row, slot = tl.program_id(0), tl.program_id(1)
@@ -198,11 +225,12 @@ def embed(
     inv_freq: torch.Tensor,
     norm: tuple[torch.Tensor, float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each frame's mean over its codebooks' entries, [slots * frames, hidden]; the same normalised; and how far its
-    queries and keys are turned, [slots * frames, head_dim] float32: cosines, then sines.
+    """Each frame's mean over its codebooks' entries, [slots * frames, hidden]; the same normalised;
+    and how far its queries and keys are turned, [slots * frames, head_dim] float32: cosines, then
+    sines.
 
-    codes [slots, codebooks, frames] int64, out of range or not; table: all codebooks' entries, one after another;
-    frames [slots] int64: how many the slot has had; norm: weight and epsilon."""
+    codes [slots, codebooks, frames] int64, out of range or not; table: all codebooks' entries, one
+    after another; frames [slots] int64: how many the slot has had; norm: weight and epsilon."""
     codes = codes.contiguous()
     slots, groups, time = codes.shape
     hidden, half = table.shape[1], inv_freq.shape[0]
@@ -211,7 +239,8 @@ def embed(
     _embed[(time, slots)](
         codes, table, frames, inv_freq, norm[0], x, normed, turn, norm[1], time,
         CODES=table.shape[0] // groups, GROUPS=groups, K=hidden, HALF=half,
-        BG=triton.next_power_of_2(groups), BK=triton.next_power_of_2(hidden), BH=triton.next_power_of_2(half),
+        BG=triton.next_power_of_2(groups), BK=triton.next_power_of_2(hidden),
+        BH=triton.next_power_of_2(half),
         num_warps=8, **protocol(table),
     )  # fmt: skip
     return x, normed, turn
@@ -226,16 +255,19 @@ def attend(
     lengths: torch.Tensor,
     reach: int,
 ) -> torch.Tensor:
-    """Attention of each stream's new frames over themselves and the frames before them, `reach` of them in all; keys
-    and values of the first `lengths[i]` go into the window, at their columns.
+    """Attention of each stream's new frames over themselves and the frames before them, `reach` of
+    them in all; keys and values of the first `lengths[i]` go into the window, at their columns.
 
-    qkv [streams * frames, 3 * heads * head_dim]; turn from `embed`; window [2, 1 + slots, columns, heads, head_dim], in
-    which stream i has the place 1 + slots[i] and nobody the first; slots, frames, lengths [streams] int64 -> [streams *
-    frames, heads * head_dim]. Frames from `lengths` on come out finite."""
+    qkv [streams * frames, 3 * heads * head_dim]; turn from `embed`; window [2, 1 + slots, columns,
+    heads, head_dim], in which stream i has the place 1 + slots[i] and nobody the first; slots,
+    frames, lengths [streams] int64 -> [streams * frames, heads * head_dim]. Frames from `lengths`
+    on come out finite."""
     _, _, columns, heads, head_dim = window.shape
     streams = lengths.shape[0]
     time = qkv.shape[0] // streams
-    assert window.stride()[1:] == (columns * heads * head_dim, heads * head_dim, head_dim, 1), window.stride()
+    assert window.stride()[1:] == (columns * heads * head_dim, heads * head_dim, head_dim, 1), (
+        window.stride()
+    )
     assert fits(time, columns), f"{time} frames over {columns} columns"
     out = qkv.new_empty(streams * time, heads * head_dim)
     _attend[(heads, streams)](
@@ -248,13 +280,19 @@ def attend(
 
 
 def settle(
-    x: torch.Tensor, scale: torch.Tensor, y: torch.Tensor, norm: tuple[torch.Tensor, float], keep: bool = True
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    y: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + scale * y, and that normalised, by rows. Without `keep`, the sum itself is not written: x comes back."""
+    """x + scale * y, and that normalised, by rows. Without `keep`, the sum itself is not written: x
+    comes back."""
     total, normed = torch.empty_like(x) if keep else x, torch.empty_like(x)
     _settle[(x.shape[0],)](
         x, y, scale, norm[0], total, normed, norm[1],
-        K=x.shape[1], BK=triton.next_power_of_2(x.shape[1]), KEEP=keep, NORM=True, num_warps=4, **protocol(x),
+        K=x.shape[1], BK=triton.next_power_of_2(x.shape[1]), KEEP=keep, NORM=True, num_warps=4,
+        **protocol(x),
     )  # fmt: skip
     return total, normed
 
@@ -265,7 +303,8 @@ def add_scaled(x: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> torch.T
     out, channels = torch.empty_like(x), x.shape[-1]
     _settle[(x.numel() // channels,)](
         x, y, scale, scale, out, out, 0.0,
-        K=channels, BK=triton.next_power_of_2(channels), KEEP=True, NORM=False, num_warps=4, **protocol(x),
+        K=channels, BK=triton.next_power_of_2(channels), KEEP=True, NORM=False, num_warps=4,
+        **protocol(x),
     )  # fmt: skip
     return out
 
@@ -280,23 +319,28 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def depthwise(
-    x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float]
+    x: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float],
 ) -> torch.Tensor:
-    """x [slots, reach + time, channels], taps [1 + reach, channels] -> the layer norm (weight, bias, epsilon) of each
-    channel's own convolution, [slots, time, channels]."""
+    """x [slots, reach + time, channels], taps [1 + reach, channels] -> the layer norm (weight,
+    bias, epsilon) of each channel's own convolution, [slots, time, channels]."""
     slots, rows, channels = x.shape
     time = rows - taps.shape[0] + 1
     out = x.new_empty(slots, time, channels)
     _depthwise[(time, slots)](
         x, taps, bias, norm[0], norm[1], out, norm[2], time,
-        K=channels, BK=triton.next_power_of_2(channels), TAPS=taps.shape[0], num_warps=4, **protocol(x),
+        K=channels, BK=triton.next_power_of_2(channels), TAPS=taps.shape[0], num_warps=4,
+        **protocol(x),
     )  # fmt: skip
     return out
 
 
 def _alone(x: torch.Tensor) -> bool:
-    """One frame of one stream, which is what the first sound waits for: its products read weights and do little else,
-    so they gain from asking for them while the kernel in front still runs. The library is as fast from two rows on."""
+    """One frame of one stream, which is what the first sound waits for: its products read weights
+    and do little else, so they gain from asking for them while the kernel in front still runs. The
+    library is as fast from two rows on."""
     return x.shape[0] == 1 and x.shape[1] % 64 == 0
 
 

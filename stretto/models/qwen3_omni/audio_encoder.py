@@ -1,8 +1,9 @@
 """The audio encoder: log-mel frames in, thinker rows out, window by window.
 
-Owns the convolution front (one second at a time) and the transformer (one 8-second attention window at a time).
-Windows do not see each other, so a clip may be encoded as it is needed, or as it is spoken. The thinker stage calls
-all of it on its own thread, on the current stream; nothing here waits for the device."""
+Owns the convolution front (one second at a time) and the transformer (one 8-second attention window
+at a time). Windows do not see each other, so a clip may be encoded as it is needed, or as it is
+spoken. The thinker stage calls all of it on its own thread, on the current stream; nothing here
+waits for the device."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from stretto.models.qwen3_omni.config import AudioConfig, conv_length
 if TYPE_CHECKING:
     from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 
-# Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks peak near
-# 400 MB with the activation's copy; 8 windows are what the largest captured graph takes. Other requests wait for one.
+# Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks
+# peak near 400 MB with the activation's copy; 8 windows are what the largest captured graph takes.
+# Other requests wait for one.
 CONV_BATCH = 64
 CONV_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Of the convolutions' batches on a GPU, filled up with empty chunks: the first use of a size takes its library a tenth
-of a second, for which whoever spoke would wait. So there are few, and each is used once at start."""
+"""Of the convolutions' batches on a GPU, filled up with empty chunks: the first use of a size takes
+its library a tenth of a second, for which whoever spoke would wait. So there are few, and each is
+used once at start."""
 WINDOW_BATCH = 8
 WINDOW_BATCH_CPU = 4
 
@@ -41,7 +44,9 @@ class Qkv(Linear):
     def own_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
         for kind, parameter in self.named_parameters():
-            for name, part in zip(("q_proj", "k_proj", "v_proj"), parameter.data.chunk(3), strict=True):
+            for name, part in zip(
+                ("q_proj", "k_proj", "v_proj"), parameter.data.chunk(3), strict=True
+            ):
                 views[f"{prefix}{name}.{kind}"] = part
         return views
 
@@ -93,12 +98,15 @@ class AudioEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(hidden)
         self.proj1 = Linear(hidden, hidden, bias=True)
         self.proj2 = Linear(hidden, config.output_size, bias=True)
-        self.graphs: WindowGraphs | None = None  # set where there are any, when the weights are in place
+        self.graphs: WindowGraphs | None = (
+            None  # set where there are any, when the weights are in place
+        )
         self.requires_grad_(False)
 
     def convolve(self, chunks: torch.Tensor, frames: int | None = None) -> torch.Tensor:
-        """[n, bins, frames] -> [n, conv_length(frames), hidden]. Positions count from 0 in every chunk. Where only
-        some `frames` are there, each convolution sees zeros behind them, as at the end of a shorter chunk."""
+        """[n, bins, frames] -> [n, conv_length(frames), hidden]. Positions count from 0 in every
+        chunk. Where only some `frames` are there, each convolution sees zeros behind them, as at
+        the end of a shorter chunk."""
         weight = self.conv_out.weight
         x = chunks.to(weight.device, weight.dtype, non_blocking=True)[:, None]
         for conv in (self.conv2d1, self.conv2d2, self.conv2d3):
@@ -110,34 +118,43 @@ class AudioEncoder(nn.Module):
         rows: torch.Tensor = self.conv_out(x.permute(0, 3, 1, 2).reshape(n, t, c * bins))
         return rows + sinusoid(t, rows.shape[2], rows.device).to(rows.dtype)
 
-    def front(self, chunks: torch.Tensor, lengths: Sequence[int], padded: bool = True) -> list[torch.Tensor]:
-        """The rows of each chunk: [n, bins, chunk_frames], zeros behind `lengths`, -> n x [conv_length, hidden].
+    def front(
+        self, chunks: torch.Tensor, lengths: Sequence[int], padded: bool = True
+    ) -> list[torch.Tensor]:
+        """The rows of each chunk: [n, bins, chunk_frames], zeros behind `lengths`, -> n x
+        [conv_length, hidden].
 
-        Bias and activation make the padding visible to the last row. A clip that is shorter than a chunk is one alone
-        that is not `padded` to it: nothing is seen behind its frames."""
+        Bias and activation make the padding visible to the last row. A clip that is shorter than a
+        chunk is one alone that is not `padded` to it: nothing is seen behind its frames."""
         c = self.config
-        assert chunks.shape[1] == c.num_mel_bins, f"expected {c.num_mel_bins} bins, got {tuple(chunks.shape)}"
+        assert chunks.shape[1] == c.num_mel_bins, (
+            f"expected {c.num_mel_bins} bins, got {tuple(chunks.shape)}"
+        )
         assert padded or len(chunks) == 1, "a clip that is shorter than a chunk goes alone"
         rows: list[torch.Tensor] = []
         for part in torch.split(chunks, CONV_BATCH):
             n = len(part)
             empty = 0 if self.graphs is None else next(size for size in CONV_SIZES if size >= n) - n
-            rows += self.convolve(F.pad(part, (0, 0, 0, 0, 0, empty)), None if padded else lengths[0])[:n]
+            rows += self.convolve(
+                F.pad(part, (0, 0, 0, 0, 0, empty)), None if padded else lengths[0]
+            )[:n]
         return [row[: conv_length(n)] for row, n in zip(rows, lengths, strict=True)]
 
     def warm(self) -> None:
-        """Use every size of the convolutions once, the largest first. At start, on the current stream."""
+        """Use every size of the convolutions once, the largest first. At start, on the current
+        stream."""
         c, weight = self.config, self.conv_out.weight
         for size in reversed(CONV_SIZES):
             self.convolve(weight.new_zeros(size, c.num_mel_bins, c.chunk_frames))
 
     def transform(self, rows: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """[windows, t, hidden] -> [windows, t, out]. Rows behind a window's length are padding: not attended to,
-        and meaningless in the result. Shapes depend on (windows, t) alone."""
+        """[windows, t, hidden] -> [windows, t, out]. Rows behind a window's length are padding: not
+        attended to, and meaningless in the result. Shapes depend on (windows, t) alone."""
         mask = None
         if lengths is not None:
             keys = torch.arange(rows.shape[1], device=rows.device)
-            # A window of length 0 (a padded batch) sees one meaningless row; with none, some kernels make NaN.
+            # A window of length 0 (a padded batch) sees one meaningless row; with none, some
+            # kernels make NaN.
             mask = (keys < lengths.clamp(min=1)[:, None])[:, None, None]
         for layer in self.layers:
             rows = layer(rows, mask)
@@ -161,12 +178,15 @@ class AudioEncoder(nn.Module):
         return [o[:n] for o, n in zip(out, lengths, strict=True)]
 
     def encode(self, mel: torch.Tensor) -> torch.Tensor:
-        """A whole clip: normalised mel [bins, frames] -> [audio_tokens(frames), out]. No frames, no rows."""
+        """A whole clip: normalised mel [bins, frames] -> [audio_tokens(frames), out]. No frames, no
+        rows."""
         c, frames = self.config, mel.shape[1]
         windows = [mel[:, at : at + c.window_frames] for at in range(0, frames, c.window_frames)]
         outs = [self.proj2.weight.new_empty(0, c.output_size)]
         for at in range(0, len(windows), self.batch):
-            outs += self.encode_windows(windows[at : at + self.batch], padded=frames >= c.chunk_frames)
+            outs += self.encode_windows(
+                windows[at : at + self.batch], padded=frames >= c.chunk_frames
+            )
         return torch.cat(outs)
 
     @property
@@ -174,15 +194,20 @@ class AudioEncoder(nn.Module):
         """Windows that are worth a launch of their own; other requests wait for it."""
         return WINDOW_BATCH_CPU if self.proj2.weight.device.type == "cpu" else WINDOW_BATCH
 
-    def encode_windows(self, mels: Sequence[torch.Tensor], padded: bool = True) -> list[torch.Tensor]:
-        """Windows of any clips in one launch: normalised mel [bins, frames] each -> [audio_tokens(frames), out]. One
-        that is all of a clip shorter than a convolution chunk goes alone, and is not `padded` to one."""
+    def encode_windows(
+        self, mels: Sequence[torch.Tensor], padded: bool = True
+    ) -> list[torch.Tensor]:
+        """Windows of any clips in one launch: normalised mel [bins, frames] each ->
+        [audio_tokens(frames), out]. One that is all of a clip shorter than a convolution chunk goes
+        alone, and is not `padded` to one."""
         c = self.config
         width = c.chunk_frames
         chunks, lengths, per = [], [], []
         for mel in mels:
             bins, n = mel.shape
-            assert bins == c.num_mel_bins, f"expected mel of [{c.num_mel_bins}, frames], got {tuple(mel.shape)}"
+            assert bins == c.num_mel_bins, (
+                f"expected mel of [{c.num_mel_bins}, frames], got {tuple(mel.shape)}"
+            )
             count = -(-n // width)
             chunks.append(F.pad(mel, (0, -n % width)).reshape(bins, count, width).transpose(0, 1))
             lengths += [min(width, n - i) for i in range(0, n, width)]
@@ -192,8 +217,8 @@ class AudioEncoder(nn.Module):
 
 
 def sinusoid(length: int, hidden_size: int, device: torch.device) -> torch.Tensor:
-    """Fixed position rows [sin | cos], float32. Computed where needed: a handful of rows, and no buffer that a
-    module built without storage could lose."""
+    """Fixed position rows [sin | cos], float32. Computed where needed: a handful of rows, and no
+    buffer that a module built without storage could lose."""
     half = hidden_size // 2
     step = math.log(10_000) / (half - 1)
     rate = torch.exp(-step * torch.arange(half, device=device, dtype=torch.float32))

@@ -1,8 +1,9 @@
 """The audio encoder's transformer, captured by number of attention windows.
 
-Some three hundred launches for a clip of ten seconds would take the host longer than the device needs for them.
-Windows of any lengths, from any requests, go into static buffers, the last ones of length 0 if there are fewer than the
-graph has. Owned by the encoder, captured once at start; run on the thinker stage's thread and stream alone."""
+Some three hundred launches for a clip of ten seconds would take the host longer than the device
+needs for them. Windows of any lengths, from any requests, go into static buffers, the last ones of
+length 0 if there are fewer than the graph has. Owned by the encoder, captured once at start; run on
+the thinker stage's thread and stream alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import conv_length
 
 SIZES = (1, 2, 4, 8)
-"""Windows of eight seconds each. Longer clips keep the device busy for longer than the host needs to launch them."""
+"""Windows of eight seconds each. Longer clips keep the device busy for longer than the host needs
+to launch them."""
 
 
 class WindowGraphs:
@@ -24,12 +26,16 @@ class WindowGraphs:
         self.encoder, self.sizes = encoder, sorted(sizes)
         c, weight = encoder.config, encoder.proj2.weight
         self.length = c.chunks_per_window * conv_length(c.chunk_frames)
-        self.rows = torch.zeros(max(sizes), self.length, c.hidden_size, device=weight.device, dtype=weight.dtype)
+        self.rows = torch.zeros(
+            max(sizes), self.length, c.hidden_size, device=weight.device, dtype=weight.dtype
+        )
         self.lengths = torch.zeros(max(sizes), dtype=torch.int64, device=weight.device)
         self._graphs: dict[int, Captured[torch.Tensor]] = {}
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        self._graphs = capture_graphs(self.sizes[::-1], lambda size: lambda: self.forward(size), stream)
+        self._graphs = capture_graphs(
+            self.sizes[::-1], lambda size: lambda: self.forward(size), stream
+        )
 
     def run(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Windows [t, hidden] -> [t, out] each, the caller's to keep; None if no graph fits."""
@@ -44,8 +50,9 @@ class WindowGraphs:
         return [window[: len(r)] for window, r in zip(kept, rows, strict=True)]
 
     def fill(self, rows: Sequence[torch.Tensor], size: int) -> None:
-        """Put windows where the graphs read them. Rows behind a window's length are masked, which keeps everything out
-        but what is not a number: so nothing of an earlier clip is left there."""
+        """Put windows where the graphs read them. Rows behind a window's length are masked, which
+        keeps everything out but what is not a number: so nothing of an earlier clip is left
+        there."""
         for place, window in zip(self.rows, rows, strict=False):
             place[: len(window)].copy_(window)
             if len(window) < self.length:  # at most the last one of each clip

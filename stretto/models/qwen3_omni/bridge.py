@@ -1,9 +1,9 @@
 """What a thinker's row means to the talker.
 
-The talker sees the user's turns and the answer, never system or earlier assistant turns. Its prompt is the rows of
-the user turns in order (text by id, media by the thinker's accept-layer rows), then nine rows that open the answer;
-the last of them carries the first text token. All but the media rows and that last row is known from the ids alone,
-when the request arrives."""
+The talker sees the user's turns and the answer, never system or earlier assistant turns. Its prompt
+is the rows of the user turns in order (text by id, media by the thinker's accept-layer rows), then
+nine rows that open the answer; the last of them carries the first text token. All but the media
+rows and that last row is known from the ids alone, when the request arrives."""
 
 from __future__ import annotations
 
@@ -59,14 +59,18 @@ def talker_prompt(
     talker, tokens = config.talker, config.tokens
     role = prompt.ids[-3:]
     if not prefill_only and role[:2] != (tokens.im_start, tokens.assistant):
-        raise Invalid("a prompt to be answered aloud must end with the opening of the assistant's turn", "messages")
+        raise Invalid(
+            "a prompt to be answered aloud must end with the opening of the assistant's turn",
+            "messages",
+        )
     places = user_places(prompt.ids, tokens)
     ids = [prompt.ids[p] for p in places]
-    # A sound track merged into a video gets plain consecutive positions here: the reference model never tells its
-    # talker that the two were merged.
+    # A sound track merged into a video gets plain consecutive positions here: the reference model
+    # never tells its talker that the two were merged.
     merged = prompt.audio_in_video
     positions, first_decode = rope_positions(
-        [tokens.tts_pad if merged and i in tokens.media_pads else i for i in ids] + [tokens.tts_pad] * NUM_OPENING,
+        [tokens.tts_pad if merged and i in tokens.media_pads else i for i in ids]
+        + [tokens.tts_pad] * NUM_OPENING,
         tokens,
         talker.merge,
         talker.positions_per_second,
@@ -84,8 +88,11 @@ def talker_prompt(
     )
 
 
-def user_rows(talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor) -> torch.Tensor:
-    """Talker rows of a run of user tokens; `media` holds the accept-layer rows of those that are media."""
+def user_rows(
+    talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor
+) -> torch.Tensor:
+    """Talker rows of a run of user tokens; `media` holds the accept-layer rows of those that are
+    media."""
     rows = talker.text_rows(to_device(ids, talker.device, torch.int64))
     places = np.flatnonzero(is_media)
     if len(places):

@@ -17,14 +17,18 @@ class Code2Wav(Vocoder):
         c = config
         self.code_embedding = Embedding(c.codebook_size * c.num_quantizers, c.hidden_size)
 
-    def _transform(self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
+    def _transform(
+        self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push
+    ) -> torch.Tensor:
         slots, _, frames = codes.shape
         inner = self.pre_transformer
         if self.fits(part, frames):
             from stretto.kernels.triton import wave
 
             table = self.code_embedding.weight
-            x, normed, turn = wave.embed(codes, table, part.frames, self.inv_freq, inner.first_norm())
+            x, normed, turn = wave.embed(
+                codes, table, part.frames, self.inv_freq, inner.first_norm()
+            )
             moment = Moment(part.slots, part.frames, lengths, turn, self.config.window)
             return inner.fused(x, normed, part.window, moment).view(slots, frames, -1)
         x = self.code_embedding(self.table_rows(codes)).mean(1)

@@ -1,8 +1,8 @@
 """The model's configuration, read once from a checkpoint's config.json into frozen records.
 
-Nothing else in the package looks at config.json. A field the model needs and the file does not state is an
-error that names the field: the defaults of other libraries differ from the released model, so none is guessed.
-Imports no torch."""
+Nothing else in the package looks at config.json. A field the model needs and the file does not
+state is an error that names the field: the defaults of other libraries differ from the released
+model, so none is guessed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ class TalkerConfig:
         try:
             return self.speakers[voice.lower()]
         except KeyError:
-            raise Invalid(f"unknown voice {voice!r}; this model has {', '.join(self.speakers)}", "voice") from None
+            raise Invalid(
+                f"unknown voice {voice!r}; this model has {', '.join(self.speakers)}", "voice"
+            ) from None
 
     @property
     def default_voice(self) -> str:
@@ -137,7 +139,9 @@ class OmniConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(f"{path}: no such file; is this a Qwen3-Omni checkpoint directory?") from None
+            raise CheckpointError(
+                f"{path}: no such file; is this a Qwen3-Omni checkpoint directory?"
+            ) from None
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
         return parse(raw, str(path))
@@ -164,7 +168,8 @@ def conv_length(n: int) -> int:
 
 
 def audio_tokens(mel_frames: int, chunk_frames: int = 100) -> int:
-    """Thinker tokens for so many mel frames: 13 per full second, and the tail's convolution length."""
+    """Thinker tokens for so many mel frames: 13 per full second, and the tail's convolution
+    length."""
     full, tail = divmod(mel_frames, chunk_frames)
     return full * conv_length(chunk_frames) + conv_length(tail)
 
@@ -182,7 +187,10 @@ def _audio(s: Section) -> AudioConfig:
         window_frames=s.integer("n_window_infer"),
     )
     if c.window_frames % c.chunk_frames:
-        raise s.fail("n_window_infer", f"({c.window_frames}) must be a multiple of 2 * n_window ({c.chunk_frames})")
+        raise s.fail(
+            "n_window_infer",
+            f"({c.window_frames}) must be a multiple of 2 * n_window ({c.chunk_frames})",
+        )
     return c
 
 
@@ -203,7 +211,9 @@ def _vision(s: Section) -> VisionConfig:
     if round(c.num_positions**0.5) ** 2 != c.num_positions:
         raise s.fail("num_position_embeddings", f"must be a square, got {c.num_positions}")
     if any(i >= c.num_layers for i in c.deepstack_layers):
-        raise s.fail("deepstack_visual_indexes", f"{c.deepstack_layers} exceeds depth {c.num_layers}")
+        raise s.fail(
+            "deepstack_visual_indexes", f"{c.deepstack_layers} exceeds depth {c.num_layers}"
+        )
     return c
 
 
@@ -217,7 +227,11 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
     top = Section(raw, where)
     if top.raw.get("model_type") != "qwen3_omni_moe":
         raise top.fail("model_type", f"must be 'qwen3_omni_moe', got {top.raw.get('model_type')!r}")
-    th, ta, cw = top.section("thinker_config"), top.section("talker_config"), top.section("code2wav_config")
+    th, ta, cw = (
+        top.section("thinker_config"),
+        top.section("talker_config"),
+        top.section("code2wav_config"),
+    )
 
     text = decoder_config(th.section("text_config"), mrope=True, moe=True, shared=False)
     thinker = ThinkerConfig(
@@ -235,9 +249,13 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
             raise th.fail(name, f"is {size}, but the thinker's hidden_size is {text.hidden_size}")
 
     speech = decoder_config(ta.section("text_config"), mrope=True, moe=True, shared=True)
-    predictor = decoder_config(ta.section("code_predictor_config"), mrope=False, moe=False, shared=False)
+    predictor = decoder_config(
+        ta.section("code_predictor_config"), mrope=False, moe=False, shared=False
+    )
     if predictor.hidden_size != speech.hidden_size:
-        raise ta.fail("code_predictor_config.hidden_size", f"must equal the talker's ({speech.hidden_size})")
+        raise ta.fail(
+            "code_predictor_config.hidden_size", f"must equal the talker's ({speech.hidden_size})"
+        )
     codecs = speech.vocab_size
     speakers = ta.get("speaker_id")
     if not isinstance(speakers, dict) or not speakers:
@@ -262,15 +280,25 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
         positions_per_second=ta.number("position_id_per_seconds"),
     )
     if talker.thinker_hidden_size != text.hidden_size:
-        raise ta.fail("thinker_hidden_size", f"must equal the thinker's hidden_size ({text.hidden_size})")
+        raise ta.fail(
+            "thinker_hidden_size", f"must equal the thinker's hidden_size ({text.hidden_size})"
+        )
     if talker.accept_layer > text.num_layers:
-        raise ta.fail("accept_hidden_layer", f"({talker.accept_layer}) exceeds the thinker's {text.num_layers} layers")
+        raise ta.fail(
+            "accept_hidden_layer",
+            f"({talker.accept_layer}) exceeds the thinker's {text.num_layers} layers",
+        )
 
     code2wav = _code2wav(cw)
     if code2wav.num_quantizers != talker.num_code_groups:
-        raise cw.fail("num_quantizers", f"must equal the talker's num_code_groups ({talker.num_code_groups})")
+        raise cw.fail(
+            "num_quantizers", f"must equal the talker's num_code_groups ({talker.num_code_groups})"
+        )
     if predictor.vocab_size > code2wav.codebook_size:
-        raise cw.fail("codebook_size", f"is smaller than the code predictor's vocabulary ({predictor.vocab_size})")
+        raise cw.fail(
+            "codebook_size",
+            f"is smaller than the code predictor's vocabulary ({predictor.vocab_size})",
+        )
 
     return OmniConfig(
         thinker=thinker,

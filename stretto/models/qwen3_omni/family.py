@@ -1,7 +1,8 @@
-"""Qwen3-Omni as the engine knows it: three stages, two links, and what a request is to each. Imports no torch.
+"""Qwen3-Omni as the engine knows it: three stages, two links, and what a request is to each.
+Imports no torch.
 
-The thinker writes the answer's text; the talker speaks it, a frame of sixteen codes per 80 ms; code2wav makes samples
-of the frames. A text that is read aloud needs no thinker."""
+The thinker writes the answer's text; the talker speaks it, a frame of sixteen codes per 80 ms;
+code2wav makes samples of the frames. A text that is read aloud needs no thinker."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from pathlib import Path
 import msgspec
 
 from stretto.embedded import read_ideas
-from stretto.family import Ear, LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import (
+    AudioInputSpec,
+    LinkSpec,
+    MediaTokens,
+    ModelInfo,
+    PipelineSpec,
+    StageSpec,
+    Wanted,
+)
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.generation import read_defaults
@@ -21,9 +30,16 @@ from stretto.models.qwen3_omni.transcription import TRANSCRIPTION
 PIPELINE = PipelineSpec(
     build="stretto.models.qwen3_omni.host:build",
     stages=(
-        StageSpec("thinker", "reads the question and writes the answer", encodes_media=True, decides="text"),
+        StageSpec(
+            "thinker",
+            "reads the question and writes the answer",
+            encodes_media=True,
+            decides="text",
+        ),
         StageSpec("talker", "turns the words into codes of speech", decides="audio", each="frame"),
-        StageSpec("code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet"),
+        StageSpec(
+            "code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet"
+        ),
     ),
     links=(LinkSpec("thinker", "talker"), LinkSpec("talker", "code2wav")),
     paths={
@@ -65,7 +81,9 @@ def open_model(directory: Path) -> Qwen3Omni:
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
             input_modalities=("text", "audio", "image", "video"),
-            ear=Ear(config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames),
+            ear=AudioInputSpec(
+                config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames
+            ),
             ideas=read_ideas(directory),
             transcription=TRANSCRIPTION,
             defaults=read_defaults(directory),

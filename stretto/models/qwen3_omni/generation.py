@@ -1,15 +1,17 @@
-"""What a checkpoint's generation_config.json says of answers: read once, when the model is opened. Imports no torch.
+"""What a checkpoint's generation_config.json says of answers: read once, when the model is opened.
+Imports no torch.
 
-The released file speaks of the talker alone (`talker_temperature` and others) and leaves the thinker to the library's
-own default, which is greedy. A file may state the thinker's too, with the prefix `thinker_` or with none."""
+The released file speaks of the talker alone (`talker_temperature` and others) and leaves the
+thinker to the library's own default, which is greedy. A file may state the thinker's too, with the
+prefix `thinker_` or with none."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from stretto.messages.params import Params
 from stretto.models.generation import DRAWN, GenerationFile
+from stretto.params import Params
 
 
 def read_defaults(directory: Path) -> Params:

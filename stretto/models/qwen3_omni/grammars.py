@@ -1,4 +1,5 @@
-"""What compiles grammars for the thinker's text: in its host, and where they are checked first. Imports no torch."""
+"""What compiles grammars for the thinker's text: in its host, and where they are checked first.
+Imports no torch."""
 
 from __future__ import annotations
 

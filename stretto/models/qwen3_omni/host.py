@@ -29,7 +29,8 @@ from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.stage import Stage
 
 PRIORITIES = {"thinker": 0, "talker": -1}
-"""Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is -2.)"""
+"""Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is
+-2.)"""
 
 
 def build(stages: Sequence[str], context: StageContext) -> dict[str, Stage]:
@@ -40,17 +41,29 @@ def build(stages: Sequence[str], context: StageContext) -> dict[str, Stage]:
 class StageBuilder(Building[Source]):
     """Of one host's stages."""
 
-    _words: torch.Tensor | None = field(init=False, default=None)  # the thinker's embedding, which a talker borrows
-    _thinker_core: StageCore | None = field(init=False, default=None)  # to whose prompts a talker's frames give way
+    _words: torch.Tensor | None = field(
+        init=False, default=None
+    )  # the thinker's embedding, which a talker borrows
+    _thinker_core: StageCore | None = field(
+        init=False, default=None
+    )  # to whose prompts a talker's frames give way
 
     def build(self) -> dict[str, Stage]:
         """The stages, if all of them fit.
 
-        On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
-        start when the plan is made, so that it does not take their memory for gone, and have ended before the first KV
-        pool is allocated. The vocoder comes first: it has few such kernels, and takes as long as they do."""
+        On a GPU, kernels that were never compiled on this machine are compiled by other processes
+        meanwhile. These start when the plan is made, so that it does not take their memory for
+        gone, and have ended before the first KV pool is allocated. The vocoder comes first: it has
+        few such kernels, and takes as long as they do."""
         c, s = self.context, self.context.settings
-        source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False, expert_weights=s.expert_weights)
+        source = Source.open(
+            c.model,
+            c.device,
+            c.dtype,
+            s.load_format,
+            progress=False,
+            expert_weights=s.expert_weights,
+        )
         order = sorted(self.stages, key=lambda name: name != "code2wav")
         self._plan(source, order, pool_sizes, plan, begin)
         stages = self._stages(source, order)
@@ -101,7 +114,8 @@ class StageBuilder(Building[Source]):
             adapter,
             self.blocks["talker"],
             priority=PRIORITIES["talker"],
-            # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
+            # A captured frame serves decoding rows alone; beside a prompt it would be launched
+            # kernel by kernel.
             mixed=not adapter.fused,
             capture=lambda stream: self._capture_prompts("talker", adapter, stream),
         )
@@ -114,7 +128,9 @@ class StageBuilder(Building[Source]):
     def _room(self, stage: str) -> str:
         s, blocks = self.context.settings, self.blocks.get(stage)
         room = f"{blocks * s.block_size} tokens" if blocks is not None else f"{s.max_rows} streams"
-        narrow = ", experts as float8" if stage == "thinker" and s.expert_weights == "float8" else ""
+        narrow = (
+            ", experts as float8" if stage == "thinker" and s.expert_weights == "float8" else ""
+        )
         return f"loading{narrow}, with room for {room}"
 
     def capture_encoders(self, thinker: Thinker, stream: torch.cuda.Stream) -> None:
@@ -128,10 +144,14 @@ class StageBuilder(Building[Source]):
             frames.capture(stream)
             thinker.visual.graphs = frames
 
-    def _capture_prompts(self, name: str, adapter: ThinkerAdapter | TalkerAdapter, stream: torch.cuda.Stream) -> None:
+    def _capture_prompts(
+        self, name: str, adapter: ThinkerAdapter | TalkerAdapter, stream: torch.cuda.Stream
+    ) -> None:
         """Passes over prompts. After the decode steps: their warm-ups must not find these."""
         accept = adapter.model.accept_layer if isinstance(adapter, ThinkerAdapter) else None
-        prompts = PrefillGraphs.where_usable(adapter.model.model, adapter.cache, adapter.rows, accept)
+        prompts = PrefillGraphs.where_usable(
+            adapter.model.model, adapter.cache, adapter.rows, accept
+        )
         if prompts is not None:
             self.context.progress(name, "capturing prompts")
             prompts.capture(stream)

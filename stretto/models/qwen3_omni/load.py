@@ -1,7 +1,8 @@
 """From a checkpoint (or from nothing) to stages that are ready to run.
 
-Each stage loads only its own tensors, straight to its device; the thinker's experts as float8 if asked to. The talker
-also reads the thinker's word embedding, which becomes its text table and is dropped."""
+Each stage loads only its own tensors, straight to its device; the thinker's experts as float8 if
+asked to. The talker also reads the thinker's word embedding, which becomes its text table and is
+dropped."""
 
 from __future__ import annotations
 
@@ -48,9 +49,11 @@ class Source:
         progress: bool = True,
         expert_weights: ExpertWeights = "full",
     ) -> Source:
-        """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is enough.
+        """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is
+        enough.
 
-        `expert_weights="float8"` is for the thinker's routed experts alone: decision 0013 says why."""
+        `expert_weights="float8"` is for the thinker's routed experts alone: decision 0013 says
+        why."""
         config = model if isinstance(model, OmniConfig) else OmniConfig.read(model)
         if expert_weights == "float8":
             config = config.with_float8_experts()
@@ -73,7 +76,9 @@ class Source:
         model = self._fill(lambda: Talker(self.config), "talker.", "talker", 2)
         if embedding is None:
             c = self.config.thinker.text
-            words = self._fill(lambda: Embedding(c.vocab_size, c.hidden_size), EMBEDDING, "embedding", 1)
+            words = self._fill(
+                lambda: Embedding(c.vocab_size, c.hidden_size), EMBEDDING, "embedding", 1
+            )
             embedding = words.weight.data
         with torch.inference_mode():
             model.prepare(embedding)

@@ -1,5 +1,5 @@
-"""The media of a prompt: their features, and a pad for every row that the encoders make of them. Used by `prompts.py`,
-wherever prompts are built; needs no torch."""
+"""The media of a prompt: their features, and a pad for every row that the encoders make of them.
+Used by `prompts.py`, wherever prompts are built; needs no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ class PromptMedia:
     videos: list[Patches] = field(default_factory=list)
     num_tokens: int = 0
     expected: int = 0  # tokens of pictures that are not decoded yet, and of those that are
-    _pads: list[tuple[int, list[int]]] = field(default_factory=list)  # the template's pad, and the ids in its place
+    _pads: list[tuple[int, list[int]]] = field(
+        default_factory=list
+    )  # the template's pad, and the ids in its place
 
     def expect_picture(self, height: int, width: int) -> None:
-        """A picture of this size is going to be added: refused before any is decoded, if all of them have too many
-        tokens together."""
+        """A picture of this size is going to be added: refused before any is decoded, if all of
+        them have too many tokens together."""
         rule = self.rule
         h, w = fit(height, width, rule.factor, rule.min_pixels, rule.max_pixels)
         self.expected += h * w // rule.factor**2
@@ -58,7 +60,8 @@ class PromptMedia:
     def _put(self, pad: int, tokens: list[int]) -> None:
         self._pads.append((pad, tokens))
         self.num_tokens += len(tokens)
-        # Checked as it grows: the features of a thousand images must not pile up before the request is refused.
+        # Checked as it grows: the features of a thousand images must not pile up before the request
+        # is refused.
         self.check_length(self.num_tokens, so_far=True)
 
     def _audio(self, sound: Array | AudioClip) -> int:
@@ -73,7 +76,8 @@ class PromptMedia:
         return t * h * w // self.rule.merge**2
 
     def _video(self, video: Video) -> list[int]:
-        """Pads of a video; with sound, both by time: <|audio_start|>, the earlier first, <|audio_end|>."""
+        """Pads of a video; with sound, both by time: <|audio_start|>, the earlier first,
+        <|audio_end|>."""
         ids, rule = self.config.tokens, self.rule
         patches = video_patches(video.frames, video.fps, rule, fitted=True)
         self.videos.append(patches)

@@ -1,4 +1,5 @@
-"""What a request tells each stage of Qwen3-Omni, and how the model was made to pick. Imports no torch."""
+"""What a request tells each stage of Qwen3-Omni, and how the model was made to pick. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import msgspec
 
 from stretto.errors import Bug
 from stretto.family import Wanted
-from stretto.messages.params import MAX_GRAMMAR, MAX_LOGPROBS
 from stretto.messages.requests import Positive, TokenId
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
+from stretto.params import MAX_GRAMMAR, MAX_LOGPROBS
 from stretto.types import SamplingParams, stage_seed
 
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
@@ -38,7 +39,9 @@ class TalkerParams(FrameParams, frozen=True):
 def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
     """Each stage has draws of its own from the request's one seed."""
     p = w.params
-    text = SamplingParams(p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker"))
+    text = SamplingParams(
+        p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker")
+    )
     speech = stage_seed(w.seed, "talker")
     drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
     code0, residual = SamplingParams(*drawn, seed=speech), replace(RESIDUAL, seed=speech)

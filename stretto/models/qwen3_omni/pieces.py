@@ -27,7 +27,8 @@ class MediaPiece:
     places: Places  # rising positions in the prompt; a video and its sound track take turns
     runs: list[Span]  # the same
     grid: tuple[int, int, int] | None = None  # of a picture or a video
-    padded: bool = True  # to whole convolution chunks, as all windows are but that of a clip shorter than a chunk
+    # to whole convolution chunks, as all windows are but that of a clip shorter than a chunk
+    padded: bool = True
 
     @property
     def stop(self) -> int:
@@ -43,7 +44,9 @@ def media_pieces(prompt: Prompt, config: OmniConfig) -> list[MediaPiece]:
     pads = _Pads(np.flatnonzero(ids == tokens.audio_pad), "sound")
     for clip in prompt.audios:
         if any(len(p.shape) != 2 for p in clip.pieces):
-            raise Invalid(f"the features of a clip have two dimensions, not {[p.shape for p in clip.pieces]}")
+            raise Invalid(
+                f"the features of a clip have two dimensions, not {[p.shape for p in clip.pieces]}"
+            )
         for i, p in enumerate(clip.pieces):
             piece = _piece(p, pads.take(audio_tokens(p.shape[1], chunk)))
             piece.padded = i > 0 or p.shape[1] >= chunk
@@ -77,7 +80,10 @@ class _Pads:
 
     def check(self) -> None:
         if self.taken != len(self.places):
-            raise Invalid(f"{len(self.places)} rows of {self.what} in the prompt, and features of {self.taken}")
+            raise Invalid(
+                f"{len(self.places)} rows of {self.what} in the prompt, and features of "
+                f"{self.taken}"
+            )
 
 
 def runs_of(places: Places | Sequence[int]) -> list[Span]:

@@ -1,5 +1,6 @@
-"""What Qwen3-Omni's stages take of a device's memory. The sizes come from the stages themselves, built on the meta
-device, where tensors have shapes and no memory; so the plan cannot drift away from the code that it speaks of."""
+"""What Qwen3-Omni's stages take of a device's memory. The sizes come from the stages themselves,
+built on the meta device, where tensors have shapes and no memory; so the plan cannot drift away
+from the code that it speaks of."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from stretto.stage.host.memory_plan import StagePlan, room_for_pools, share_out
 from stretto.stage.vocoder import CodecConfig
 
 POOLS = {"thinker": 512, "talker": 1024}
-"""Blocks of the stages' KV pools where nothing is said and memory is not there to be filled: on a CPU."""
+"""Blocks of the stages' KV pools where nothing is said and memory is not there to be filled: on a
+CPU."""
 
 Blocks = Mapping[str, int]
 
@@ -32,18 +34,25 @@ def pool_sizes(
     device: torch.device,
     beside: Sequence[Sequence[str]] = (),
 ) -> dict[str, int]:
-    """Blocks of each stage's pool. An answer takes about as many rows in the talker as in the thinker. Hosts that will
-    load on the same card (`beside`, the stages of each) find as many blocks as these stages do."""
+    """Blocks of each stage's pool. An answer takes about as many rows in the talker as in the
+    thinker. Hosts that will load on the same card (`beside`, the stages of each) find as many
+    blocks as these stages do."""
     if device.type != "cuda":
         return {**POOLS, **s.blocks}
     everyone = [*stages, *(stage for host in beside for stage in host)]
-    return shared(config, everyone, s, dtype, room_for_pools(device, 1 + len(beside), s.memory_share))
+    return shared(
+        config, everyone, s, dtype, room_for_pools(device, 1 + len(beside), s.memory_share)
+    )
 
 
-def shared(config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, room: int) -> dict[str, int]:
+def shared(
+    config: OmniConfig, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, room: int
+) -> dict[str, int]:
     """The same where pools of open size share so many bytes with all the rest."""
     wanting = [stage for stage in stages if stage in POOLS and stage not in s.blocks]
-    blocks = share_out(lambda open_: plan(config, stages, s, {**s.blocks, **open_}, dtype), wanting, s, room)
+    blocks = share_out(
+        lambda open_: plan(config, stages, s, {**s.blocks, **open_}, dtype), wanting, s, room
+    )
     return {**dict.fromkeys(POOLS, blocks), **s.blocks}
 
 
@@ -72,25 +81,39 @@ def _thinker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.d
         return StagePlan("thinker", _weights(model), pool, knobs=knobs)
 
     def saves() -> int:
-        return _weights(model) - _weights(build(lambda: Thinker(config.with_float8_experts()), "meta", dtype))
+        return _weights(model) - _weights(
+            build(lambda: Thinker(config.with_float8_experts()), "meta", dtype)
+        )
 
     lighter = "load experts as float8 (--expert-weights float8)"
     return StagePlan("thinker", _weights(model), pool, knobs=knobs, lighter=lighter, saves=saves)
 
 
-def _talker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype, alone: bool) -> StagePlan:
+def _talker(
+    config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype, alone: bool
+) -> StagePlan:
     model = build(lambda: Talker(config), "meta", dtype)
     pool = model.cache(blocks["talker"] + 1, s.block_size).data.nbytes
     text = config.thinker.text
     table = text.vocab_size * config.talker.text.hidden_size * dtype.itemsize
-    # Both the table and its pieces are there while they are joined; alone, so is the thinker's word embedding.
+    # Both the table and its pieces are there while they are joined; alone, so is the thinker's word
+    # embedding.
     words = text.vocab_size * text.hidden_size * dtype.itemsize if alone else 0
-    return StagePlan("talker", _weights(model) + table, pool, table + words, "--kv-blocks talker=N or --max-model-len")
+    return StagePlan(
+        "talker",
+        _weights(model) + table,
+        pool,
+        table + words,
+        "--kv-blocks talker=N or --max-model-len",
+    )
 
 
 def _code2wav(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StagePlan:
     model = build(lambda: Code2Wav(config.code2wav), "meta", dtype)
-    # Not by `prepare`: its constants are a few KiB, and arithmetic on the meta device costs seconds of imports.
+    # Not by `prepare`: its constants are a few KiB, and arithmetic on the meta device costs seconds
+    # of imports.
     model.ready = True
     state = model.state(s.max_rows, max(CodecConfig().frame_sizes))
-    return StagePlan("code2wav", _weights(model), state.window.nbytes + state.tails.nbytes, knobs="--max-rows")
+    return StagePlan(
+        "code2wav", _weights(model), state.window.nbytes + state.tails.nbytes, knobs="--max-rows"
+    )

@@ -1,9 +1,9 @@
 """Rotary positions of a prompt: three axes (time, height, width), float32, no torch.
 
-Text, media markers and audio pads step by one on all axes. An image or video block spreads over its grid, and what
-follows continues after the block's largest position. Video time is not rounded. With the sound track merged into a
-video, what follows continues after the last piece of the block (which may be lower than its maximum); decoding
-always continues after the maximum of the whole prompt."""
+Text, media markers and audio pads step by one on all axes. An image or video block spreads over its
+grid, and what follows continues after the block's largest position. Video time is not rounded. With
+the sound track merged into a video, what follows continues after the last piece of the block (which
+may be lower than its maximum); decoding always continues after the maximum of the whole prompt."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ def _opens_merged(flat: npt.NDArray[np.int64], pad: int, tokens: TokenIds) -> bo
     start = pad
     while start and flat[start - 1] == tokens.audio_pad:
         start -= 1
-    return bool(start >= 2 and flat[start - 1] == tokens.audio_start and flat[start - 2] == tokens.vision_start)
+    return bool(
+        start >= 2
+        and flat[start - 1] == tokens.audio_start
+        and flat[start - 2] == tokens.vision_start
+    )
 
 
 def _grid(patches: Patches, start: float, merge: int, per_second: float) -> Array:
@@ -75,21 +79,34 @@ def _grid(patches: Patches, start: float, merge: int, per_second: float) -> Arra
 
 
 def _merged(
-    rest: npt.NDArray[np.int64], tokens: TokenIds, patches: Patches, start: float, merge: int, per_second: float
+    rest: npt.NDArray[np.int64],
+    tokens: TokenIds,
+    patches: Patches,
+    start: float,
+    merge: int,
+    per_second: float,
 ) -> tuple[Array, float]:
-    """Video and sound interleaved by time, as far as pads go; also returns where the following text continues."""
+    """Video and sound interleaved by time, as far as pads go; also returns where the following text
+    continues."""
     pads = np.flatnonzero((rest != tokens.video_pad) & (rest != tokens.audio_pad))
     size = int(pads[0]) if len(pads) else len(rest)
     video = _grid(patches, start, merge, per_second)
-    sound = np.repeat((start + np.arange(size - video.shape[1], dtype=np.float32))[None], 3, 0).astype(np.float32)
+    sound = np.repeat(
+        (start + np.arange(size - video.shape[1], dtype=np.float32))[None], 3, 0
+    ).astype(np.float32)
     is_video = rest[:size] == tokens.video_pad
     if int(is_video.sum()) != video.shape[1]:
-        raise Invalid(f"a video of {video.shape[1]} tokens has {int(is_video.sum())} pads in the prompt")
+        raise Invalid(
+            f"a video of {video.shape[1]} tokens has {int(is_video.sum())} pads in the prompt"
+        )
     block = np.empty((3, size), dtype=np.float32)
     block[:, is_video], block[:, ~is_video] = video, sound
     tail = 1  # tokens after the interleaving ran out of one of the two form one piece
     if video.shape[1] and sound.shape[1]:
-        last_video, last_sound = int(np.flatnonzero(is_video)[-1]), int(np.flatnonzero(~is_video)[-1])
+        last_video, last_sound = (
+            int(np.flatnonzero(is_video)[-1]),
+            int(np.flatnonzero(~is_video)[-1]),
+        )
         tail = max(1, size - 1 - min(last_video, last_sound))
     else:
         tail = size

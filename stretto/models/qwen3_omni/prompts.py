@@ -1,7 +1,8 @@
-"""Turns chat messages into a `Prompt`: template, tokens, media features, and a pad for every row of the encoders.
+"""Turns chat messages into a `Prompt`: template, tokens, media features, and a pad for every row of
+the encoders.
 
-The front end keeps one `PromptBuilder` per model and calls it from its worker threads: it holds no state of a
-request. Needs no torch."""
+The front end keeps one `PromptBuilder` per model and calls it from its worker threads: it holds no
+state of a request. Needs no torch."""
 
 from __future__ import annotations
 
@@ -32,8 +33,11 @@ class PromptBuilder:
     audio_end: int
 
     @classmethod
-    def open(cls, directory: str | Path, config: OmniConfig, limits: MediaLimits = DEFAULT_LIMITS) -> PromptBuilder:
-        """Reads tokenizer, chat template and image sizes of a checkpoint, and checks that they fit its config."""
+    def open(
+        cls, directory: str | Path, config: OmniConfig, limits: MediaLimits = DEFAULT_LIMITS
+    ) -> PromptBuilder:
+        """Reads tokenizer, chat template and image sizes of a checkpoint, and checks that they fit
+        its config."""
         t = config.tokens
         markers = [
             t.im_start,
@@ -48,12 +52,16 @@ class PromptBuilder:
         tokenizer = Tokenizer.open(directory, markers)
         for token in markers:
             if token not in tokenizer.added:
-                raise CheckpointError(f"{directory}: config.json names token {token}, which the tokenizer lacks")
+                raise CheckpointError(
+                    f"{directory}: config.json names token {token}, which the tokenizer lacks"
+                )
         builder = cls(
             config=config,
             tokenizer=tokenizer,
             template=ChatTemplate.open(directory, tokenizer.markers),
-            rule=PatchRule.read(directory, config.thinker.vision, config.thinker.text.max_positions),
+            rule=PatchRule.read(
+                directory, config.thinker.vision, config.thinker.text.max_positions
+            ),
             limits=limits,
             audio_end=tokenizer.marker("<|audio_end|>"),
         )
@@ -69,10 +77,12 @@ class PromptBuilder:
         allow_paths: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt for messages in OpenAI's chat format, ending where the assistant's answer begins.
+        """The prompt for messages in OpenAI's chat format, ending where the assistant's answer
+        begins.
 
-        `use_audio_in_video`: videos are heard as well as seen. `allow_paths`: messages may name local files; only
-        for callers who could read them anyway. `variables` of the chat template."""
+        `use_audio_in_video`: videos are heard as well as seen. `allow_paths`: messages may name
+        local files; only for callers who could read them anyway. `variables` of the chat
+        template."""
         media = PromptMedia(self.config, self.rule, self.audio_end, self.check_length)
         reader = Reader(
             budget=Budget(self.limits),
@@ -86,7 +96,10 @@ class PromptBuilder:
         turns = reader.read(messages)
         ids = encode_rendered(self.template.render(turns, declared, variables), self.tokenizer)
         if variables and ids[-3:] != self._opening:
-            raise Invalid("chat_template_kwargs: the answer must begin as the model's speech expects it", "messages")
+            raise Invalid(
+                "chat_template_kwargs: the answer must begin as the model's speech expects it",
+                "messages",
+            )
         expanded = media.expand(ids)
         self.check_length(len(expanded))
         return Prompt(
@@ -103,20 +116,28 @@ class PromptBuilder:
         if num_tokens >= most:
             count = f"at least {num_tokens:,}" if so_far else f"{num_tokens:,}"
             raise TooLong(
-                f"the prompt has {count} tokens; it must leave room for an answer in the model's {most:,}",
+                f"the prompt has {count} tokens; it must leave room for an answer in the model's "
+                f"{most:,}",
                 "messages",
             )
 
     @property
     def _opening(self) -> list[int]:
-        return [self.config.tokens.im_start, self.config.tokens.assistant, *self.tokenizer.encode("\n")]
+        return [
+            self.config.tokens.im_start,
+            self.config.tokens.assistant,
+            *self.tokenizer.encode("\n"),
+        ]
 
     def _check_template(self, directory: str | Path) -> None:
         """The talker counts on an answer starting with exactly these three tokens."""
         ids = encode_rendered(self.template.try_out(directory), self.tokenizer)
         start = self._opening
         if ids[-len(start) :] != start or len(start) != 3:
-            raise CheckpointError(f"{directory}: the chat template does not end in <|im_start|>assistant and a newline")
+            raise CheckpointError(
+                f"{directory}: the chat template does not end in <|im_start|>assistant and a "
+                f"newline"
+            )
 
 
 def open_builder(directory: Path) -> PromptBuilder:

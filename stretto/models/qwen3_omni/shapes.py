@@ -1,7 +1,8 @@
-"""The names and shapes of every tensor in a checkpoint of a given configuration, as they lie on disk.
+"""The names and shapes of every tensor in a checkpoint of a given configuration, as they lie on
+disk.
 
-Experts are separate tensors here, q/k/v and gate/up are not fused. The tiny checkpoint is written from this list,
-and tests hold the stage modules against it. Imports no torch."""
+Experts are separate tensors here, q/k/v and gate/up are not fused. The tiny checkpoint is written
+from this list, and tests hold the stage modules against it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,7 +49,13 @@ def _audio(prefix: str, c: AudioConfig) -> Shapes:
 def _vision(prefix: str, c: VisionConfig) -> Shapes:
     d, wide = c.hidden_size, c.hidden_size * c.merge**2
     shapes: Shapes = {
-        f"{prefix}patch_embed.proj.weight": (d, c.channels, c.temporal_patch, c.patch_size, c.patch_size),
+        f"{prefix}patch_embed.proj.weight": (
+            d,
+            c.channels,
+            c.temporal_patch,
+            c.patch_size,
+            c.patch_size,
+        ),
         f"{prefix}patch_embed.proj.bias": (d,),
         f"{prefix}pos_embed.weight": (c.num_positions, d),
     }
@@ -60,7 +67,9 @@ def _vision(prefix: str, c: VisionConfig) -> Shapes:
         shapes |= norm(f"{p}norm2", d)
         shapes |= linear(f"{p}mlp.linear_fc1", c.ffn_size, d)
         shapes |= linear(f"{p}mlp.linear_fc2", d, c.ffn_size)
-    heads = {f"{prefix}merger.": d} | {f"{prefix}merger_list.{i}.": wide for i in range(len(c.deepstack_layers))}
+    heads = {f"{prefix}merger.": d} | {
+        f"{prefix}merger_list.{i}.": wide for i in range(len(c.deepstack_layers))
+    }
     for p, normed in heads.items():
         shapes |= norm(f"{p}ln_q", normed)
         shapes |= linear(f"{p}mlp.0", wide, wide)
@@ -85,5 +94,7 @@ def _talker(prefix: str, c: TalkerConfig) -> Shapes:
 
 
 def _code2wav(prefix: str, c: VocoderConfig) -> Shapes:
-    table: Shapes = {f"{prefix}code_embedding.weight": (c.codebook_size * c.num_quantizers, c.hidden_size)}
+    table: Shapes = {
+        f"{prefix}code_embedding.weight": (c.codebook_size * c.num_quantizers, c.hidden_size)
+    }
     return table | vocoder(prefix, c)

@@ -1,5 +1,5 @@
-"""Qwen3-Omni's talker: its text table is made of the thinker's word embedding, and it is given the thinker's rows where
-the prompt has media."""
+"""Qwen3-Omni's talker: its text table is made of the thinker's word embedding, and it is given the
+thinker's rows where the prompt has media."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ class Talker(FrameTalker):
         t = config.talker
         super().__init__(config.frames, TalkerModel(t.text))
         self.config = config
-        self.text_projection = ResizeMLP(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
-        self.hidden_projection = ResizeMLP(t.thinker_hidden_size, t.projection_size, t.text.hidden_size)
+        self.text_projection = ResizeMLP(
+            t.thinker_hidden_size, t.projection_size, t.text.hidden_size
+        )
+        self.hidden_projection = ResizeMLP(
+            t.thinker_hidden_size, t.projection_size, t.text.hidden_size
+        )
 
     def prepare(self, thinker_embedding: torch.Tensor) -> None:
         """Derived constants; once, after the weights are in place. The embedding is not kept."""

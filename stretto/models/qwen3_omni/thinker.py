@@ -1,8 +1,9 @@
 """The thinker: a multimodal mixture-of-experts language model.
 
-Weights only. `embed` makes input rows from ids and encoder rows, `forward` runs any mix of prompt chunks and
-decoding rows over the paged cache, `logits` heads the rows that sample. A pass can also hand out the accept layer's
-residual stream at chosen rows: the talker needs it at media positions of the prompt, and nowhere else."""
+Weights only. `embed` makes input rows from ids and encoder rows, `forward` runs any mix of prompt
+chunks and decoding rows over the paged cache, `logits` heads the rows that sample. A pass can also
+hand out the accept layer's residual stream at chosen rows: the talker needs it at media positions
+of the prompt, and nowhere else."""
 
 from __future__ import annotations
 
@@ -35,17 +36,24 @@ class MediaRows:
     deep: torch.Tensor  # [levels, visual, hidden]: DeepStack additions
 
     def within(self, start: int, stop: int) -> MediaRows:
-        """The part that falls into prompt positions [start, stop), with places counted from `start`."""
+        """The part that falls into prompt positions [start, stop), with places counted from
+        `start`."""
         if not len(self.places) or start > self.places[-1] or stop <= self.places[0]:
             none = self.places[:0]
             return MediaRows(none, self.rows[:0], none, self.deep[:, :0])
         a, b = torch.searchsorted(self.places, torch.tensor([start, stop])).tolist()
         c, d = torch.searchsorted(self.visual_places, torch.tensor([start, stop])).tolist()
-        return MediaRows(self.places[a:b] - start, self.rows[a:b], self.visual_places[c:d] - start, self.deep[:, c:d])
+        return MediaRows(
+            self.places[a:b] - start,
+            self.rows[a:b],
+            self.visual_places[c:d] - start,
+            self.deep[:, c:d],
+        )
 
     @staticmethod
     def joined(parts: Sequence[MediaRows]) -> MediaRows | None:
-        """Several as one, None if there is nothing in them. Their order is theirs: places need not rise."""
+        """Several as one, None if there is nothing in them. Their order is theirs: places need not
+        rise."""
         parts = [p for p in parts if len(p.places)]
         if len(parts) < 2:
             return parts[0] if parts else None
@@ -121,12 +129,16 @@ class Thinker(nn.Module):
 
         heard: list[torch.Tensor] = []
         for clip in prompt.audios:
-            heard.append(self.audio_tower.encode(to_device(clip.mel, device, torch.float32).to(dtype)))
+            heard.append(
+                self.audio_tower.encode(to_device(clip.mel, device, torch.float32).to(dtype))
+            )
         if heard:
             rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat(heard))
         for pad, pictures in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
             if pictures:
-                seen = run_through(self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures]))
+                seen = run_through(
+                    self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures])
+                )
                 rows.index_copy_(0, among(pad, media), seen.main)
                 deep.index_copy_(1, among(pad, visual), torch.stack(list(seen.deep)))
         return MediaRows(torch.from_numpy(media), rows, torch.from_numpy(visual), deep)
@@ -149,14 +161,18 @@ class Thinker(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One pass: rows x [rows, hidden], positions [3, rows].
 
-        Returns the final-normed rows, and the accept layer's residual stream at the rows named by `capture`."""
+        Returns the final-normed rows, and the accept layer's residual stream at the rows named by
+        `capture`."""
         taken: list[torch.Tensor] = []
         wanted = None if capture is None else torch.as_tensor(capture, device=x.device)
         if wanted is not None and self.accept_layer == 0:
             taken.append(x[wanted])
 
         def after(layer: int, stream: torch.Tensor) -> torch.Tensor:
-            if wanted is not None and layer + 1 == self.accept_layer < self.config.thinker.text.num_layers:
+            if (
+                wanted is not None
+                and layer + 1 == self.accept_layer < self.config.thinker.text.num_layers
+            ):
                 taken.append(stream[wanted])  # before this layer's DeepStack addition
             if deep is not None and layer < len(deep.levels):
                 stream = stream.index_add(0, deep.rows, deep.levels[layer])

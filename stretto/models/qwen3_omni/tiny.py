@@ -1,8 +1,10 @@
-"""Writes the tiny checkpoint: a random model in the released format, small enough for tests and demos on a CPU.
+"""Writes the tiny checkpoint: a random model in the released format, small enough for tests and
+demos on a CPU.
 
-The configuration is the released one with widths, depths, expert counts and the text vocabulary shrunk; all parts
-and all structural numbers stay. Every weight is random at a size where it matters, so that a mistake in any path
-shows. Needs numpy, safetensors and tokenizers; no torch, no transformers. Called by the command line and tests."""
+The configuration is the released one with widths, depths, expert counts and the text vocabulary
+shrunk; all parts and all structural numbers stay. Every weight is random at a size where it
+matters, so that a mistake in any path shows. Needs numpy, safetensors and tokenizers; no torch, no
+transformers. Called by the command line and tests."""
 
 from __future__ import annotations
 
@@ -80,7 +82,12 @@ SHRUNK: dict[str, Any] = {
             "max_position_embeddings": 8192,
             "rope_scaling": _MROPE,
         },
-        "code_predictor_config": {**_LM, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2},
+        "code_predictor_config": {
+            **_LM,
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+        },
     },
     "code2wav_config": {
         "hidden_size": 32,
@@ -163,9 +170,11 @@ def tiny_config() -> dict[str, Any]:
     return merged(merged(released_config(), SHRUNK), tokens)
 
 
-def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3, changes: dict[str, Any] | None = None) -> None:
-    """Write the tiny checkpoint into `directory`. The same seed gives the same bytes. `changes` to its config make
-    another one."""
+def write_tiny(
+    directory: str | Path, seed: int = 0, shards: int = 3, changes: dict[str, Any] | None = None
+) -> None:
+    """Write the tiny checkpoint into `directory`. The same seed gives the same bytes. `changes` to
+    its config make another one."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     config = merged(tiny_config(), changes or {})
@@ -179,7 +188,9 @@ def write_tiny(directory: str | Path, seed: int = 0, shards: int = 3, changes: d
     write_json(folder / "vocab.json", vocab)
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    write_json(folder / "config.json", {**config, RANDOM: True})  # last: a directory with a config.json is complete
+    write_json(
+        folder / "config.json", {**config, RANDOM: True}
+    )  # last: a directory with a config.json is complete
 
 
 def _write_weights(folder: Path, weights: Weights, shards: int) -> None:
@@ -204,7 +215,9 @@ def _write_weights(folder: Path, weights: Weights, shards: int) -> None:
 
 def tiny_weights(config: OmniConfig, seed: int) -> Weights:
     """Random weights, each tensor a function of the seed and its name alone."""
-    weights = {name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()}
+    weights = {
+        name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()
+    }
     _steer_text(weights, config)
     _steer_speech(weights, config)
     return weights
@@ -220,16 +233,21 @@ def _steer_text(weights: Weights, config: OmniConfig) -> None:
     head[others] *= 0.6
     head[never] *= 0.1
     head[words] -= 0.1 * embed[words]  # away from what was just said: fewer loops
-    # A random row would win once in a vocabulary; a longer one does so every few dozen tokens. The first token of
-    # an answer follows a newline, so a row that points away from the newline does not end it there.
+    # A random row would win once in a vocabulary; a longer one does so every few dozen tokens. The
+    # first token of an answer follows a newline, so a row that points away from the newline does
+    # not end it there.
     head[config.tokens.im_end] *= 26.0
     head[config.tokens.im_end] -= 0.1 * embed[ids["Ċ"]]
 
 
 def _steer_speech(weights: Weights, config: OmniConfig) -> None:
-    """Let speech end some frames after its text: the end code's row looks for the padding text row."""
+    """Let speech end some frames after its text: the end code's row looks for the padding text
+    row."""
     fc1, fc2 = "talker.text_projection.linear_fc1", "talker.text_projection.linear_fc2"
-    x = weights["thinker.model.embed_tokens.weight"] @ weights[f"{fc1}.weight"].T + weights[f"{fc1}.bias"]
+    x = (
+        weights["thinker.model.embed_tokens.weight"] @ weights[f"{fc1}.weight"].T
+        + weights[f"{fc1}.bias"]
+    )
     rows = (x / (1 + np.exp(-x))) @ weights[f"{fc2}.weight"].T  # of all tokens, less a constant
     row = rows[config.tokens.tts_pad] - rows.mean(axis=0)
     weights["talker.codec_head.weight"][config.talker.codec.eos] = row / np.linalg.norm(row)

@@ -9,9 +9,12 @@ TRANSCRIPTION = Transcription(
     transcribe_language="Transcribe the {language} audio into text.",
     translate="Listen to the provided speech and produce a translation in English text.",
     languages={
-        "en": "English", "zh": "Chinese", "ko": "Korean", "ja": "Japanese", "de": "German", "ru": "Russian",
-        "it": "Italian", "fr": "French", "es": "Spanish", "pt": "Portuguese", "ms": "Malay", "nl": "Dutch",
-        "id": "Indonesian", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "ar": "Arabic", "ur": "Urdu",
+        "en": "English", "zh": "Chinese", "ko": "Korean", "ja": "Japanese", "de": "German",
+        "ru": "Russian",
+        "it": "Italian", "fr": "French", "es": "Spanish", "pt": "Portuguese", "ms": "Malay",
+        "nl": "Dutch",
+        "id": "Indonesian", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "ar": "Arabic",
+        "ur": "Urdu",
     },
 )  # fmt: skip
 """In the words that the released model's documentation uses."""

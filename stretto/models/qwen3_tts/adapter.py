@@ -23,9 +23,15 @@ class TalkerInput(FrameInput[SpeechPrompt]):
 class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):
     def before_text(self, given: TalkerInput) -> torch.Tensor:
         ref = given.prompt.reference
-        return self.frame_rows(ref.frames[-1:])[0] if ref is not None and ref.in_context else self.begin
+        return (
+            self.frame_rows(ref.frames[-1:])[0]
+            if ref is not None and ref.in_context
+            else self.begin
+        )
 
-    def prompt_input(self, given: TalkerInput, start: int, stop: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
+    def prompt_input(
+        self, given: TalkerInput, start: int, stop: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
         p, model = given.prompt, self.model
         texts, codecs = np.array([p.row(i) for i in range(start, stop)], dtype=np.int64).T
         x = model.text_rows(to_device(texts, model.device, torch.int64))
@@ -39,7 +45,9 @@ class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):
                 x.index_add_(0, self._at(voice), vector)
             sound = np.flatnonzero(codecs >= FRAME)
             if len(sound):
-                x.index_add_(0, self._at(sound), self.frame_rows(p.reference.frames[codecs[sound] - FRAME]))
+                x.index_add_(
+                    0, self._at(sound), self.frame_rows(p.reference.frames[codecs[sound] - FRAME])
+                )
         positions = np.arange(start, stop, dtype=np.float32)
         return x, np.broadcast_to(positions, (3, len(positions)))
 

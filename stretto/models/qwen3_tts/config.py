@@ -1,4 +1,5 @@
-"""The model's configuration, read once from a checkpoint's two config.json files into frozen records.
+"""The model's configuration, read once from a checkpoint's two config.json files into frozen
+records.
 
 Nothing else in the package looks at them. Imports no torch."""
 
@@ -139,17 +140,24 @@ class TtsConfig:
             raise Invalid(f"unknown voice {voice!r}; this model has {known}", "voice") from None
 
     def language_id(self, language: str | None, voice: str | None) -> int | None:
-        """The codec id of a language; None: the model finds out. Some voices speak a dialect unless told otherwise."""
+        """The codec id of a language; None: the model finds out. Some voices speak a dialect unless
+        told otherwise."""
         name, t = (language or AUTO).lower(), self.talker
         if name != AUTO and name not in t.offered:
-            raise Invalid(f"unknown language {language!r}; this model has {', '.join((AUTO, *t.offered))}", "language")
+            raise Invalid(
+                f"unknown language {language!r}; this model has {', '.join((AUTO, *t.offered))}",
+                "language",
+            )
         if name in (AUTO, "chinese") and voice is not None and voice.lower() in t.dialects:
             name = t.dialects[voice.lower()]
         return None if name == AUTO else t.languages[name]
 
 
 def parse(
-    raw: object, codec: object, where: str = "config.json", codec_where: str = f"{CODEC}/config.json"
+    raw: object,
+    codec: object,
+    where: str = "config.json",
+    codec_where: str = f"{CODEC}/config.json",
 ) -> TtsConfig:
     """The frozen configuration from both parsed files; `where` they are is named in errors."""
     top, below = Section(raw, where), Section(codec, codec_where)
@@ -162,26 +170,44 @@ def parse(
             raise s.fail(key, f"must be {wanted!r}, got {s.raw.get(key)!r}")
     kind = top.get("tts_model_type")
     if kind not in get_args(Kind):
-        raise top.fail("tts_model_type", f"must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+        raise top.fail(
+            "tts_model_type", f"must be one of {', '.join(get_args(Kind))}, got {kind!r}"
+        )
     talker = _talker(top.section("talker_config"), kind)
     vocoder = _vocoder(below.section("decoder_config"))
     if vocoder.num_quantizers != talker.num_code_groups:
-        raise below.fail("decoder_config.num_quantizers", f"must be the talker's {talker.num_code_groups} code groups")
+        raise below.fail(
+            "decoder_config.num_quantizers",
+            f"must be the talker's {talker.num_code_groups} code groups",
+        )
     if talker.predictor.vocab_size > vocoder.codebook_size:
-        raise below.fail("decoder_config.codebook_size", f"is below the predictor's {talker.predictor.vocab_size}")
+        raise below.fail(
+            "decoder_config.codebook_size",
+            f"is below the predictor's {talker.predictor.vocab_size}",
+        )
     for key in ("input_sample_rate", "output_sample_rate"):
         if below.integer(key) != SAMPLE_RATE:
             raise below.fail(key, f"other than {SAMPLE_RATE} is not supported")
     if below.integer("decode_upsample_rate") != vocoder.samples_per_frame:
-        raise below.fail("decode_upsample_rate", f"must be {vocoder.samples_per_frame}, as its stages upsample")
-    encoder = _encoder(below.section("encoder_config"), below.integer("encoder_valid_num_quantizers"))
+        raise below.fail(
+            "decode_upsample_rate", f"must be {vocoder.samples_per_frame}, as its stages upsample"
+        )
+    encoder = _encoder(
+        below.section("encoder_config"), below.integer("encoder_valid_num_quantizers")
+    )
     if encoder.used != vocoder.num_quantizers:
-        raise below.fail("encoder_valid_num_quantizers", f"must be the decoder's {vocoder.num_quantizers}")
+        raise below.fail(
+            "encoder_valid_num_quantizers", f"must be the decoder's {vocoder.num_quantizers}"
+        )
     speaker = _speaker(top.section("speaker_encoder_config")) if kind == "base" else None
     if speaker is not None and speaker.size != talker.decoder.hidden_size:
-        raise top.fail("speaker_encoder_config.enc_dim", f"must be the talker's {talker.decoder.hidden_size}")
+        raise top.fail(
+            "speaker_encoder_config.enc_dim", f"must be the talker's {talker.decoder.hidden_size}"
+        )
     size = top.get("tts_model_size")
-    return TtsConfig(kind, str(size), talker, vocoder, encoder, speaker, _tokens(top, talker.text_vocab))
+    return TtsConfig(
+        kind, str(size), talker, vocoder, encoder, speaker, _tokens(top, talker.text_vocab)
+    )
 
 
 def _tokens(s: Section, vocab: int) -> TokenIds:
@@ -191,7 +217,9 @@ def _tokens(s: Section, vocab: int) -> TokenIds:
 
 def _talker(s: Section, kind: Kind) -> TalkerConfig:
     decoder = decoder_config(s, mrope=True, moe=False, shared=False)
-    predictor = decoder_config(s.section("code_predictor_config"), mrope=False, moe=False, shared=False)
+    predictor = decoder_config(
+        s.section("code_predictor_config"), mrope=False, moe=False, shared=False
+    )
     vocab = decoder.vocab_size
     codec = CodecIds(
         pad=s.id("codec_pad_id", vocab),
@@ -205,10 +233,14 @@ def _talker(s: Section, kind: Kind) -> TalkerConfig:
     languages, speakers = _ids(s, "codec_language_id", vocab), _ids(s, "spk_id", vocab)
     if kind == "custom_voice" and not speakers:
         raise s.fail("spk_id", "must name at least one voice")
-    dialects = {k.lower(): v for k, v in s.section("spk_is_dialect").raw.items() if v} if speakers else {}
+    dialects = (
+        {k.lower(): v for k, v in s.section("spk_is_dialect").raw.items() if v} if speakers else {}
+    )
     for speaker, language in dialects.items():
         if language not in languages:
-            raise s.fail("spk_is_dialect", f"gives {speaker} the language {language!r}, which is not in it")
+            raise s.fail(
+                "spk_is_dialect", f"gives {speaker} the language {language!r}, which is not in it"
+            )
     return TalkerConfig(
         decoder,
         predictor,
@@ -242,9 +274,11 @@ def _vocoder(s: Section) -> VocoderConfig:
 
 
 MIMI: dict[str, Any] = {
-    "num_filters": 64, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048,
+    "num_filters": 64, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "intermediate_size": 2048,
     "norm_eps": 1e-5, "rope_theta": 10000.0, "upsampling_ratios": [8, 6, 5, 4], "kernel_size": 7,
-    "last_kernel_size": 3, "residual_kernel_size": 3, "compress": 2, "codebook_size": 2048, "codebook_dim": 256,
+    "last_kernel_size": 3, "residual_kernel_size": 3, "compress": 2, "codebook_size": 2048,
+    "codebook_dim": 256,
     "vector_quantization_hidden_dimension": 256, "num_quantizers": 32,
 }  # fmt: skip
 """The encoder is Mimi's, whose configuration leaves out what is as it always is."""
@@ -254,7 +288,9 @@ def _encoder(s: Section, used: int) -> EncoderConfig:
     s = Section({**MIMI, **{k: v for k, v in s.raw.items() if v is not None}}, s.where, s.path)
     heads, hidden = s.integer("num_attention_heads"), s.integer("hidden_size")
     if hidden % heads or s.raw.get("num_key_value_heads", heads) != heads:
-        raise s.fail("num_attention_heads", f"({heads}) must divide hidden_size, and be num_key_value_heads")
+        raise s.fail(
+            "num_attention_heads", f"({heads}) must divide hidden_size, and be num_key_value_heads"
+        )
     return EncoderConfig(
         filters=s.integer("num_filters"),
         hidden_size=hidden,
@@ -281,10 +317,15 @@ def _speaker(s: Section) -> SpeakerConfig:
         raise s.fail("sample_rate", f"other than {SAMPLE_RATE} is not supported")
     given: dict[str, Any] = {}
     for name, key in (("mel_bins", "mel_dim"), ("attention_channels", "enc_attention_channels"),
-                      ("scale", "enc_res2net_scale"), ("squeeze_channels", "enc_se_channels")):  # fmt: skip
+                      ("scale", "enc_res2net_scale"), ("squeeze_channels",
+                      "enc_se_channels")):  # fmt: skip
         if key in s.raw:
             given[name] = s.count(key)
-    for name, key in (("channels", "enc_channels"), ("kernels", "enc_kernel_sizes"), ("dilations", "enc_dilations")):
+    for name, key in (
+        ("channels", "enc_channels"),
+        ("kernels", "enc_kernel_sizes"),
+        ("dilations", "enc_dilations"),
+    ):
         if key in s.raw:
             given[name] = s.ints(key)
     c = SpeakerConfig(s.integer("enc_dim"), **given)

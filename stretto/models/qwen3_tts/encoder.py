@@ -1,8 +1,9 @@
-"""Sound to codes: the codec's encoder (Mimi's), for the reference of a cloned voice. Whole clips, in float32.
+"""Sound to codes: the codec's encoder (Mimi's), for the reference of a cloned voice. Whole clips,
+in float32.
 
-Its attention looks back over the whole clip: the window that the configuration names is not applied by the model's own
-package either. `run` is a generator that yields after each part (`models/parts.py`); the enroller's node runs it
-between the turns of others."""
+Its attention looks back over the whole clip: the window that the configuration names is not applied
+by the model's own package either. `run` is a generator that yields after each part
+(`models/parts.py`); the enroller's node runs it between the turns of others."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Weights(nn.Module):
 class Conv(nn.Module):
     """Causal: padded in front, and behind by as much as the last window lacks."""
 
-    def __init__(self, inputs: int, outputs: int, taps: int, stride: int = 1, bias: bool = True) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, taps: int, stride: int = 1, bias: bool = True
+    ) -> None:
         super().__init__()
         self.front, self.stride, self.mode = taps - stride, stride, "constant"
         self.conv = Weights(inputs, outputs, taps, bias)
@@ -44,7 +47,9 @@ class Conv(nn.Module):
 class Residual(nn.Module):
     def __init__(self, width: int, inner: int, taps: int) -> None:
         super().__init__()
-        self.block = nn.ModuleList([nn.Identity(), Conv(width, inner, taps), nn.Identity(), Conv(inner, width, 1)])
+        self.block = nn.ModuleList(
+            [nn.Identity(), Conv(width, inner, taps), nn.Identity(), Conv(inner, width, 1)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _, narrow, _, widen = self.block
@@ -81,7 +86,9 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(d, d) for _ in range(4))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).view(len(x), self.heads, -1) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).view(len(x), self.heads, -1) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -104,19 +111,28 @@ class Layer(nn.Module):
         super().__init__()
         d = c.hidden_size
         self.self_attn, self.mlp = Attention(c), Mlp(c)
-        self.input_layernorm, self.post_attention_layernorm = Norm(d, c.norm_eps), Norm(d, c.norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = (
+            Norm(d, c.norm_eps),
+            Norm(d, c.norm_eps),
+        )
         self.self_attn_layer_scale, self.mlp_layer_scale = Scale(d), Scale(d)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn_layer_scale.scale * self.self_attn(self.input_layernorm(x), cos, sin)
-        out: torch.Tensor = x + self.mlp_layer_scale.scale * self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x + self.mlp_layer_scale.scale * self.mlp(
+            self.post_attention_layernorm(x)
+        )
         return out
 
 
 class Codebook(nn.Module):
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
-        self.cluster_usage, self.initialized, self.embed_sum = frozen(size), frozen(1), frozen(size, dim)
+        self.cluster_usage, self.initialized, self.embed_sum = (
+            frozen(size),
+            frozen(1),
+            frozen(size, dim),
+        )
 
     def rows(self) -> torch.Tensor:
         return self.embed_sum / self.cluster_usage.clamp(min=1e-5)[:, None]
@@ -162,7 +178,11 @@ class CodecEncoder(nn.Module):
         stack: list[nn.Module] = [*layers]
         for ratio in reversed(c.ratios):
             inner = width // c.compress
-            stack += [Residual(width, inner, c.residual_kernel), nn.ELU(), Conv(width, 2 * width, 2 * ratio, ratio)]
+            stack += [
+                Residual(width, inner, c.residual_kernel),
+                nn.ELU(),
+                Conv(width, 2 * width, 2 * ratio, ratio),
+            ]
             width *= 2
         stack += [nn.ELU(), Conv(width, c.hidden_size, c.last_kernel)]
         self.encoder = Stack(stack)

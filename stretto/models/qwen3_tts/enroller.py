@@ -1,8 +1,9 @@
 """The enroller: a stage of its own that makes a voice of a clip. It is not on the path of speech.
 
-Two encoders, in float32 whatever the others are, and a stage that runs them in parts, so that the host's other stages
-have their turns. On a GPU they have a stream of their own, behind those of speech, and what they make is copied to the
-host while the loop goes on. Driven by the host, on the loop thread."""
+Two encoders, in float32 whatever the others are, and a stage that runs them in parts, so that the
+host's other stages have their turns. On a GPU they have a stream of their own, behind those of
+speech, and what they make is copied to the host while the loop goes on. Driven by the host, on the
+loop thread."""
 
 from __future__ import annotations
 
@@ -42,15 +43,18 @@ class Enroller(nn.Module):
         super().__init__()
         assert config.speaker is not None
         self.per_frame = config.vocoder.samples_per_frame
-        self.speaker_encoder, self.encoder = SpeakerEncoder(config.speaker), CodecEncoder(config.encoder)
+        self.speaker_encoder, self.encoder = (
+            SpeakerEncoder(config.speaker),
+            CodecEncoder(config.encoder),
+        )
 
     @property
     def device(self) -> torch.device:
         return self.speaker_encoder.fc.weight.device
 
     def run(self, samples: torch.Tensor, text: tuple[int, ...]) -> Parts[tuple[torch.Tensor, ...]]:
-        """The voice's vector; with the clip's text its codes too, since then new speech goes on where it ends. Both on
-        the device."""
+        """The voice's vector; with the clip's text its codes too, since then new speech goes on
+        where it ends. Both on the device."""
         vector = yield from self.speaker_encoder.run(samples)
         yield
         if not text:
@@ -72,7 +76,10 @@ class Copied:
         """On the stream that made it; `waiter` rings when it is there."""
         if waiter is None:
             return cls(made, None)
-        host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in made)
+        host = tuple(
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+            for t in made
+        )
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         waiter.watch(event)
@@ -121,12 +128,17 @@ class EnrollerStage:
             raise Invalid("a voice is made of one clip", "audio")
         samples = clips[0][0]
         if len(samples) < SHORTEST:
-            raise Invalid(f"the clip is too short: {len(samples)} samples, at least {SHORTEST} are needed", "audio")
+            raise Invalid(
+                f"the clip is too short: {len(samples)} samples, at least {SHORTEST} are needed",
+                "audio",
+            )
         if len(self.work) >= MOST:
             raise Busy(f"{MOST} voices are being made already")
         with self._running():
             heard = to_device(np.array(samples), self.model.device, torch.float32)
-        self.work[a.request] = Work(self.model.run(heard, prompt.ids), prompt.ids, StageTimings(time.monotonic()))
+        self.work[a.request] = Work(
+            self.model.run(heard, prompt.ids), prompt.ids, StageTimings(time.monotonic())
+        )
 
     def cancel(self, id: RequestId) -> None:
         self.work.pop(id, None)
@@ -142,7 +154,9 @@ class EnrollerStage:
 
     def poll(self) -> Sequence[Output]:
         """Voices that are done."""
-        for id in [id for id, work in self.work.items() if work.copied is not None and work.copied.ready]:
+        for id in [
+            id for id, work in self.work.items() if work.copied is not None and work.copied.ready
+        ]:
             self._end(id, self.work.pop(id))
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -177,7 +191,9 @@ class EnrollerStage:
     def _end(self, id: RequestId, work: Work) -> None:
         assert work.copied is not None
         voice = work.copied.voice(work.text)
-        if not np.isfinite(np.frombuffer(voice.vector, np.float32)).all():  # of samples beyond all measure
+        if not np.isfinite(
+            np.frombuffer(voice.vector, np.float32)
+        ).all():  # of samples beyond all measure
             self._fail(id, "no voice can be made of this sound")
             return
         work.timings.mark(time.monotonic())

@@ -1,7 +1,8 @@
 """Qwen3-TTS as the engine knows it: text in, speech out. Imports no torch.
 
-The talker makes a frame of sixteen codes per 80 ms, code2wav makes samples of the frames. Models that clone voices have
-a third stage, which makes a voice of a clip and is not on the path of speech."""
+The talker makes a frame of sixteen codes per 80 ms, code2wav makes samples of the frames. Models
+that clone voices have a third stage, which makes a voice of a clip and is not on the path of
+speech."""
 
 from __future__ import annotations
 
@@ -20,18 +21,26 @@ from stretto.types import SamplingParams
 
 BUILD = "stretto.models.qwen3_tts.host:build"
 TALKER = StageSpec("talker", "turns the text into codes of speech", decides="audio", each="frame")
-CODE2WAV = StageSpec("code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet")
+CODE2WAV = StageSpec(
+    "code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet"
+)
 LINKS = (LinkSpec("talker", "code2wav"),)
 NO_MEDIA = MediaTokens()
 PASSAGE = 1200
-"""Characters: about a minute and a half of speech. The model was made to say so much at once, and not a book."""
+"""Characters: about a minute and a half of speech. The model was made to say so much at once, and
+not a book."""
 READING = ("talker", "code2wav")
 
 SPEAKS = PipelineSpec(BUILD, (TALKER, CODE2WAV), LINKS, {"reading": READING})
-# The enroller stands in the middle because the host's first stage takes prompts first, and its last one turns often.
+# The enroller stands in the middle because the host's first stage takes prompts first, and its last
+# one turns often.
 CLONES = PipelineSpec(
     BUILD,
-    (TALKER, StageSpec("enroller", "makes a voice of a clip", encodes_media=True, first="voice"), CODE2WAV),
+    (
+        TALKER,
+        StageSpec("enroller", "makes a voice of a clip", encodes_media=True, first="voice"),
+        CODE2WAV,
+    ),
     LINKS,
     {"reading": READING, "enrolment": ("enroller",)},
 )

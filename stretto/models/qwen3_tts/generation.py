@@ -1,6 +1,8 @@
-"""What a checkpoint's generation_config.json says of speech: read once, when the model is opened. Imports no torch.
+"""What a checkpoint's generation_config.json says of speech: read once, when the model is opened.
+Imports no torch.
 
-Its plain names (`temperature` and others) are about code 0 of a frame, those with `subtalker_` about other codes."""
+Its plain names (`temperature` and others) are about code 0 of a frame, those with `subtalker_`
+about other codes."""
 
 from __future__ import annotations
 
@@ -8,15 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.errors import CheckpointError, Invalid
-from stretto.messages.params import Params
 from stretto.models.generation import DRAWN, GenerationFile
 from stretto.models.qwen3_tts.params import RESIDUAL
+from stretto.params import Params
 from stretto.types import SamplingParams
 
 
 def read_defaults(file: GenerationFile) -> Params:
     """The parameters of a request that states none."""
-    given: dict[str, Any] = {f"speech_{name}": file.number((name,), kind) for name, kind in DRAWN.items()}
+    given: dict[str, Any] = {
+        f"speech_{name}": file.number((name,), kind) for name, kind in DRAWN.items()
+    }
     if file.raw.get("do_sample") is False:
         given["speech_temperature"] = 0.0
     if (picks := file.number(("max_new_tokens",), int)) is not None:
@@ -31,6 +35,8 @@ def read_residual(file: GenerationFile) -> SamplingParams:
     if file.raw.get("subtalker_dosample") is False:
         given["temperature"] = 0.0
     try:
-        return replace(RESIDUAL, **{name: value for name, value in given.items() if value is not None})
+        return replace(
+            RESIDUAL, **{name: value for name, value in given.items() if value is not None}
+        )
     except Invalid as e:
         raise CheckpointError(f"{file.path}: subtalker_{e}") from None

@@ -35,8 +35,9 @@ class StageBuilder(Building[Source]):
     def build(self) -> dict[str, Stage]:
         """The stages, if all of them fit.
 
-        On a GPU, kernels that were never compiled on this machine are compiled by other processes meanwhile. These
-        have ended before the KV pool is allocated. The talker, whose kernels they are, comes last."""
+        On a GPU, kernels that were never compiled on this machine are compiled by other processes
+        meanwhile. These have ended before the KV pool is allocated. The talker, whose kernels they
+        are, comes last."""
         c, s = self.context, self.context.settings
         source = Source.open(c.model, c.device, c.dtype, s.load_format, progress=False)
         order = sorted(self.stages, key=lambda name: name == "talker")
@@ -63,7 +64,9 @@ class StageBuilder(Building[Source]):
         c, s, model = self.context, self.context.settings, source.talker()
         self.finish_warming("talker")
         blocks = self.blocks["talker"]
-        adapter = TalkerAdapter(model, model.cache(blocks + 1, s.block_size), s.max_rows, s.max_context)
+        adapter = TalkerAdapter(
+            model, model.cache(blocks + 1, s.block_size), s.max_rows, s.max_context
+        )
 
         def capture(stream: torch.cuda.Stream) -> None:
             prompts = PrefillGraphs.where_usable(model.model, adapter.cache, adapter.rows, None)
@@ -72,8 +75,11 @@ class StageBuilder(Building[Source]):
                 prompts.capture(stream)
                 adapter.prompts = prompts
 
-        # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel by kernel.
-        core = c.autoregressive("talker", adapter, blocks, priority=-1, mixed=not adapter.fused, capture=capture)
+        # A captured frame serves decoding rows alone; beside a prompt it would be launched kernel
+        # by kernel.
+        core = c.autoregressive(
+            "talker", adapter, blocks, priority=-1, mixed=not adapter.fused, capture=capture
+        )
         return TalkerStage(core, model, c)
 
     def _vocoder(self, source: Source) -> PrimedVocoderStage:
@@ -85,5 +91,8 @@ class StageBuilder(Building[Source]):
 
     def _room(self, stage: str) -> str:
         s = self.context.settings
-        rooms = {"talker": f"{self.blocks.get('talker', 0) * s.block_size} tokens", "code2wav": f"{s.max_rows} streams"}
+        rooms = {
+            "talker": f"{self.blocks.get('talker', 0) * s.block_size} tokens",
+            "code2wav": f"{s.max_rows} streams",
+        }
         return f"loading, with room for {rooms[stage]}" if stage in rooms else "loading"

@@ -1,5 +1,5 @@
-"""From a checkpoint (or from nothing) to stages that are ready to run. Each stage loads only its own tensors, straight
-to its device; the codec's lie in a folder of their own."""
+"""From a checkpoint (or from nothing) to stages that are ready to run. Each stage loads only its
+own tensors, straight to its device; the codec's lie in a folder of their own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Source:
         return model
 
     def vocoder(self) -> CodecDecoder:
-        model = self._fill(lambda: CodecDecoder(self.config.vocoder), "decoder.", "code2wav", 2, CODEC)
+        model = self._fill(
+            lambda: CodecDecoder(self.config.vocoder), "decoder.", "code2wav", 2, CODEC
+        )
         model.prepare()
         return model
 
@@ -64,7 +66,9 @@ class Source:
         self._load(model.encoder, "encoder.", "enroller", 4, CODEC)
         return model.eval()
 
-    def _fill(self, factory: Callable[[], M], prefix: str, label: str, seed: int, folder: str = "") -> M:
+    def _fill(
+        self, factory: Callable[[], M], prefix: str, label: str, seed: int, folder: str = ""
+    ) -> M:
         model = build(factory, self.device, self.dtype)
         self._load(model, prefix, label, seed, folder)
         return model.eval()

@@ -1,4 +1,5 @@
-"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick. Imports no torch."""
+"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
 from stretto.types import SamplingParams, stage_seed
 
 RESIDUAL = SamplingParams(temperature=0.9, top_k=50)
-"""How the code predictor picks codes other than a frame's first, where the checkpoint says nothing of it."""
+"""How the code predictor picks codes other than a frame's first, where the checkpoint says nothing
+of it."""
 MIN_FRAMES = 2
 """The model was made to say at least so much."""
 
 
 class ClonedVoice(StageParams, frozen=True):
-    """A voice of its own, as the enroller made it: what users keep, and give back with a request."""
+    """A voice of its own, as the enroller made it: what users keep, and give back with a
+    request."""
 
     vector: bytes  # float32
     codes: bytes = b""  # int16 [frames, groups]; none: the vector alone
@@ -53,7 +56,9 @@ def reference(config: TtsConfig, cloned: ClonedVoice) -> Reference:
     codes = np.frombuffer(cloned.codes, np.int16).astype(np.int64).reshape(-1, groups)
     if not np.isfinite(vector).all() or (len(codes) and not 0 <= codes.min() <= codes.max() < 2048):
         raise Invalid("this voice is damaged", "voice")
-    digest = blake2b(cloned.vector + cloned.codes + repr(cloned.text).encode(), digest_size=16).digest()
+    digest = blake2b(
+        cloned.vector + cloned.codes + repr(cloned.text).encode(), digest_size=16
+    ).digest()
     return Reference(vector, codes, cloned.text, digest)
 
 
@@ -66,8 +71,11 @@ def read_voice(config: TtsConfig, data: bytes) -> ClonedVoice:
     return voice
 
 
-def stage_params(config: TtsConfig, w: Wanted, residual: SamplingParams) -> dict[str, msgspec.Struct]:
-    """`residual`: how the checkpoint's other codes are drawn; those of codebook 0 as the request says."""
+def stage_params(
+    config: TtsConfig, w: Wanted, residual: SamplingParams
+) -> dict[str, msgspec.Struct]:
+    """`residual`: how the checkpoint's other codes are drawn; those of codebook 0 as the request
+    says."""
     if w.capability == "enrolment":
         return {"enroller": EnrollerParams()}
     if w.capability != "reading":

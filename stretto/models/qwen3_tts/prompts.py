@@ -1,8 +1,8 @@
-"""Turns what is to be said, and a clip of a voice, into a `Prompt`. There is no chat template: fixed strings stand
-around the instructions, and what a client writes is encoded as plain text.
+"""Turns what is to be said, and a clip of a voice, into a `Prompt`. There is no chat template:
+fixed strings stand around the instructions, and what a client writes is encoded as plain text.
 
-The front end keeps one builder per model and calls it from any thread: it holds no state of a request. Needs no
-torch."""
+The front end keeps one builder per model and calls it from any thread: it holds no state of a
+request. Needs no torch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ class SpeechBuilder:
     @classmethod
     def open(cls, directory: str | Path, config: TtsConfig) -> SpeechBuilder:
         t = config.tokens
-        tokenizer = Tokenizer.open(directory, [t.im_start, t.im_end, t.tts_pad, t.tts_bos, t.tts_eos])
+        tokenizer = Tokenizer.open(
+            directory, [t.im_start, t.im_end, t.tts_pad, t.tts_bos, t.tts_eos]
+        )
         for token in (t.im_start, t.im_end):
             if token not in tokenizer.added:
-                raise CheckpointError(f"{directory}: config.json names token {token}, which the tokenizer lacks")
+                raise CheckpointError(
+                    f"{directory}: config.json names token {token}, which the tokenizer lacks"
+                )
         role, user, line = (tokenizer.encode(word) for word in ("assistant", "user", "\n"))
         if role != [t.assistant] or len(user) != 1 or len(line) != 1:
-            raise CheckpointError(f"{directory}: the tokenizer does not have the role words as one token each")
+            raise CheckpointError(
+                f"{directory}: the tokenizer does not have the role words as one token each"
+            )
         return cls(config, tokenizer, user[0], line[0])
 
     def build(
@@ -54,8 +60,9 @@ class SpeechBuilder:
         *,
         allow_paths: bool = False,
     ) -> Prompt:
-        """What comes before a text that is read aloud: its instructions, from a system message, and the role. Or, of a
-        message with a clip, the clip's samples and the tokens of what is said in it."""
+        """What comes before a text that is read aloud: its instructions, from a system message, and
+        the role. Or, of a message with a clip, the clip's samples and the tokens of what is said in
+        it."""
         clips: list[Array] = []
 
         def found(medium: Medium, kind: Kind) -> None:
@@ -79,17 +86,27 @@ class SpeechBuilder:
         if not self.config.takes_instructions:
             raise Invalid("this model follows no instructions", "instructions")
         t = self.config.tokens
-        words = self.tokenizer.encode(f"\n{text}")  # in one go, as the model was made: line breaks join
+        words = self.tokenizer.encode(
+            f"\n{text}"
+        )  # in one go, as the model was made: line breaks join
         if len(words) > MAX_INSTRUCTIONS:
-            raise Invalid(f"instructions have {len(words)} tokens; at most {MAX_INSTRUCTIONS} are", "instructions")
+            raise Invalid(
+                f"instructions have {len(words)} tokens; at most {MAX_INSTRUCTIONS} are",
+                "instructions",
+            )
         return [t.im_start, self.user, *words, t.im_end, self.newline]
 
     def _clip(self, samples: Array, content: Any) -> Prompt:
         seconds = len(samples) / SAMPLE_RATE
         if seconds < SHORTEST_S:
-            raise Invalid(f"the clip is too short: {seconds:.2f} s, at least {SHORTEST_S:g} s are needed", "audio")
+            raise Invalid(
+                f"the clip is too short: {seconds:.2f} s, at least {SHORTEST_S:g} s are needed",
+                "audio",
+            )
         text = "".join(part.get("text", "") for part in content if part["type"] == "text").strip()
-        return Prompt(tuple(self.tokenizer.encode(text)) if text else (), (AudioClip.of(samples[None]),))
+        return Prompt(
+            tuple(self.tokenizer.encode(text)) if text else (), (AudioClip.of(samples[None]),)
+        )
 
 
 def open_builder(directory: Path) -> SpeechBuilder:

@@ -1,16 +1,17 @@
-"""The rows of a talker's prompt: each is a text token, and with it a codec part: an id, the voice's vector, a frame of
-the reference sound, or nothing.
+"""The rows of a talker's prompt: each is a text token, and with it a codec part: an id, the voice's
+vector, a frame of the reference sound, or nothing.
 
-A prompt is the instructions, the role, the language, the voice and the text's begin, then by layout:
+A prompt is the instructions, the role, the language, the voice and the text's begin, then by
+layout:
 
 - *streaming*: the codec's begin beside the first text token; the other tokens follow one per frame.
 - *whole*: all of the text beside padding, then the codec's begin.
-- *in context*: the reference's frames follow the codec's begin, and its text stands before the text that is to be
-  spoken. Streaming, words and frames stand side by side, so the first words are needed before the first frame; whole,
-  frames follow words.
+- *in context*: the reference's frames follow the codec's begin, and its text stands before the text
+  that is to be spoken. Streaming, words and frames stand side by side, so the first words are
+  needed before the first frame; whole, frames follow words.
 
-The last row is made like a generated one (see `speech/adapter.py`). Pure, host data; made by the talker's node on the
-loop thread."""
+The last row is made like a generated one (see `speech/adapter.py`). Pure, host data; made by the
+talker's node on the loop thread."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ class SpeechPrompt:
     opening: int  # rows before the layouts differ
     texts: list[int]  # of the rows that are known by now: text ids
     codecs: list[int]  # and codec parts
-    words: list[int] = field(default_factory=list)  # that came and have no row yet, or will have none
+    words: list[int] = field(
+        default_factory=list
+    )  # that came and have no row yet, or will have none
     ended: bool = False  # no more will come
     complete: bool = False  # all rows are known but the last
     placed: int = 0  # words that have a row of the prompt
@@ -114,7 +117,8 @@ class SpeechPrompt:
             self.complete = True
 
     def _grow_beside(self) -> None:
-        """All sounds but the last have a word beside them; when words run out, the end mark once, then padding."""
+        """All sounds but the last have a word beside them; when words run out, the end mark once,
+        then padding."""
         sounds = self._sounds()[:-1]
         while self.placed < len(sounds):
             if self.placed < len(self.words):
@@ -151,7 +155,8 @@ class SpeechPrompt:
         return self.pad if self.whole or self.placed > len(self.words) else self.eos
 
     def told(self, start: int, stop: int) -> list[int]:
-        """What tells rows apart, for the prefix cache. (Voices are kept apart by the cache's root.)"""
+        """What tells rows apart, for the prefix cache. (Voices are kept apart by the cache's
+        root.)"""
         rows = (self.row(i) for i in range(start, stop))
         return [(codec - NONE) << 32 | (text - NONE) for text, codec in rows]
 
@@ -164,7 +169,8 @@ def speech_prompt(
     reference: Reference | None,
     whole: bool,
 ) -> SpeechPrompt:
-    """The prompt before any text. `ids`: the instructions' tokens, if there are some, and the role's three."""
+    """The prompt before any text. `ids`: the instructions' tokens, if there are some, and the
+    role's three."""
     t, codec = config.tokens, config.talker.codec
     spoken = config.language_id(language, voice if reference is None else None)
     if spoken is None:
@@ -177,6 +183,8 @@ def speech_prompt(
         marks.append(config.speaker_id(voice))
     texts = [*ids, *(t.tts_pad for _ in marks), t.tts_bos]
     codecs = [*(NONE for _ in ids), *marks, codec.pad]
-    prompt = SpeechPrompt(whole, t.tts_pad, t.tts_eos, codec.pad, codec.bos, reference, len(texts), texts, codecs)
+    prompt = SpeechPrompt(
+        whole, t.tts_pad, t.tts_eos, codec.pad, codec.bos, reference, len(texts), texts, codecs
+    )
     prompt.take(reference.text if reference is not None and reference.in_context else ())
     return prompt

@@ -1,5 +1,6 @@
-"""The names and shapes of every tensor in a checkpoint of a given configuration, as they lie on disk, in its two
-files. The tiny checkpoint is written from this list, and tests hold the modules against it. Imports no torch."""
+"""The names and shapes of every tensor in a checkpoint of a given configuration, as they lie on
+disk, in its two files. The tiny checkpoint is written from this list, and tests hold the modules
+against it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from stretto.models.speech.config import VocoderConfig
 def model_shapes(config: TtsConfig) -> Shapes:
     """Of model.safetensors."""
     shapes = _talker("talker.", config.talker)
-    return shapes | (_speaker("speaker_encoder.", config.speaker) if config.speaker is not None else {})
+    return shapes | (
+        _speaker("speaker_encoder.", config.speaker) if config.speaker is not None else {}
+    )
 
 
 def codec_shapes(config: TtsConfig) -> Shapes:
@@ -49,7 +52,9 @@ def _speaker(p: str, c: SpeakerConfig) -> Shapes:
     shapes = _sound(f"{p}blocks.0.conv", ch[0], c.mel_bins, c.kernels[0])
     for i in range(1, len(ch) - 1):
         b, part = f"{p}blocks.{i}.", ch[i] // c.scale
-        shapes |= _sound(f"{b}tdnn1.conv", ch[i], ch[i - 1], 1) | _sound(f"{b}tdnn2.conv", ch[i], ch[i], 1)
+        shapes |= _sound(f"{b}tdnn1.conv", ch[i], ch[i - 1], 1) | _sound(
+            f"{b}tdnn2.conv", ch[i], ch[i], 1
+        )
         for j in range(c.scale - 1):
             shapes |= _sound(f"{b}res2net_block.blocks.{j}.conv", part, part, c.kernels[i])
         shapes |= _sound(f"{b}se_block.conv1", c.squeeze_channels, ch[i], 1)
@@ -90,7 +95,9 @@ def _encoder(p: str, c: EncoderConfig) -> Shapes:
         q = f"{p}encoder_transformer.layers.{i}."
         for name in "qkvo":
             shapes |= linear(f"{q}self_attn.{name}_proj", d, d, bias=False)
-        shapes |= linear(f"{q}mlp.fc1", c.ffn_size, d, bias=False) | linear(f"{q}mlp.fc2", d, c.ffn_size, bias=False)
+        shapes |= linear(f"{q}mlp.fc1", c.ffn_size, d, bias=False) | linear(
+            f"{q}mlp.fc2", d, c.ffn_size, bias=False
+        )
         shapes |= norm(f"{q}input_layernorm", d) | norm(f"{q}post_attention_layernorm", d)
         shapes |= {f"{q}self_attn_layer_scale.scale": (d,), f"{q}mlp_layer_scale.scale": (d,)}
     shapes[f"{p}downsample.conv.weight"] = (d, d, 4)

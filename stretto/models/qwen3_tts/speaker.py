@@ -1,4 +1,5 @@
-"""One vector of a voice: log-mel frames of a clip, through an ECAPA-TDNN. Whole clips, in float32."""
+"""One vector of a voice: log-mel frames of a clip, through an ECAPA-TDNN. Whole clips, in
+float32."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ class Squeeze(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, inputs: int, channels: int, c: SpeakerConfig, taps: int, dilation: int) -> None:
+    def __init__(
+        self, inputs: int, channels: int, c: SpeakerConfig, taps: int, dilation: int
+    ) -> None:
         super().__init__()
         self.tdnn1, self.tdnn2 = Tdnn(inputs, channels), Tdnn(channels, channels)
         self.res2net_block = Res2Net(channels, c.scale, taps, dilation)

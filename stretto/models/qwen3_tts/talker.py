@@ -1,4 +1,5 @@
-"""Qwen3-TTS's talker: it has a word embedding of its own, which becomes its text table and is dropped."""
+"""Qwen3-TTS's talker: it has a word embedding of its own, which becomes its text table and is
+dropped."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The talker's stage: text in, all at once or as it is written, frames of speech out. Driven by the host, on the loop
-thread."""
+"""The talker's stage: text in, all at once or as it is written, frames of speech out. Driven by the
+host, on the loop thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class TalkerStage(SpeechStage):
         rows = speech_prompt(config, prompt.ids, p.voice, p.language, cloned, p.whole)
         given = TalkerInput(rows, p.code0, p.residual, min_frames=p.min_frames)
         root = (cloned.digest if cloned is not None else b"") + a.cache_root
-        return PromptPlan(given, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken)))
+        return PromptPlan(
+            given, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken))
+        )
 
     def _text(self, id: RequestId, given: TalkerInput, tokens: Sequence[int]) -> None:
         given.said += len(tokens)
@@ -48,7 +50,8 @@ class TalkerStage(SpeechStage):
         self.core.scheduler.end_text(id)
 
     def _grow(self, id: RequestId, given: TalkerInput, change: Callable[[], Any]) -> None:
-        """Text came, or its end: rows of the prompt that are known now, then tokens that wait for their frames."""
+        """Text came, or its end: rows of the prompt that are known now, then tokens that wait for
+        their frames."""
         p, scheduler = given.prompt, self.core.scheduler
         before = p.num_known
         change()

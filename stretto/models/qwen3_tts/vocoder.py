@@ -46,7 +46,10 @@ class Quantizer(nn.Module):
     def __init__(self, c: VocoderConfig, books: int) -> None:
         super().__init__()
         half = c.table_size // 2
-        self.input_proj, self.output_proj = Projection(c.table_size, half), Projection(half, c.table_size)
+        self.input_proj, self.output_proj = (
+            Projection(c.table_size, half),
+            Projection(half, c.table_size),
+        )
         self.vq = Layers([Book(c.codebook_size, half) for _ in range(books)])
 
     def tables(self) -> list[torch.Tensor]:
@@ -96,7 +99,9 @@ class CodecDecoder(Vocoder):
         self.table = torch.cat(parts).to(self.weight.dtype)
         self.quantizer = None
 
-    def _transform(self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
+    def _transform(
+        self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push
+    ) -> torch.Tensor:
         slots, _, frames = codes.shape
         inner, c = self.pre_transformer, self.config
         x = self.table[self.table_rows(codes)].sum(1)
@@ -105,7 +110,9 @@ class CodecDecoder(Vocoder):
             weight, eps = inner.first_norm()
             moment = Moment(part.slots, part.frames, lengths, self._turn(part, frames), c.window)
             flat = x.reshape(slots * frames, -1)
-            x = inner.fused(flat, rms_norm(flat, weight, eps), part.window, moment).view(slots, frames, -1)
+            x = inner.fused(flat, rms_norm(flat, weight, eps), part.window, moment).view(
+                slots, frames, -1
+            )
         else:
             x = inner(x, part.window, self.timing(part, lengths, frames, x.dtype))
         out: torch.Tensor = inner.output_proj(x)

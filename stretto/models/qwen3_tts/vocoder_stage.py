@@ -1,4 +1,5 @@
-"""The vocoder's stage: the shared one, whose streams may have heard a cloned voice's reference before."""
+"""The vocoder's stage: the shared one, whose streams may have heard a cloned voice's reference
+before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Qwen3-TTS's warm-up (see `stage/warmup.py`): a text is read aloud; where voices are cloned, twice with one that
-nobody has, since what is kept of it the first time is put to use the second time. Used when its stages are built."""
+"""Qwen3-TTS's warm-up (see `stage/warmup.py`): a text is read aloud; where voices are cloned, twice
+with one that nobody has, since what is kept of it the first time is put to use the second time.
+Used when its stages are built."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import numpy as np
 import torch
 
 from stretto.family import Wanted
-from stretto.messages.params import Manner, Params
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, stage_params
 from stretto.models.speech.warmup import WORD, packets, params
+from stretto.params import Params, SpeechStyle
 from stretto.preprocess.prompt import AudioClip, Prompt
 from stretto.stage.warmup import WarmUpRequest
 
@@ -31,14 +32,18 @@ def warm_up(config: TtsConfig, device: torch.device) -> Sequence[WarmUpRequest]:
 
 
 def reading(config: TtsConfig, p: Params) -> WarmUpRequest:
-    manner = Manner()
+    manner = SpeechStyle()
     if config.kind == "base":
         vector = np.zeros(config.talker.decoder.hidden_size, np.float32)
         codes = np.zeros((FRAMES, config.talker.num_code_groups), np.int16)
-        manner = Manner(voice=msgspec.msgpack.encode(ClonedVoice(vector.tobytes(), codes.tobytes(), (WORD,))))
+        manner = SpeechStyle(
+            voice=msgspec.msgpack.encode(ClonedVoice(vector.tobytes(), codes.tobytes(), (WORD,)))
+        )
     told = stage_params(config, Wanted("reading", p, 0, None, (WORD,) * 4, manner), RESIDUAL)
     role = config.tokens.im_start, config.tokens.assistant, WORD
-    return WarmUpRequest(told, Prompt(role), {"talker>code2wav": packets(config.talker.num_code_groups)})
+    return WarmUpRequest(
+        told, Prompt(role), {"talker>code2wav": packets(config.talker.num_code_groups)}
+    )
 
 
 def enrolment(config: TtsConfig) -> WarmUpRequest:

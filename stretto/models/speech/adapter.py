@@ -1,7 +1,8 @@
 """A talker's adapter: text ids in, codec frames out. A family adds what its prompts are made of.
 
-A generated row's input is the embedding of the last frame (on the device) plus the row of one text token (an id from
-the host). The frames and text that came so far stay on the host as well, so that rows can be computed again."""
+A generated row's input is the embedding of the last frame (on the device) plus the row of one text
+token (an id from the host). The frames and text that came so far stay on the host as well, so that
+rows can be computed again."""
 
 from __future__ import annotations
 
@@ -51,9 +52,13 @@ class FrameInput(Generic[P]):
     prompt: P
     code0: SamplingParams
     residual: SamplingParams
-    text: list[int] = field(default_factory=list)  # spoken tokens: the first is in the prompt's last row
+    text: list[int] = field(
+        default_factory=list
+    )  # spoken tokens: the first is in the prompt's last row
     text_ended: bool = False
-    frames: list[list[int]] = field(default_factory=list)  # confirmed frames, for rows to be computed again
+    frames: list[list[int]] = field(
+        default_factory=list
+    )  # confirmed frames, for rows to be computed again
     min_frames: int = 0  # before the end may come
     end: int | None = None  # what follows the text, once; None: the text's end mark
 
@@ -67,10 +72,14 @@ class SpeechAdapter(Generic[T, I]):
         self.model, self.cache = model, cache
         c = model.frames
         self.columns = c.num_code_groups
-        self.rows = DeviceRows(num_rows, -(-max_context // cache.block_size), c.decoder.vocab_size, cache)
+        self.rows = DeviceRows(
+            num_rows, -(-max_context // cache.block_size), c.decoder.vocab_size, cache
+        )
         self.code0 = SamplingColumns(num_rows + 1, model.device)
         self.residual = SamplingColumns(num_rows + 1, model.device)
-        self.embedding = torch.zeros(num_rows + 1, c.decoder.hidden_size, device=model.device, dtype=model.dtype)
+        self.embedding = torch.zeros(
+            num_rows + 1, c.decoder.hidden_size, device=model.device, dtype=model.dtype
+        )
         with torch.inference_mode():
             self.begin = model.codec_rows(torch.tensor([c.bos], device=model.device))[0]
         self.frame_cache = model.frame_cache(num_rows + 1)
@@ -86,13 +95,15 @@ class SpeechAdapter(Generic[T, I]):
         self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, I] = {}
 
-    def prompt_input(self, given: I, start: int, stop: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
+    def prompt_input(
+        self, given: I, start: int, stop: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
         """Input rows [start, stop) of a prompt, and their rotary positions [3, rows]."""
         raise NotImplementedError
 
     def before_text(self, given: I) -> torch.Tensor:
-        """What stands beside the first text token in the prompt's last row: the codec's begin mark, or what a family
-        has in its place."""
+        """What stands beside the first text token in the prompt's last row: the codec's begin mark,
+        or what a family has in its place."""
         return self.begin
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
@@ -102,7 +113,11 @@ class SpeechAdapter(Generic[T, I]):
         given = self.inputs[join.request]
         offset = given.prompt.first_decode - len(given.prompt)
         self.rows.join(
-            join.row, join.blocks, offset, sorted({f[0] for f in given.frames}), len(given.prompt) + given.min_frames
+            join.row,
+            join.blocks,
+            offset,
+            sorted({f[0] for f in given.frames}),
+            len(given.prompt) + given.min_frames,
         )
         self.code0.write(join.row, given.code0)
         self.residual.write(join.row, given.residual)
@@ -115,7 +130,8 @@ class SpeechAdapter(Generic[T, I]):
         self.inputs[request.id].frames.append(list(row))
 
     def decode_value(self, request: StageRequest, position: int) -> int:
-        """Row prompt + k carries text token k + 2; after the text, its end mark once, then padding."""
+        """Row prompt + k carries text token k + 2; after the text, its end mark once, then
+        padding."""
         given, c = self.inputs[request.id], self.model.frames
         index = position - len(given.prompt) + 1
         if index < len(given.text):
@@ -132,7 +148,9 @@ class SpeechAdapter(Generic[T, I]):
         x = self.embedding[rows] + self.model.text_rows(values)
         return x, (positions + self.rows.offset[rows]).expand(3, -1)
 
-    def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[None]:
+    def host_input(
+        self, request: StageRequest, start: int, stop: int, fresh: int
+    ) -> HostInput[None]:
         given, device = self.inputs[request.id], self.model.device
         length, first = len(given.prompt), given.prompt.first_decode
         parts, places = [], []
@@ -147,7 +165,9 @@ class SpeechAdapter(Generic[T, I]):
             parts.append(frames + self.model.text_rows(to_device(text, device, torch.int64)))
             beyond = first + np.arange(low, stop, dtype=np.float32) - length
             places.append(np.broadcast_to(beyond, (3, len(beyond))))
-        return HostInput(torch.cat(parts), to_device(np.concatenate(places, 1), device, torch.float32))
+        return HostInput(
+            torch.cat(parts), to_device(np.concatenate(places, 1), device, torch.float32)
+        )
 
     def frame_rows(self, frames: Sequence[Sequence[int]] | npt.NDArray[np.int64]) -> torch.Tensor:
         """Embeddings of whole frames, summed as the step that made them summed them."""
@@ -155,17 +175,25 @@ class SpeechAdapter(Generic[T, I]):
         return self.model.frame_rows(codes)
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, None]]
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        paging: Paging,
+        extras: list[tuple[int, int, None]],
     ) -> tuple[torch.Tensor, SideRows]:
         found = None if self.prompts is None else self.prompts.run(x, positions, paging)
         hidden = self.model(x, positions, self.cache, paging) if found is None else found[0]
         return hidden, SideRows()
 
-    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
+    def pick(
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+    ) -> Picked:
         if self.frame is not None and len(hidden) <= MAX_ROWS:
             place, pair = self.frame.places(len(hidden))
             place.copy_(hidden)
-            return Picked(self.frame(place, pair, rows, positions, self.frame_cache, self.embedding))
+            return Picked(
+                self.frame(place, pair, rows, positions, self.frame_cache, self.embedding)
+            )
         state = FrameRows(
             code0=self.code0.pick(rows, how),
             residual=self.residual.pick(rows, how),
@@ -182,7 +210,9 @@ class SpeechAdapter(Generic[T, I]):
         self.embedding[rows] = step.embedding
         return Picked(guarded(step.codes, step.hidden))
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
+    def fused_step(
+        self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+    ) -> Picked:
         assert self.frame is not None
         hidden, pair = self.frame.places(rows.shape[0])
         self.model.model.fused_step(

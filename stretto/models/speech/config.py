@@ -12,7 +12,8 @@ from stretto.models.section import Section
 
 @dataclass(frozen=True, slots=True)
 class FrameConfig:
-    """A talker: a decoder whose every step picks code 0 of a frame, and a predictor of the other codes."""
+    """A talker: a decoder whose every step picks code 0 of a frame, and a predictor of the other
+    codes."""
 
     decoder: DecoderConfig
     predictor: DecoderConfig
@@ -39,7 +40,9 @@ class VocoderConfig:
     upsample_rates: tuple[int, ...]
     decoder_dim: int
     latent_size: int | None = None  # behind the transformer; None: as wide as it
-    table_size: int = 0  # of the rows that codes stand for, where these are not the transformer's inputs
+    table_size: int = (
+        0  # of the rows that codes stand for, where these are not the transformer's inputs
+    )
 
     drops_first: bool = True  # of each upsampling block, what the first input row alone gives
 
@@ -53,14 +56,17 @@ class VocoderConfig:
 
     @property
     def samples_dropped(self) -> int:
-        """Samples missing at the start of a stream: n frames make n * samples_per_frame - samples_dropped."""
+        """Samples missing at the start of a stream: n frames make n * samples_per_frame -
+        samples_dropped."""
         drop = 0
         for r in self.upsample_rates if self.drops_first else ():
             drop = drop * r + r
         return drop
 
 
-def vocoder_config(s: Section, heads: int, head_dim: int, num_quantizers: int, **own: Any) -> VocoderConfig:
+def vocoder_config(
+    s: Section, heads: int, head_dim: int, num_quantizers: int, **own: Any
+) -> VocoderConfig:
     """What all vocoders of this kind state, and what is a family's `own`."""
     if s.integer("num_key_value_heads") != heads:
         raise s.fail("num_key_value_heads", "other than num_attention_heads is not supported")

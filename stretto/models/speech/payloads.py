@@ -14,9 +14,12 @@ from stretto.types import Span
 
 @dataclass(frozen=True, slots=True)
 class CodecFrames:
-    """Talker to vocoder: frames of codes. `codes[i]` are the codebooks of frame `span.start + i`."""
+    """Talker to vocoder: frames of codes. `codes[i]` are the codebooks of frame `span.start +
+    i`."""
 
-    HOST: ClassVar[frozenset[str]] = frozenset({"codes"})  # a step of the vocoder takes those of all streams along
+    HOST: ClassVar[frozenset[str]] = frozenset(
+        {"codes"}
+    )  # a step of the vocoder takes those of all streams along
 
     span: Span
     codes: torch.Tensor  # int32 [frames, codebooks]

@@ -1,8 +1,9 @@
 """A talker: a speech language model that turns text tokens into codec frames, one frame per token.
 
-Weights, and one step. A step takes a row of input per request, runs the decoder over the paged cache, picks code 0
-and lets the code predictor add the other fifteen; nothing in it depends on the host. Text reaches the talker as ids
-only: `text_rows` is a lookup in a table that a family makes once, when the weights are there."""
+Weights, and one step. A step takes a row of input per request, runs the decoder over the paged
+cache, picks code 0 and lets the code predictor add the other fifteen; nothing in it depends on the
+host. Text reaches the talker as ids only: `text_rows` is a lookup in a table that a family makes
+once, when the weights are there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from stretto.models.speech.code_predictor import CodePredictor, FrameCache
 from stretto.models.speech.config import FrameConfig
 
 NUM_RESERVED = 1024
-"""The last so many ids of the talker's vocabulary are control ids: never picked, but for the end."""
+"""The last so many ids of the talker's vocabulary are control ids: never picked, but for the
+end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +32,9 @@ class FrameRows:
 
     code0: SamplingRows  # how code 0 is picked
     residual: SamplingRows  # how codes 1..15 are picked
-    frame: torch.Tensor  # [rows] int64: index of the frame in its request's sequence; numbers its draws
+    frame: (
+        torch.Tensor
+    )  # [rows] int64: index of the frame in its request's sequence; numbers its draws
     seen: torch.Tensor  # [rows, vocabulary] bool: codes 0 picked so far; updated by the step
 
 
@@ -100,11 +104,15 @@ class FrameTalker(nn.Module):
     def frame_rows(self, codes: torch.Tensor) -> torch.Tensor:
         """Embeddings of whole frames [n, groups], summed as `frame` sums them: [n, hidden]."""
         rows = [self.codec_rows(codes[:, 0])]
-        for table, column in zip(self.code_predictor.model.codec_embedding, codes.T[1:], strict=True):
+        for table, column in zip(
+            self.code_predictor.model.codec_embedding, codes.T[1:], strict=True
+        ):
             rows.append(table(column))
         return torch.stack(rows, 1).sum(1, dtype=torch.float32).to(self.dtype)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache, paging: Paging) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache, paging: Paging
+    ) -> torch.Tensor:
         """One pass over any mix of prompt chunks and decoding rows -> final-normed rows."""
         out: torch.Tensor = self.model(x, positions, PagedPass(cache, paging))
         return out
@@ -117,13 +125,15 @@ class FrameTalker(nn.Module):
         noise: Noise | None = None,
         hold: Callable[[torch.Tensor], None] | None = None,
     ) -> FrameStep:
-        """Pick a frame for each row of `hidden`, the final-normed output at the row to speak from. `hold` may change
-        the logits of code 0 in place."""
+        """Pick a frame for each row of `hidden`, the final-normed output at the row to speak from.
+        `hold` may change the logits of code 0 in place."""
         logits = self.codec_head(hidden)
         if hold is not None:
             hold(logits)
         draw = rows.frame * self.frames.num_code_groups  # one draw per code, all of them different
-        code0 = sample(logits, rows.code0, draw, seen=rows.seen, suppress=self.suppress, noise=noise)
+        code0 = sample(
+            logits, rows.code0, draw, seen=rows.seen, suppress=self.suppress, noise=noise
+        )
         rows.seen.scatter_(1, code0[:, None], True)
 
         def pick(scores: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""A talker's stage: frames of speech out to the vocoder, when their pace says so. A family adds what comes in.
+"""A talker's stage: frames of speech out to the vocoder, when their pace says so. A family adds
+what comes in.
 
 Driven by the host, on the loop thread."""
 
@@ -83,12 +84,14 @@ class SpeechStage:
         prefill: StageCore | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`opening_s`: of the first frame, so much is not sounded by the vocoder. `prefill`: a stage on the same device
-        to whose prompts frames give way."""
+        """`opening_s`: of the first frame, so much is not sounded by the vocoder. `prefill`: a
+        stage on the same device to whose prompts frames give way."""
         self.core, self.model, self.clock = core, model, clock
         self.requests: dict[RequestId, SpeechOutput] = {}
         self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
-        self._new_rhythm = partial(Rhythm.on_cpu if context.device.type == "cpu" else Rhythm, FRAME_S, opening_s)
+        self._new_rhythm = partial(
+            Rhythm.on_cpu if context.device.type == "cpu" else Rhythm, FRAME_S, opening_s
+        )
         self.rhythm = self._new_rhythm()
         self._came = False  # frames came since the last look at them
         self._looked = 0.0
@@ -122,9 +125,13 @@ class SpeechStage:
             cache_output=False,
             cache_root=plan.root,
         )
-        request = self.core.submit(spec, given, plan.rows, closed=False, salts=plan.salts, missing=plan.missing)
+        request = self.core.submit(
+            spec, given, plan.rows, closed=False, salts=plan.salts, missing=plan.missing
+        )
         pace = Pace(p.first_frames, p.each_frames, p.ramp, self.rhythm)
-        self.requests[id] = SpeechOutput(request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace)
+        self.requests[id] = SpeechOutput(
+            request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace
+        )
         if p.spoken is not None:
             self._text(id, given, p.spoken)
             if not p.live:
@@ -135,7 +142,9 @@ class SpeechStage:
         c = self.core.scheduler.config
         room = min(c.max_context, c.num_blocks * c.block_size) - prompt
         if room < LEAST:
-            raise TooLong(f"there is no room to speak behind {prompt} tokens of text and voice", "input")
+            raise TooLong(
+                f"there is no room to speak behind {prompt} tokens of text and voice", "input"
+            )
         return min(picks, room)
 
     def plan(self, a: Admit, params: Any, prompt: Prompt) -> PromptPlan:
@@ -196,7 +205,8 @@ class SpeechStage:
         self.rhythm = self._new_rhythm()
 
     def _send_due(self, now: float) -> None:
-        """Frames leave step by step rather than request by request, so that the vocoder gets them in one go."""
+        """Frames leave step by step rather than request by request, so that the vocoder gets them
+        in one go."""
         self._came, self._looked = False, now
         waiting = list(self._waiting.items())
         which = leaving([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
@@ -208,8 +218,8 @@ class SpeechStage:
         frames, first = speech.frames, speech.pace.sent
         payload = None
         if frames:
-            # By way of the host, which has them anyway: on the device each request's few numbers would cost the
-            # vocoder's stream several launches of their own.
+            # By way of the host, which has them anyway: on the device each request's few numbers
+            # would cost the vocoder's stream several launches of their own.
             codes = np.array(frames, dtype=np.int32)
             if speech.want_codes:
                 self._outputs.append(ToEngine(Codes(id, first, codes.shape[1]), codes.tobytes()))

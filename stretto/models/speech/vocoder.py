@@ -1,11 +1,13 @@
 """Codec frames to waveform, exactly and piece by piece, for many streams at once.
 
-Owns the vocoder's weights (`Vocoder`, immutable once prepared; a family adds how codes become rows). What a stream
-remembers between two steps (`VocoderState`) is an attention window and convolution tails, instead of decoded-again
-context. However a stream's frames are cut into steps, its samples are those of one decode of the whole stream.
+Owns the vocoder's weights (`Vocoder`, immutable once prepared; a family adds how codes become
+rows). What a stream remembers between two steps (`VocoderState`) is an attention window and
+convolution tails, instead of decoded-again context. However a stream's frames are cut into steps,
+its samples are those of one decode of the whole stream.
 
-The vocoder's stage calls `step` with static tensors on its own thread and stream; all shapes depend on
-(streams, frames) alone and nothing waits for the device, so a step can be captured in a CUDA graph."""
+The vocoder's stage calls `step` with static tensors on its own thread and stream; all shapes depend
+on (streams, frames) alone and nothing waits for the device, so a step can be captured in a CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from stretto.models.speech.vocoder_state import Part, VocoderState
 from stretto.types import Span
 
 MAX_FRAMES = 25
-"""Default limit of frames per step: two seconds, and with the released window of 72 a ring of 96 columns."""
+"""Default limit of frames per step: two seconds, and with the released window of 72 a ring of 96
+columns."""
 
 
 @dataclass(slots=True)
@@ -54,7 +57,8 @@ class Timing:
 
 @dataclass(slots=True)
 class Moment:
-    """What a step's frames need to know of their time, where kernels work the rest out by themselves."""
+    """What a step's frames need to know of their time, where kernels work the rest out by
+    themselves."""
 
     slots: torch.Tensor  # [slots] int64: of the state; -1: padding
     frames: torch.Tensor  # [slots] int64: before the step
@@ -85,7 +89,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, c.hidden_size)
 
     def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
-        """x [slots, frames, hidden]; window [2, 1 + slots, columns, heads, head_dim], written in place."""
+        """x [slots, frames, hidden]; window [2, 1 + slots, columns, heads, head_dim], written in
+        place."""
         slots, frames, _ = x.shape
         qkv = self.qkv(x).view(slots * frames, 3 * self.heads, self.head_dim)
         q, k = rotate(qkv[:, : 2 * self.heads], timing.cos, timing.sin).chunk(2, 1)
@@ -102,7 +107,9 @@ class Attention(nn.Module):
         """x [slots * frames, hidden]"""
         from stretto.kernels.triton import wave
 
-        y = wave.attend(wave.product(x, self.qkv.weight), m.turn, window, m.slots, m.frames, m.lengths, m.reach)
+        y = wave.attend(
+            wave.product(x, self.qkv.weight), m.turn, window, m.slots, m.frames, m.lengths, m.reach
+        )
         return wave.product(y, self.o_proj.weight)
 
 
@@ -112,8 +119,14 @@ class Layer(nn.Module):
         self.eps = c.rms_eps
         self.self_attn = Attention(c)
         self.mlp = DenseMLP(c.hidden_size, c.ffn_size)
-        self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden_size), Norm(c.hidden_size)
-        self.self_attn_layer_scale, self.mlp_layer_scale = Scale(c.hidden_size), Scale(c.hidden_size)
+        self.input_layernorm, self.post_attention_layernorm = (
+            Norm(c.hidden_size),
+            Norm(c.hidden_size),
+        )
+        self.self_attn_layer_scale, self.mlp_layer_scale = (
+            Scale(c.hidden_size),
+            Scale(c.hidden_size),
+        )
 
     def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
         y = self.self_attn(rms_norm(x, self.input_layernorm.weight, self.eps), window, timing)
@@ -122,9 +135,16 @@ class Layer(nn.Module):
         return torch.addcmul(x, self.mlp_layer_scale.scale, y)
 
     def fused(
-        self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment, then: torch.Tensor, last: bool
+        self,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        window: torch.Tensor,
+        m: Moment,
+        then: torch.Tensor,
+        last: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From x and its norm to the result and the norm (weight `then`) that follows. The last x is not wanted."""
+        """From x and its norm to the result and the norm (weight `then`) that follows. The last x
+        is not wanted."""
         from stretto.kernels.triton import wave
 
         y = self.self_attn.fused(normed, window, m)
@@ -151,7 +171,9 @@ class Transformer(nn.Module):
         assert isinstance(first, Layer)
         return first.input_layernorm.weight, self.eps
 
-    def fused(self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment) -> torch.Tensor:
+    def fused(
+        self, x: torch.Tensor, normed: torch.Tensor, window: torch.Tensor, m: Moment
+    ) -> torch.Tensor:
         """`normed` is `first_norm` of x; both [slots * frames, hidden]."""
         layers = [layer for layer in self.layers if isinstance(layer, Layer)]
         norms = [layer.input_layernorm.weight for layer in layers[1:]] + [self.norm.weight]
@@ -161,7 +183,9 @@ class Transformer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    taps: torch.Tensor  # [7, channels]: the depthwise weight, for kernels that have channels side by side
+    taps: (
+        torch.Tensor
+    )  # [7, channels]: the depthwise weight, for kernels that have channels side by side
 
     def __init__(self, channels: int, layout: TailLayout, rate: int) -> None:
         super().__init__()
@@ -216,8 +240,8 @@ class ResidualUnit(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Upsample by `rate`, then three residual units. `rows` counts its output rows per frame, `drop` how many of
-    them lie before a stream's beginning."""
+    """Upsample by `rate`, then three residual units. `rows` counts its output rows per frame,
+    `drop` how many of them lie before a stream's beginning."""
 
     def __init__(self, inputs: int, rate: int, layout: TailLayout, rows: int, drop: int) -> None:
         super().__init__()
@@ -233,10 +257,14 @@ class DecoderBlock(nn.Module):
         assert isinstance(act, Snake)
         return act
 
-    def forward(self, buffer: torch.Tensor, push: Push, silence: Silence, joint: Joint) -> torch.Tensor:
+    def forward(
+        self, buffer: torch.Tensor, push: Push, silence: Silence, joint: Joint
+    ) -> torch.Tensor:
         """Its own buffer -> that of the convolution behind it. `silence` is that of its output."""
         _, up, *units = self.block
-        inner = [Joint(unit.tail, unit.act1, silence) for unit in units if isinstance(unit, ResidualUnit)]
+        inner = [
+            Joint(unit.tail, unit.act1, silence) for unit in units if isinstance(unit, ResidualUnit)
+        ]
         x, buffer = up(buffer, push, inner[0])
         for unit, behind in zip(units, [*inner[1:], joint], strict=True):
             x, buffer = unit(x, buffer, push, behind)
@@ -244,8 +272,8 @@ class DecoderBlock(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """The vocoder's weights, but for what makes rows of codes (`_transform`). Fill them (`layers.targets`), call
-    `prepare` once, then only read."""
+    """The vocoder's weights, but for what makes rows of codes (`_transform`). Fill them
+    (`layers.targets`), call `prepare` once, then only read."""
 
     code_offset: torch.Tensor  # of each codebook in a table of all
     inv_freq: torch.Tensor
@@ -278,7 +306,14 @@ class Vocoder(nn.Module):
         self.decoder = nn.ModuleList([first, *blocks, Snake(channels), last])
 
         self.ready = False
-        for name in ("code_offset", "inv_freq", "tail_rates", "tail_offsets", "block_rates", "block_drops"):
+        for name in (
+            "code_offset",
+            "inv_freq",
+            "tail_rates",
+            "tail_offsets",
+            "block_rates",
+            "block_drops",
+        ):
             self.register_buffer(name, None, persistent=False)
 
     def make_transformer(self, config: VocoderConfig) -> Transformer:
@@ -286,8 +321,8 @@ class Vocoder(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Compute what follows from the weights and the config, once the weights are filled, on their device and of
-        their dtype (a later cast would round the rotary frequencies too)."""
+        """Compute what follows from the weights and the config, once the weights are filled, on
+        their device and of their dtype (a later cast would round the rotary frequencies too)."""
         c, device = self.config, self.weight.device
         self.code_offset = torch.arange(c.num_quantizers, device=device)[:, None] * c.codebook_size
         steps = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32)
@@ -312,11 +347,15 @@ class Vocoder(nn.Module):
         if not self.ready:
             raise Bug("vocoder: prepare() was not called after the weights were filled")
         if slots < 1 or max_frames < 1:
-            raise ValueError(f"a state needs slots and frames, got slots={slots}, max_frames={max_frames}")
+            raise ValueError(
+                f"a state needs slots and frames, got slots={slots}, max_frames={max_frames}"
+            )
         c, weight = self.config, self.weight
         # A multiple of 8, because the GPU's attention kernels read the mask in aligned rows.
         columns = -(-(c.window - 1 + max_frames) // 8) * 8
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be written outside of that mode
             window = weight.new_zeros(c.num_layers, 2, 1 + slots, columns, c.num_heads, c.head_dim)
             tails = weight.new_zeros(slots + 1, self.layout.width)
             frames = torch.zeros(slots + 1, dtype=torch.int64, device=weight.device)
@@ -324,19 +363,27 @@ class Vocoder(nn.Module):
 
     @torch.no_grad()
     def step(
-        self, state: VocoderState, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor | None = None
+        self,
+        state: VocoderState,
+        codes: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take `lengths[i]` frames of `codes[i]` for the stream in slot `slots[i]` (without `slots`, for all of them in
-        order); 0 leaves a stream as it is.
+        """Take `lengths[i]` frames of `codes[i]` for the stream in slot `slots[i]` (without
+        `slots`, for all of them in order); 0 leaves a stream as it is.
 
-        codes [streams, quantizers, frames] integers, lengths [streams] integers, slots as `VocoderState.part` takes
-        them -> float32 [streams, frames * samples_per_frame] in [-1, 1]. `valid` says which samples of a row are the
-        stream's; the others mean nothing. Codes out of range are read as the nearest code, since an index error on a
-        GPU ends the process."""
+        codes [streams, quantizers, frames] integers, lengths [streams] integers, slots as
+        `VocoderState.part` takes them -> float32 [streams, frames * samples_per_frame] in [-1, 1].
+        `valid` says which samples of a row are the stream's; the others mean nothing. Codes out of
+        range are read as the nearest code, since an index error on a GPU ends the process."""
         part = state.part(slots)
         streams, quantizers, frames = codes.shape
-        assert (streams, quantizers) == (len(part.slots), self.config.num_quantizers), f"codes {tuple(codes.shape)}"
-        assert 1 <= frames <= state.max_frames, f"{frames} frames in a step of at most {state.max_frames}"
+        assert (streams, quantizers) == (len(part.slots), self.config.num_quantizers), (
+            f"codes {tuple(codes.shape)}"
+        )
+        assert 1 <= frames <= state.max_frames, (
+            f"{frames} frames in a step of at most {state.max_frames}"
+        )
         lengths = lengths.long().clamp(0, frames)
         ends = torch.addcmul(self.tail_offsets, lengths[:, None], self.tail_rates)
         push = Push(self.layout.split(part.tails), self.layout.split_ends(ends))
@@ -349,7 +396,8 @@ class Vocoder(nn.Module):
         return wav
 
     def valid(self, before: int, length: int) -> Span:
-        """Which samples of a step's row belong to a stream that had `before` frames and gave `length` more."""
+        """Which samples of a step's row belong to a stream that had `before` frames and gave
+        `length` more."""
         rate, drop = self.config.samples_per_frame, self.config.samples_dropped
         stop = length * rate
         return Span(min(stop, max(0, drop - before * rate)), stop)
@@ -359,10 +407,13 @@ class Vocoder(nn.Module):
         return max(0, frames * self.config.samples_per_frame - self.config.samples_dropped)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """All samples of a whole stream: codes [frames, quantizers] -> float32 [num_samples(frames)]."""
+        """All samples of a whole stream: codes [frames, quantizers] -> float32
+        [num_samples(frames)]."""
         return VocoderStream(self).push(codes)
 
-    def _transform(self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push) -> torch.Tensor:
+    def _transform(
+        self, part: Part, codes: torch.Tensor, lengths: torch.Tensor, push: Push
+    ) -> torch.Tensor:
         """Codes [slots, groups, frames] through the transformer: [slots, frames, latent]."""
         raise NotImplementedError
 
@@ -383,35 +434,48 @@ class Vocoder(nn.Module):
         columns = part.window.shape[3]
         frame = torch.arange(frames, device=device)
         position = part.frames[:, None] + frame  # [slots, frames]
-        written = torch.where(frame < lengths[:, None], places[:, None] * columns + position % columns, 0)
+        written = torch.where(
+            frame < lengths[:, None], places[:, None] * columns + position % columns, 0
+        )
 
-        # After this step's writes, a column holds the latest position below `end` that falls on it. Columns not yet
-        # written come out negative, and what a padding query sees does not matter as long as it stays finite:
-        # hence the lowest finite number and not -inf.
+        # After this step's writes, a column holds the latest position below `end` that falls on it.
+        # Columns not yet written come out negative, and what a padding query sees does not matter
+        # as long as it stays finite: hence the lowest finite number and not -inf.
         end = (part.frames + lengths)[:, None]
-        held = end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns  # [slots, columns]
+        held = (
+            end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns
+        )  # [slots, columns]
         age = position[:, :, None] - held[:, None]
         seen = (held[:, None] >= 0) & (age >= 0) & (age < self.config.window)
-        bias = torch.full(seen.shape, torch.finfo(dtype).min, device=device, dtype=dtype).masked_fill_(seen, 0)
+        bias = torch.full(
+            seen.shape, torch.finfo(dtype).min, device=device, dtype=dtype
+        ).masked_fill_(seen, 0)
 
         angle = position.reshape(-1, 1).float() * self.inv_freq
         angle = torch.cat((angle, angle), -1)
-        return Timing(places, written.flatten(), bias[:, None], angle.cos().to(dtype), angle.sin().to(dtype))
+        return Timing(
+            places, written.flatten(), bias[:, None], angle.cos().to(dtype), angle.sin().to(dtype)
+        )
 
     def _blocks(self) -> list[DecoderBlock]:
         return [m for m in self.decoder if isinstance(m, DecoderBlock)]
 
     def _silent(self, before: torch.Tensor) -> torch.Tensor:
-        """How many of a step's first rows lie before a stream's beginning, given the frames before: [blocks, slots].
+        """How many of a step's first rows lie before a stream's beginning, given the frames before:
+        [blocks, slots].
 
-        Output row i of a step has the absolute index before * rate - drop + i, and the negative ones do."""
+        Output row i of a step has the absolute index before * rate - drop + i, and the negative
+        ones do."""
         return torch.addcmul(self.block_drops, self.block_rates, before, value=-1)
 
     def _decode(self, x: torch.Tensor, push: Push, before: torch.Tensor) -> torch.Tensor:
         first, *_, act, last = self.decoder
         assert isinstance(act, Snake)
         blocks = self._blocks()
-        silences = [Silence(rows, block.drop) for block, rows in zip(blocks, self._silent(before), strict=True)]
+        silences = [
+            Silence(rows, block.drop)
+            for block, rows in zip(blocks, self._silent(before), strict=True)
+        ]
         behind = [*((b.tail, b.act) for b in blocks[1:]), (self.last_tail, act)]
         x = first(push.join(self.first_tail, x))
         buffer = push.join(blocks[0].tail, x, blocks[0].act)
@@ -423,7 +487,8 @@ class Vocoder(nn.Module):
 
 
 class VocoderStream:
-    """One stream on a slot of its own state or of a shared one (whose other slots stand still meanwhile)."""
+    """One stream on a slot of its own state or of a shared one (whose other slots stand still
+    meanwhile)."""
 
     def __init__(self, model: Vocoder, state: VocoderState | None = None, slot: int = 0) -> None:
         self.model = model
@@ -433,15 +498,23 @@ class VocoderStream:
         self.state.reset(slot)
 
     def push(self, codes: torch.Tensor) -> torch.Tensor:
-        """Take codes [n, quantizers], any n; give every sample they settle, float32 on the model's device."""
-        parts = [self._step(part) for part in torch.split(codes, self.state.max_frames)] if len(codes) else []
+        """Take codes [n, quantizers], any n; give every sample they settle, float32 on the model's
+        device."""
+        parts = (
+            [self._step(part) for part in torch.split(codes, self.state.max_frames)]
+            if len(codes)
+            else []
+        )
         return torch.cat(parts) if parts else torch.empty(0, device=self.state.frames.device)
 
     def _step(self, part: torch.Tensor) -> torch.Tensor:
         device, n = self.state.frames.device, len(part)
         codes = part.T[None].to(device)
         wav = self.model.step(
-            self.state, codes, torch.full((1,), n, device=device), torch.full((1,), self.slot, device=device)
+            self.state,
+            codes,
+            torch.full((1,), n, device=device),
+            torch.full((1,), self.slot, device=device),
         )
         span = self.model.valid(self.frames, n)
         self.frames += n

@@ -1,4 +1,5 @@
-"""The vocoder's stage: frames in, packets of samples out as reports. Driven by the host, on the loop thread."""
+"""The vocoder's stage: frames in, packets of samples out as reports. Driven by the host, on the
+loop thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a vocoder's streams remember between two steps. Made and used by `vocoder.py`; the vocoder's stage begins
-streams in it. All of it happens on the stage's thread and stream."""
+"""What a vocoder's streams remember between two steps. Made and used by `vocoder.py`; the vocoder's
+stage begins streams in it. All of it happens on the stage's thread and stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 @dataclass(slots=True)
 class Part:
-    """What the streams of one step remember. Made by `VocoderState.part`, and given back by `put`."""
+    """What the streams of one step remember. Made by `VocoderState.part`, and given back by
+    `put`."""
 
     slots: torch.Tensor  # [streams] int64; -1: padding
     rows: torch.Tensor  # [streams] int64: of the state's frames and tails
@@ -23,12 +24,15 @@ class Part:
 class VocoderState:
     """What `num_slots` streams remember, in tensors that never move. Made by `Vocoder.state`.
 
-    The attention window is a ring: frame p lies in column p % columns. A step then writes only its own frames,
-    where a shifted window would copy all 71 old ones per layer, and no column needs clearing, because the mask
-    knows from the frame count which position a column holds. One more slot (the first of the window, the last of the
-    rest) is for padding: what a step has beside its streams, and the writes of padding frames."""
+    The attention window is a ring: frame p lies in column p % columns. A step then writes only its
+    own frames, where a shifted window would copy all 71 old ones per layer, and no column needs
+    clearing, because the mask knows from the frame count which position a column holds. One more
+    slot (the first of the window, the last of the rest) is for padding: what a step has beside its
+    streams, and the writes of padding frames."""
 
-    frames: torch.Tensor  # [slots + 1] int64: frames taken so far, which is the next frame's position
+    frames: (
+        torch.Tensor
+    )  # [slots + 1] int64: frames taken so far, which is the next frame's position
     window: torch.Tensor  # [layers, 2 (k, v), 1 + slots, columns, heads, head_dim]
     tails: torch.Tensor  # [slots + 1, values]: all convolution tails side by side
     max_frames: int  # per step; more would overwrite columns that its first frame still reads
@@ -38,8 +42,9 @@ class VocoderState:
         return self.frames.shape[0] - 1
 
     def part(self, slots: torch.Tensor | None = None) -> Part:
-        """Of these slots ([streams] int64, each at most once; -1: padding), or of all. A step costs what its streams
-        cost, wherever their slots are. The tails are copied, a tenth of what a stream remembers; the window is not."""
+        """Of these slots ([streams] int64, each at most once; -1: padding), or of all. A step costs
+        what its streams cost, wherever their slots are. The tails are copied, a tenth of what a
+        stream remembers; the window is not."""
         if slots is None:
             slots = torch.arange(self.num_slots, device=self.frames.device)
         rows = slots.remainder(len(self.frames))  # padding: the last one
@@ -62,7 +67,8 @@ class VocoderState:
         self.frames[slot].fill_(frames)
 
     def reset(self, slots: int | torch.Tensor) -> None:
-        """Begin a new stream in one slot, or in all slots of a mask [slots] bool. In place, without a wait."""
+        """Begin a new stream in one slot, or in all slots of a mask [slots] bool. In place, without
+        a wait."""
         if isinstance(slots, int):
             self.frames[slots].zero_()
             self.tails[slots].zero_()

@@ -1,4 +1,5 @@
-"""What the warm-up requests (`stage/warmup.py`) of families that speak have in common. Used when stages are built."""
+"""What the warm-up requests (`stage/warmup.py`) of families that speak have in common. Used when
+stages are built."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.messages.params import Params
 from stretto.models.speech.payloads import CodecFrames
+from stretto.params import Params
 from stretto.types import Span
 
 WORD = 0
@@ -15,8 +16,8 @@ WORD = 0
 
 
 def params(device: torch.device) -> Params:
-    """A short answer. On a GPU three packets, and steps of which two are in flight; on a CPU each frame is time that
-    the start takes."""
+    """A short answer. On a GPU three packets, and steps of which two are in flight; on a CPU each
+    frame is time that the start takes."""
     frames = 4 if device.type == "cuda" else 2
     return Params(max_text_tokens=frames, ignore_eos=True, max_frames=frames, min_frames=frames)
 

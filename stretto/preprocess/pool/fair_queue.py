@@ -1,4 +1,5 @@
-"""Places for work that takes long, shared fairly between those who ask. On the event loop; imports no torch."""
+"""Places for work that takes long, shared fairly between those who ask. On the event loop; imports
+no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class FairQueue:
-    """`places` at once. Senders take turns, however many requests each has waiting, and where there are several places
-    one sender never has all of them: somebody else's work can always begin."""
+    """`places` at once. Senders take turns, however many requests each has waiting, and where there
+    are several places one sender never has all of them: somebody else's work can always begin."""
 
     places: int
     running: int = 0
     _by_sender: Counter[str] = field(default_factory=Counter)
-    _waiting: dict[str, deque[asyncio.Future[None]]] = field(default_factory=dict)  # the next in turn first
+    _waiting: dict[str, deque[asyncio.Future[None]]] = field(
+        default_factory=dict
+    )  # the next in turn first
 
     @property
     def waiting(self) -> int:

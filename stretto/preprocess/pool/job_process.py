@@ -1,7 +1,8 @@
-"""Jobs that the prompt worker does not do itself: each in a child of its own, which has limits on CPU time and memory,
-can be killed when its client leaves, gives all its memory back, and has the descriptors of its own job alone. Two
-children are forked ahead and wait for theirs: forking and the first use of all that a child inherits take as long as
-the features of some seconds of sound. The worker runs one thread, so forking is safe. Imports no torch."""
+"""Jobs that the prompt worker does not do itself: each in a child of its own, which has limits on
+CPU time and memory, can be killed when its client leaves, gives all its memory back, and has the
+descriptors of its own job alone. Two children are forked ahead and wait for theirs: forking and the
+first use of all that a child inherits take as long as the features of some seconds of sound. The
+worker runs one thread, so forking is safe. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ log = logging.getLogger(__name__)
 SPARES = 2  # one cuts a large body into its fields, the next builds the prompt of it
 NAME = Path("/proc/self/comm")  # as ps and top show it
 SHORT_S = 0.05  # of CPU time: ten seconds of sound, a photo
-BURST_S, SHARE = 0.25, 0.05  # CPU time of all jobs while they are short: the most at once, and of each second
+BURST_S, SHARE = (
+    0.25,
+    0.05,
+)  # CPU time of all jobs while they are short: the most at once, and of each second
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
 Work = Callable[[Job, list[MemFile]], tuple[FromWorker, MemFile | None]]
@@ -82,8 +86,8 @@ class Child:
 
 @dataclass(slots=True)
 class Credit:
-    """A token bucket of CPU time: each job spends its first part from it at the worker's priority, and is idle without.
-    Clients that send long work and leave soon empty it."""
+    """A token bucket of CPU time: each job spends its first part from it at the worker's priority,
+    and is idle without. Clients that send long work and leave soon empty it."""
 
     clock: Callable[[], float] = time.monotonic
     left: float = BURST_S
@@ -106,22 +110,28 @@ class Children:
     control: socket.socket  # the worker's, which children do not keep
     limits: WorkerLimits
     work: Work
-    warm: Callable[[], None]  # run by a child that waits: what it touches for the first time takes long
+    warm: Callable[
+        [], None
+    ]  # run by a child that waits: what it touches for the first time takes long
     credit: Credit = field(default_factory=Credit)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _running: dict[int, tuple[Child, socket.socket, float]] = field(default_factory=dict)  # by job; credit it has taken
+    _running: dict[int, tuple[Child, socket.socket, float]] = field(
+        default_factory=dict
+    )  # by job; credit it has taken
     _spares: list[Child] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._selector.register(self.control, selectors.EVENT_READ, None)
 
     def wait(self) -> Iterator[int | None]:
-        """Until something happens: the numbers of jobs that are over, None for what the server says."""
+        """Until something happens: the numbers of jobs that are over, None for what the server
+        says."""
         for key, _ in self._selector.select():
             yield key.data
 
     def prepare(self) -> None:
-        """Have children that wait for the next jobs. Not while jobs run: under load, children are forked as needed."""
+        """Have children that wait for the next jobs. Not while jobs run: under load, children are
+        forked as needed."""
         try:
             while len(self._spares) < SPARES:
                 self._spares.append(self._fork(self.warm))
@@ -129,8 +139,8 @@ class Children:
             log.warning("no process can be started for the next prompts: %s", e)
 
     def start(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> None:
-        """Let a child do a job. `answer` and `files` stay the caller's: the child has descriptors of its own.
-        `OSError`: there can be no child."""
+        """Let a child do a job. `answer` and `files` stay the caller's: the child has descriptors
+        of its own. `OSError`: there can be no child."""
         kept = answer.dup()  # to say that the child died
         try:
             child, taken = self._assign(job, answer, files)
@@ -140,7 +150,9 @@ class Children:
         self._running[job.number] = child, kept, taken
         self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
 
-    def _assign(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> tuple[Child, float]:
+    def _assign(
+        self, job: Job, answer: socket.socket, files: Sequence[MemFile]
+    ) -> tuple[Child, float]:
         """The child that has the job now, and the credit that it has taken."""
         child = self._spare(job) or self._fork()
         taken = 0.0 if interactive(job) else self.credit.take()
@@ -154,7 +166,8 @@ class Children:
         return child, taken
 
     def _spare(self, job: Job) -> Child | None:
-        """One that may do this job. A grammar is checked in less time than a spare takes to become ready."""
+        """One that may do this job. A grammar is checked in less time than a spare takes to become
+        ready."""
         for i, spare in enumerate(self._spares):
             if spare.ready() or not isinstance(job.work, Check):
                 return self._spares.pop(i)
@@ -192,7 +205,9 @@ class Children:
         finally:
             theirs.close()
 
-    def _child(self, jobs: socket.socket, warm: Callable[[], None], warmed: mmap.mmap, worker: int) -> None:
+    def _child(
+        self, jobs: socket.socket, warm: Callable[[], None], warmed: mmap.mmap, worker: int
+    ) -> None:
         """Does not return."""
         code = 1
         try:
@@ -205,7 +220,9 @@ class Children:
             for spare in self._spares:
                 os.close(spare.pidfd)
                 spare.jobs.close()
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not interrupt anybody
+            os.sched_setscheduler(
+                0, os.SCHED_BATCH, os.sched_param(0)
+            )  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
             warmed[0] = 1
@@ -226,7 +243,10 @@ class Children:
         try:
             result = self.work(job, [MemFile.taken(f) for f in files])
         except MemoryError:
-            message = f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be prepared"
+            message = (
+                f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be "
+                f"prepared"
+            )
             result = JobFailed("MediaError", message, "messages"), None
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
@@ -234,14 +254,15 @@ class Children:
 
 
 def interactive(job: Job) -> bool:
-    """Text of a conversation that somebody is having: it takes a second at most, and few are done at a time. It never
-    waits for an idle core, which a busy machine may not have."""
+    """Text of a conversation that somebody is having: it takes a second at most, and few are done
+    at a time. It never waits for an idle core, which a busy machine may not have."""
     return isinstance(job.work, Continue)
 
 
 def make_idle(pid: int) -> None:
-    """A long job: running answers and short jobs come first. Linux takes a core that runs nothing but such work for a
-    free one, and wakes the server and its hosts there. No niceness says as much."""
+    """A long job: running answers and short jobs come first. Linux takes a core that runs nothing
+    but such work for a free one, and wakes the server and its hosts there. No niceness says as
+    much."""
     os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 

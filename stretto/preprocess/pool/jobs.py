@@ -1,8 +1,9 @@
-"""What the server asks of its prompt worker, and what comes back. Typed and small: all that is long lies in memory
-files that go along (see `memfile.py`).
+"""What the server asks of its prompt worker, and what comes back. Typed and small: all that is long
+lies in memory files that go along (see `memfile.py`).
 
-A job is one datagram with descriptors: the socket for its answer, and the memory files that it reads. An answer is one
-datagram, with a memory file if there is more to say; then the socket is closed."""
+A job is one datagram with descriptors: the socket for its answer, and the memory files that it
+reads. An answer is one datagram, with a memory file if there is more to say; then the socket is
+closed."""
 
 from __future__ import annotations
 
@@ -38,18 +39,21 @@ ByteRange = tuple[int, int]
 
 
 class Build(Wire, frozen=True, tag="build"):
-    """Make a prompt of messages and tools, both JSON. A second file, if there is one, holds the texts of earlier
-    answers by their ids, as JSON."""
+    """Make a prompt of messages and tools, both JSON. A second file, if there is one, holds the
+    texts of earlier answers by their ids, as JSON."""
 
     messages: ByteRange
     tools: ByteRange | None = None
     audio_in_video: bool = False
-    variables: dict[str, bool | int | float | str | None] = msgspec.field(default_factory=dict)  # of the chat template
+    variables: dict[str, bool | int | float | str | None] = msgspec.field(
+        default_factory=dict
+    )  # of the chat template
 
 
 class Continue(Wire, frozen=True, tag="continue"):
-    """Make a prompt of a session's messages and tools, both JSON. In place of media, messages have parts that say their
-    kind alone; what is known of the features (`PromptMeta`) is in the file too, the features are not."""
+    """Make a prompt of a session's messages and tools, both JSON. In place of media, messages have
+    parts that say their kind alone; what is known of the features (`PromptMeta`) is in the file
+    too, the features are not."""
 
     messages: ByteRange
     media: ByteRange
@@ -57,7 +61,8 @@ class Continue(Wire, frozen=True, tag="continue"):
 
 
 class Read(Wire, frozen=True, tag="read"):
-    """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands behind it."""
+    """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands
+    behind it."""
 
     text: ByteRange
     instructions: ByteRange | None = None
@@ -117,8 +122,8 @@ class Head(Wire, frozen=True):
 
 
 class Outlined(Wire, frozen=True, tag="outlined"):
-    """The memory file holds the short fields as a JSON object (`short` bytes), then the long ones, one after the
-    other. `references`: ids of earlier answers that may be in them."""
+    """The memory file holds the short fields as a JSON object (`short` bytes), then the long ones,
+    one after the other. `references`: ids of earlier answers that may be in them."""
 
     short: int
     long: dict[str, ByteRange]
@@ -168,13 +173,15 @@ class WorkerReady(Wire, frozen=True, tag="ready"):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversation:
-    """Messages and tools as JSON that nobody has decoded yet; `body` holds both. Good for one prompt: `close` is called
-    when that is built."""
+    """Messages and tools as JSON that nobody has decoded yet; `body` holds both. Good for one
+    prompt: `close` is called when that is built."""
 
     body: bytes | MemFile
     messages: ByteRange
     tools: ByteRange | None = None
-    recalled: dict[str, str] = field(default_factory=dict)  # texts of earlier answers, by the id they are referred to
+    recalled: dict[str, str] = field(
+        default_factory=dict
+    )  # texts of earlier answers, by the id they are referred to
     sender: str = ""  # whose turn it is when many ask at once
     close: Callable[[], None] = lambda: None  # gives the body's memory back
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
@@ -198,7 +205,9 @@ class Conversation:
     def parts(self) -> tuple[memoryview, memoryview | None]:
         """Messages and tools."""
         data = self.body.view() if isinstance(self.body, MemFile) else memoryview(self.body)
-        return data[slice(*self.messages)], data[slice(*self.tools)] if self.tools is not None else None
+        return data[slice(*self.messages)], data[
+            slice(*self.tools)
+        ] if self.tools is not None else None
 
 
 def references(data: bytes | memoryview) -> tuple[str, ...]:
@@ -207,7 +216,9 @@ def references(data: bytes | memoryview) -> tuple[str, ...]:
     for match in AUDIO_ID.finditer(data):
         found[match[0].decode()] = None
         if len(found) > MAX_REFERENCES:
-            raise Invalid(f"the messages refer to over {MAX_REFERENCES} earlier answers", "messages")
+            raise Invalid(
+                f"the messages refer to over {MAX_REFERENCES} earlier answers", "messages"
+            )
     return tuple(found)
 
 
@@ -217,7 +228,9 @@ class BuiltPrompt:
 
     packed: Packed
     spoken: tuple[int, ...] | None = None
-    media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, since not all are along
+    media: Mapping[bytes, Piece] = field(
+        default_factory=dict
+    )  # that stages may ask for, since not all are along
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -229,15 +242,19 @@ decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
 def failed(error: Exception) -> JobFailed:
-    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for the log alone."""
+    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for
+    the log alone."""
     if not isinstance(error, StrettoError):
         log.error("the prompt of a request cannot be built", exc_info=error)
         error = Bug("the prompt cannot be built")
     param = error.param if isinstance(error, Invalid) else None
-    return JobFailed(type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None)
+    return JobFailed(
+        type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None
+    )
 
 
 def say(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
-    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if it still listens."""
+    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if
+    it still listens."""
     with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
         socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

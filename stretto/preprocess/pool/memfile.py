@@ -1,11 +1,11 @@
-"""Bytes in a file that has no name and lies in memory (memfd): filled piece by piece, handed to another process by
-its descriptor, so that nobody copies a large request on the event loop.
+"""Bytes in a file that has no name and lies in memory (memfd): filled piece by piece, handed to
+another process by its descriptor, so that nobody copies a large request on the event loop.
 
-Each file has one owner, which closes it: `with MemFile.of(...) as file`, or by `close`. A function that returns one
-says that its caller closes it.
+Each file has one owner, which closes it: `with MemFile.of(...) as file`, or by `close`. A function
+that returns one says that its caller closes it.
 
-A file that comes from another process is mapped only if it is sealed: one that could still shrink would end this
-process with a bus error."""
+A file that comes from another process is mapped only if it is sealed: one that could still shrink
+would end this process with a bus error."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class MemFile:
 
     @classmethod
     def received(cls, fd: int) -> MemFile:
-        """One that another process made: it must not be able to change any more. A descriptor that is refused is
-        closed here."""
+        """One that another process made: it must not be able to change any more. A descriptor that
+        is refused is closed here."""
         file = cls(fd)
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
@@ -89,12 +89,17 @@ class MemFile:
     def read(self, start: int, stop: int) -> bytes:
         """A copy of some of it."""
         data = os.pread(self.fd, stop - start, start)
-        if len(data) < stop - start:  # the kernel gives at most 2 GiB at once, and media are limited to far less
-            raise WireError(f"a memory file of {self.size} bytes gave {len(data)} of {stop - start}")
+        if (
+            len(data) < stop - start
+        ):  # the kernel gives at most 2 GiB at once, and media are limited to far less
+            raise WireError(
+                f"a memory file of {self.size} bytes gave {len(data)} of {stop - start}"
+            )
         return data
 
     def view(self) -> memoryview:
-        """All of it, read-only and not copied. The memory stays until the last view of it is gone."""
+        """All of it, read-only and not copied. The memory stays until the last view of it is
+        gone."""
         if not self.size:
             return memoryview(b"")
         return memoryview(mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ))
@@ -116,14 +121,16 @@ def check_room(size: int) -> None:
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if most != resource.RLIM_INFINITY and most < size:
         raise StageDead(
-            f"requests and prompts go through memory files of up to {size >> 20:,} MiB, but files may have at most "
+            f"requests and prompts go through memory files of up to {size >> 20:,} MiB, but files "
+            f"may have at most "
             f"{most:,} bytes here (ulimit -f)"
         )
 
 
 @cache
 def _start_closing() -> None:
-    """A thread that closes files: to free the pages of 100 MB takes 20 ms, which no event loop has."""
+    """A thread that closes files: to free the pages of 100 MB takes 20 ms, which no event loop
+    has."""
 
     def close() -> None:
         while True:
@@ -133,8 +140,8 @@ def _start_closing() -> None:
 
 
 class MemFileSlice:
-    """Bytes that stay in their memory file, from `start` on: read piece by piece and never mapped, since unmapping is
-    slow too. The object owns the file: it is closed when the object is freed."""
+    """Bytes that stay in their memory file, from `start` on: read piece by piece and never mapped,
+    since unmapping is slow too. The object owns the file: it is closed when the object is freed."""
 
     def __init__(self, file: MemFile, start: int) -> None:
         self._file, self._start = file, start
@@ -151,7 +158,8 @@ class MemFileSlice:
         return self[:]
 
     def __del__(self) -> None:
-        # Anything may be under way on this thread, with any lock held: this queue's `put` is made for that.
+        # Anything may be under way on this thread, with any lock held: this queue's `put` is made
+        # for that.
         fd, self._file.fd = self._file.fd, -1
         if fd >= 0:
             _CLOSING.put(fd)

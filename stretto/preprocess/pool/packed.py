@@ -1,7 +1,9 @@
-"""A prompt as it travels: ids and sizes as one small typed part, the media's features as raw bytes behind it.
+"""A prompt as it travels: ids and sizes as one small typed part, the media's features as raw bytes
+behind it.
 
-Made by whoever built the prompt (the engine's thread or a prompt worker), passed on by the orchestrator, read by the
-host of the stage that encodes media. Plain numpy and msgspec; imports no torch."""
+Made by whoever built the prompt (the engine's thread or a prompt worker), passed on by the
+orchestrator, read by the host of the stage that encodes media. Plain numpy and msgspec; imports no
+torch."""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ class PromptMeta(Wire, frozen=True):
         )
 
     def pieces(self) -> list[PieceMeta]:
-        return [*(p for clip in self.audios for p in clip), *(p.values for p in (*self.images, *self.videos))]
+        return [
+            *(p for clip in self.audios for p in clip),
+            *(p.values for p in (*self.images, *self.videos)),
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +94,9 @@ def pack(prompt: Prompt, known: Container[bytes] = ()) -> Packed:
     return Packed(meta, b"".join(a.tobytes() for a in arrays))
 
 
-def lay_out(prompt: Prompt, known: Container[bytes] = ()) -> tuple[PromptMeta, list[npt.NDArray[np.float32]]]:
+def lay_out(
+    prompt: Prompt, known: Container[bytes] = ()
+) -> tuple[PromptMeta, list[npt.NDArray[np.float32]]]:
     """Where each piece lies in the features, and the arrays in that order."""
     arrays: list[npt.NDArray[np.float32]] = []
     size = 0
@@ -123,11 +130,14 @@ def known_media(meta: PromptMeta) -> Prompt:
         return Patches(known(p.values), p.grid, p.seconds)
 
     audios = tuple(AudioClip(tuple(map(known, clip))) for clip in meta.audios)
-    return Prompt(meta.ids, audios, tuple(map(patches, meta.images)), tuple(map(patches, meta.videos)))
+    return Prompt(
+        meta.ids, audios, tuple(map(patches, meta.images)), tuple(map(patches, meta.videos))
+    )
 
 
 def unpack_pieces(metas: Sequence[PieceMeta], features: Bytes) -> list[Piece]:
-    """The arrays are views of `features`, unless these are read-only: torch wants memory that it may write to."""
+    """The arrays are views of `features`, unless these are read-only: torch wants memory that it
+    may write to."""
     memory = bytearray(features) if memoryview(features).readonly else features
 
     def get(p: PieceMeta) -> Piece:
@@ -144,7 +154,8 @@ def unpack_prompt(meta: PromptMeta, features: Bytes) -> Prompt:
     pieces = iter(unpack_pieces(meta.pieces(), features))
 
     def patches(p: PatchMeta) -> Patches:
-        # A grid is laid out before it is compared with the prompt, so it must not be out of all proportion to it.
+        # A grid is laid out before it is compared with the prompt, so it must not be out of all
+        # proportion to it.
         if min(p.grid) < 1 or math.prod(p.grid) > MAX_PATCHES * len(meta.ids):
             raise WireError(f"a grid of {p.grid} for a prompt of {len(meta.ids)} tokens")
         return Patches(next(pieces), p.grid, p.seconds)

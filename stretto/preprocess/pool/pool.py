@@ -1,9 +1,10 @@
 """Prompts are built in other processes: the server's side of the prompt worker (`worker.py`).
 
-Owned by the engine, used on the event loop, which never waits and never copies anything large: what a client sent lies
-in a memory file, and so does the prompt that comes back. Short texts are done by the worker itself, one after the
-other; everything else in processes of their own, a few at a time, senders taking turns (`fairqueue.py`). A caller
-that is cancelled (its client left) ends its process, and the place is free when that process is gone."""
+Owned by the engine, used on the event loop, which never waits and never copies anything large: what
+a client sent lies in a memory file, and so does the prompt that comes back. Short texts are done by
+the worker itself, one after the other; everything else in processes of their own, a few at a time,
+senders taking turns (`fair_queue.py`). A caller that is cancelled (its client left) ends its
+process, and the place is free when that process is gone."""
 
 from __future__ import annotations
 
@@ -67,14 +68,16 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
-TALKS_AT_ONCE = 4  # processes for prompts of sessions that are not long: some tens of milliseconds each
+TALKS_AT_ONCE = (
+    4  # processes for prompts of sessions that are not long: some tens of milliseconds each
+)
 A = TypeVar("A", Built, Outlined, Windows)
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more. The memory file of
-    the answer is the call's until `take` passes it on."""
+    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more.
+    The memory file of the answer is the call's until `take` passes it on."""
 
     number: int
     sock: socket.socket
@@ -99,14 +102,21 @@ class _Call:
 
 
 class PromptPool:
-    def __init__(self, model: Path, builder: str, settings: PoolSettings, grammars: str = "") -> None:
-        """`builder`: the function that opens the model's prompt builder, as "module:function". `grammars`: the one that
-        opens its grammar compiler, if it has any."""
+    def __init__(
+        self, model: Path, builder: str, settings: PoolSettings, grammars: str = ""
+    ) -> None:
+        """`builder`: the function that opens the model's prompt builder, as "module:function".
+        `grammars`: the one that opens its grammar compiler, if it has any."""
         self.settings = settings
         self.worker = WorkerProcess(model, builder, settings, grammars)
         self.lane = FairQueue(settings.workers)
-        self.talks, self.long_talks = FairQueue(TALKS_AT_ONCE), FairQueue(LONG_AT_ONCE)  # of sessions: text alone
-        self.checks = FairQueue(settings.workers)  # beside the prompts: a check takes a moment, and media take longer
+        self.talks, self.long_talks = (
+            FairQueue(TALKS_AT_ONCE),
+            FairQueue(LONG_AT_ONCE),
+        )  # of sessions: text alone
+        self.checks = FairQueue(
+            settings.workers
+        )  # beside the prompts: a check takes a moment, and media take longer
         self._follows = bool(grammars)
         self._verdicts = Verdicts()
         self._calls: dict[int, _Call] = {}
@@ -151,7 +161,9 @@ class PromptPool:
             work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
             return _built(*await self._do(Built, work, files, talk.sender))
 
-    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
+    async def build_for(
+        self, sender: str, messages: Sequence[Message], tools: Any = None
+    ) -> Prompt:
         bare, media = without_features(messages)
         known, _ = lay_out(media, known=frozenset(p.digest for p in media.pieces()))
         parts = to_json(bare, "messages"), encode(known), to_json(tools, "tools") if tools else b""
@@ -178,12 +190,15 @@ class PromptPool:
         """Cut a large JSON object; the caller closes the file that comes back."""
         return await self._do(Outlined, Outline(long, most), [body], sender)
 
-    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+    async def cut(
+        self, sound: MemFile, seconds: float, sender: str = ""
+    ) -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         return await self._do(Windows, Cut(seconds), [sound], sender)
 
     async def check(self, grammar: str, sender: str = "") -> None:
-        """Raises `Invalid` for a grammar that cannot be compiled and followed, or not within the limits."""
+        """Raises `Invalid` for a grammar that cannot be compiled and followed, or not within the
+        limits."""
         if not grammar or not self._follows:  # the model's family refuses it
             return
         data = grammar.encode("utf-8", "replace")
@@ -201,15 +216,17 @@ class PromptPool:
             raise Invalid(wrong, "response_format")
 
     async def _verdict(self, digest: bytes, file: MemFile, sender: str) -> str:
-        """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn, unless another request
-        has brought the same one meanwhile."""
+        """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn,
+        unless another request has brought the same one meanwhile."""
         await self.worker.wait_until_ready(PATIENCE_S)
         await self.checks.enter(sender)
         if (known := self._verdicts.find(sender, digest)) is not None:
             self.checks.leave(sender)
             return known
         cpu_s, memory_mb = self.settings.grammar_cpu_s, self.settings.grammar_memory_mb
-        answer, _ = await self._placed(Check(cpu_s, memory_mb), [file], lambda: self.checks.leave(sender))
+        answer, _ = await self._placed(
+            Check(cpu_s, memory_mb), [file], lambda: self.checks.leave(sender)
+        )
         match answer:
             case Checked():
                 wrong = ""
@@ -241,10 +258,15 @@ class PromptPool:
     # -- jobs
 
     async def _do(
-        self, kind: type[A], work: Work, files: list[MemFile], sender: str, lane: FairQueue | None = None
+        self,
+        kind: type[A],
+        work: Work,
+        files: list[MemFile],
+        sender: str,
+        lane: FairQueue | None = None,
     ) -> tuple[A, MemFile]:
-        """The answer, which must be of this kind and come with a memory file, which the caller closes. Once more, if
-        the worker died a moment ago and nothing was done."""
+        """The answer, which must be of this kind and come with a memory file, which the caller
+        closes. Once more, if the worker died a moment ago and nothing was done."""
         await self.worker.wait_until_ready(PATIENCE_S)
         try:
             answer, file = await self._ask(work, files, sender, lane or self.lane)
@@ -273,7 +295,8 @@ class PromptPool:
         return await self._apart(work, files, sender, lane)
 
     def _doubt(self) -> None:
-        """The worker failed where no client was at fault: one that can build no prompt at all is started again."""
+        """The worker failed where no client was at fault: one that can build no prompt at all is
+        started again."""
         if self._trial is None or self._trial.done():
             self._trial = asyncio.create_task(self._try_out(), name="trial of the prompt worker")
 
@@ -309,8 +332,8 @@ class PromptPool:
     async def _placed(
         self, work: Work, files: list[MemFile], leave: Callable[[], None]
     ) -> tuple[FromWorker, MemFile | None]:
-        """In a process of its own. The place that it has is given back when nothing of it runs any more. The caller
-        closes the file."""
+        """In a process of its own. The place that it has is given back when nothing of it runs any
+        more. The caller closes the file."""
         try:
             call = self._send(work, files, apart=True, over=leave)
         except BaseException:
@@ -323,14 +346,18 @@ class PromptPool:
             self.worker.tell(Stop(call.number))
             raise
 
-    def _send(self, work: Work, files: list[MemFile], *, apart: bool, over: Callable[[], None]) -> _Call:
+    def _send(
+        self, work: Work, files: list[MemFile], *, apart: bool, over: Callable[[], None]
+    ) -> _Call:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         call = _Call(next(self._numbers), ours, loop.create_future(), over)
         with theirs:
             try:
-                self.worker.tell(Job(call.number, work, apart), theirs.fileno(), *(f.fd for f in files))
+                self.worker.tell(
+                    Job(call.number, work, apart), theirs.fileno(), *(f.fd for f in files)
+                )
             except BaseException:
                 ours.close()
                 raise
@@ -386,13 +413,16 @@ class PromptPool:
                 self._counts["over_limit"] += 1
                 s = self.settings
                 raise Invalid(
-                    f"the request takes more to prepare than is allowed ({s.cpu_s} s of CPU time, {s.memory_mb:,} MiB)",
+                    f"the request takes more to prepare than is allowed ({s.cpu_s} s of CPU time, "
+                    f"{s.memory_mb:,} MiB)",
                     "messages",
                 )
             case Died(signal=number):
                 self._counts["over_limit"] += 1
                 log.error("a request made its prompt's process end with signal %d", number)
-                raise Invalid("the request cannot be prepared: what it holds breaks its decoder", "messages")
+                raise Invalid(
+                    "the request cannot be prepared: what it holds breaks its decoder", "messages"
+                )
 
 
 def _built(answer: Built, file: MemFile) -> BuiltPrompt:
@@ -409,7 +439,9 @@ def _built(answer: Built, file: MemFile) -> BuiltPrompt:
 
 def _error(kind: str, message: str, param: str | None) -> StrettoError:
     """The worker's error, as its own class."""
-    theirs: dict[str, type[Invalid]] = {c.__name__: c for c in (Invalid, errors.MediaError, errors.TooLong)}
+    theirs: dict[str, type[Invalid]] = {
+        c.__name__: c for c in (Invalid, errors.MediaError, errors.TooLong)
+    }
     if kind in theirs:
         return theirs[kind](message, param)
     return CheckpointError(message) if kind == "CheckpointError" else errors.Bug(message)

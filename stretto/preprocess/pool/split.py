@@ -1,5 +1,5 @@
-"""Large requests and long sounds, cut into parts that can be looked at one by one: done by the prompt worker, or by a
-thread of the engine's. Pure functions; imports no torch."""
+"""Large requests and long sounds, cut into parts that can be looked at one by one: done by the
+prompt worker, or by a thread of the engine's. Pure functions; imports no torch."""
 
 from __future__ import annotations
 

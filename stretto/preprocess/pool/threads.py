@@ -1,8 +1,8 @@
-"""Prompts built in threads of this process: for an engine without a prompt worker, and for callers of this process, who
-are trusted.
+"""Prompts built in threads of this process: for an engine without a prompt worker, and for callers
+of this process, who are trusted.
 
-Keeps the promises of `pool.PromptPool`, but for limits of time and memory, and that the event loop goes on meanwhile: a
-thread that decodes holds the interpreter."""
+Keeps the promises of `pool.PromptPool`, but for limits of time and memory, and that the event loop
+goes on meanwhile: a thread that decodes holds the interpreter."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ class Prompts(Protocol):
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt: ...
 
-    async def build_for(self, sender: str, messages: Sequence[Message], tools: Any = None) -> Prompt:
-        """For a session, whose media are features already. Of long texts few are done at a time, senders taking turns,
-        so that short ones never wait for them."""
+    async def build_for(
+        self, sender: str, messages: Sequence[Message], tools: Any = None
+    ) -> Prompt:
+        """For a session, whose media are features already. Of long texts few are done at a time,
+        senders taking turns, so that short ones never wait for them."""
         ...
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
@@ -47,10 +49,13 @@ class Prompts(Protocol):
     async def outline(
         self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
-        """Cut a large JSON object into its short fields and the `long` ones; the caller closes the file."""
+        """Cut a large JSON object into its short fields and the `long` ones; the caller closes the
+        file."""
         ...
 
-    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+    async def cut(
+        self, sound: MemFile, seconds: float, sender: str = ""
+    ) -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         ...
 
@@ -70,7 +75,8 @@ class Prompts(Protocol):
         ...
 
     async def check(self, grammar: str, sender: str = "") -> None:
-        """Raises `Invalid` for a grammar that cannot be compiled, or not within limits. An empty one is fine."""
+        """Raises `Invalid` for a grammar that cannot be compiled, or not within limits. An empty
+        one is fine."""
         ...
 
     def metrics(self) -> Mapping[str, float]: ...
@@ -82,7 +88,8 @@ class InThreads:
         self._long = FairQueue(LONG_AT_ONCE)
 
     async def start(self) -> None:
-        """Build prompts for nobody, so that the first one finds a thread, and all that it imports."""
+        """Build prompts for nobody, so that the first one finds a thread, and all that it
+        imports."""
         await asyncio.to_thread(work.warm, self._builder)
 
     async def close(self) -> None:
@@ -91,19 +98,33 @@ class InThreads:
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
         def run() -> BuiltPrompt:
             messages, tools = talk.parts()
-            given = work.decode(messages, "messages"), tools, talk.recalled, audio_in_video, talk.variables
+            given = (
+                work.decode(messages, "messages"),
+                tools,
+                talk.recalled,
+                audio_in_video,
+                talk.variables,
+            )
             return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
 
         return await asyncio.to_thread(run)
 
-    async def cut(self, sound: MemFile, seconds: float, sender: str = "") -> tuple[Windows, MemFile]:
+    async def cut(
+        self, sound: MemFile, seconds: float, sender: str = ""
+    ) -> tuple[Windows, MemFile]:
         return await _with_file(do_cut, sound.view(), seconds)
 
     async def check(self, grammar: str, sender: str = "") -> None:
-        """Not checked: what cannot be compiled is refused by its stage, and trusted callers send nothing hostile."""
+        """Not checked: what cannot be compiled is refused by its stage, and trusted callers send
+        nothing hostile."""
 
     async def build_for(
-        self, sender: str, messages: Sequence[Message], tools: Any = None, *, allow_paths: bool = False
+        self,
+        sender: str,
+        messages: Sequence[Message],
+        tools: Any = None,
+        *,
+        allow_paths: bool = False,
     ) -> Prompt:
         """Who is cancelled gives its place back when the thread is done with it."""
         run = partial(self._builder.build, messages, tools, False, allow_paths=allow_paths)
@@ -120,7 +141,8 @@ class InThreads:
         return await asyncio.shield(build())
 
     async def build_local(self, *given: Any, allow_paths: bool) -> BuiltPrompt:
-        """Of messages that a caller of this process gave: they may hold arrays and, if allowed, name files."""
+        """Of messages that a caller of this process gave: they may hold arrays and, if allowed,
+        name files."""
 
         def run() -> BuiltPrompt:
             return BuiltPrompt(pack(self._builder.build(*given, allow_paths=allow_paths)))
@@ -159,11 +181,15 @@ async def _with_file(work: Callable[..., tuple[T, MemFile]], *given: Any) -> tup
     try:
         return await asyncio.shield(made)
     except asyncio.CancelledError:
-        made.add_done_callback(lambda made: None if made.cancelled() or made.exception() else made.result()[1].close())
+        made.add_done_callback(
+            lambda made: None if made.cancelled() or made.exception() else made.result()[1].close()
+        )
         raise
 
 
-def num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> int:
+def num_chars(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> int:
     """About how much text a prompt is made of."""
     texts = (part.get("text") or "" for m in messages for part in _parts(m.get("content")))
     calls = sum(len(str(m["tool_calls"])) for m in messages if m.get("tool_calls"))

@@ -1,5 +1,5 @@
-"""Which grammars were checked, and how that ended: a schema that is used again is not checked again. Used by the prompt
-pool, on the event loop."""
+"""Which grammars were checked, and how that ended: a schema that is used again is not checked
+again. Used by the prompt pool, on the event loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ EACH, SENDERS = 64, 1024  # grammars of a sender, and senders
 
 @dataclass(slots=True)
 class Verdicts:
-    """By sender: whoever sends many grammars pushes out his own alone, and nobody can find out what others use."""
+    """By sender: whoever sends many grammars pushes out his own alone, and nobody can find out what
+    others use."""
 
     each: int = EACH
     senders: int = SENDERS
-    _known: OrderedDict[str, OrderedDict[bytes, str]] = field(default_factory=OrderedDict)  # the latest used last
+    _known: OrderedDict[str, OrderedDict[bytes, str]] = field(
+        default_factory=OrderedDict
+    )  # the latest used last
 
     def find(self, sender: str, grammar: bytes) -> str | None:
         """What is wrong with it, empty if nothing; None: it is not known."""

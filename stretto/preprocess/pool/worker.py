@@ -1,7 +1,9 @@
-"""The prompt worker: a process beside the server that decodes what clients send and builds prompts from it.
+"""The prompt worker: a process beside the server that decodes what clients send and builds prompts
+from it.
 
-Started and spoken to by `pool.py` alone. It loads the checkpoint's tokenizer once. Short texts it does at once, in
-about a millisecond; everything else in a child that it forks, one for each job (`job_process.py`). Imports no torch."""
+Started and spoken to by `pool.py` alone. It loads the checkpoint's tokenizer once. Short texts it
+does at once, in about a millisecond; everything else in a child that it forks, one for each job
+(`job_process.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class Worker:
         if isinstance(message, Stop):
             self.children.stop(message.number)
             return True
-        with contextlib.ExitStack() as owned:  # a child has descriptors of its own of what it was sent
+        with (
+            contextlib.ExitStack() as owned
+        ):  # a child has descriptors of its own of what it was sent
             answer = owned.enter_context(socket.socket(fileno=fds[0]))
             files = [owned.enter_context(MemFile.taken(f)) for f in fds[1:]]
             if message.apart:
@@ -118,14 +122,18 @@ def do_apart(
     return do(builder, job.work, files, only_text=False)
 
 
-def check(compiler: GrammarCompiler | None, job: Check, grammar: MemFile) -> tuple[FromWorker, None]:
+def check(
+    compiler: GrammarCompiler | None, job: Check, grammar: MemFile
+) -> tuple[FromWorker, None]:
     if compiler is None:
         raise Bug("this model follows no grammar")
     check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
     return Checked(), None
 
 
-def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) -> tuple[FromWorker, MemFile | None]:
+def do(
+    builder: Builder, job: Work, files: list[MemFile], *, only_text: bool
+) -> tuple[FromWorker, MemFile | None]:
     """The caller closes the file."""
     data = files[0].view()
     match job:
@@ -136,8 +144,14 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
             if only_text and work.has_media(messages):
                 return NeedsProcess(), None
             tools = _part(data, job.tools) if job.tools is not None else None
-            recalled = msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
-            return pack(work.build_conversation(builder, messages, tools, recalled, job.audio_in_video, job.variables))
+            recalled = (
+                msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
+            )
+            return pack(
+                work.build_conversation(
+                    builder, messages, tools, recalled, job.audio_in_video, job.variables
+                )
+            )
         case Continue():
             media = known_media(decode_media(_part(data, job.media)))
             messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
@@ -155,7 +169,8 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
 
 
 def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
-    """Do all kinds of work once: what that imports and computes is there then, for children of this process too."""
+    """Do all kinds of work once: what that imports and computes is there then, for children of this
+    process too."""
     work.warm(builder)
     if compiler is not None:
         compiler.check('start: %json {"type": "object"}')
@@ -193,19 +208,27 @@ def _text(data: memoryview) -> str:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("model", type=Path)
-    p.add_argument("--builder", required=True, help="module:function that opens the model's prompt builder")
-    p.add_argument("--grammars", default="", help="module:function that opens what compiles its grammars")
+    p.add_argument(
+        "--builder", required=True, help="module:function that opens the model's prompt builder"
+    )
+    p.add_argument(
+        "--grammars", default="", help="module:function that opens what compiles its grammars"
+    )
     p.add_argument("--fd", type=int, required=True)
     p.add_argument("--cpu-s", type=int, required=True)
     p.add_argument("--memory-mb", type=int, required=True)
     args = p.parse_args()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the server's to handle
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a Ctrl-C in the terminal is the server's to handle
     logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)
-        compiler: GrammarCompiler | None = load(args.grammars)(args.model) if args.grammars else None
+        compiler: GrammarCompiler | None = (
+            load(args.grammars)(args.model) if args.grammars else None
+        )
         try_out(builder)
     except Exception as e:  # noqa: BLE001  else nobody would hear why, and another would be started in vain
         control.send(encode(failed(e)))
@@ -216,7 +239,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
     limits = WorkerLimits(args.cpu_s, args.memory_mb)
-    children = Children(control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler))
+    children = Children(
+        control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler)
+    )
     Worker(control, builder, children).serve()
 
 

@@ -1,5 +1,5 @@
-"""The prompt worker's process (`worker.py`), as the server sees it: started, told what to do, started again when it
-dies. Used by `pool.py`, on the event loop."""
+"""The prompt worker's process (`worker.py`), as the server sees it: started, told what to do,
+started again when it dies. Used by `pool.py`, on the event loop."""
 
 from __future__ import annotations
 
@@ -18,16 +18,30 @@ import msgspec
 from stretto._process import end_of, start_apart
 from stretto.config.preprocess import PoolSettings
 from stretto.errors import Busy, CheckpointError, StageDead, StrettoError
-from stretto.preprocess.pool.jobs import MAX_DATAGRAM, JobFailed, Stop, ToWorker, WorkerReady, encode
+from stretto.preprocess.pool.jobs import (
+    MAX_DATAGRAM,
+    JobFailed,
+    Stop,
+    ToWorker,
+    WorkerReady,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Prompts that nobody hears yet are not built at the cost of those who listen, where cores are few."""
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Prompts that nobody hears yet are not built at the cost of those who listen, where cores are
+few."""
+ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
-PATIENT_DEATHS = 2  # of workers in a row, soon after their start: after that, requests are refused at once
+PATIENT_DEATHS = (
+    2  # of workers in a row, soon after their start: after that, requests are refused at once
+)
 
 
 class NotSent(StageDead):
@@ -35,8 +49,15 @@ class NotSent(StageDead):
 
 
 class WorkerProcess:
-    def __init__(self, model: Path, builder: str, settings: PoolSettings, grammars: str = "") -> None:
-        self._model, self._builder, self._grammars, self._settings = model, builder, grammars, settings
+    def __init__(
+        self, model: Path, builder: str, settings: PoolSettings, grammars: str = ""
+    ) -> None:
+        self._model, self._builder, self._grammars, self._settings = (
+            model,
+            builder,
+            grammars,
+            settings,
+        )
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
         self.deaths = 0  # in a row, each soon after the start
@@ -116,7 +137,9 @@ class WorkerProcess:
                     self.deaths = 1 if time.monotonic() - began > YOUNG_S else self.deaths + 1
                     self.restarts += 1
                     log.warning("the prompt worker died and is started again: %s", self._last_end)
-                    await asyncio.sleep(RESTART_DELAYS[min(self.deaths - 1, len(RESTART_DELAYS) - 1)])
+                    await asyncio.sleep(
+                        RESTART_DELAYS[min(self.deaths - 1, len(RESTART_DELAYS) - 1)]
+                    )
         finally:
             self._end()
             if self.process is not None and self.process.returncode is None:
@@ -207,7 +230,9 @@ class WorkerProcess:
             async with asyncio.timeout(seconds):
                 await self._ready.wait()
         except TimeoutError:
-            died = f"; it died {self.deaths} times, at last: {self._last_end}" if self.deaths else ""
+            died = (
+                f"; it died {self.deaths} times, at last: {self._last_end}" if self.deaths else ""
+            )
             raise StageDead(f"the prompt worker did not come up in {seconds:g} s{died}") from None
         if self._broken is not None:
             raise self._broken

@@ -1,5 +1,6 @@
-"""A request's body while it arrives: within limits of size, rate and its owner's share of all bodies, and never in one
-piece on the event loop. Small bodies are plain bytes; larger ones go into a memory file, part by part.
+"""A request's body while it arrives: within limits of size, rate and its owner's share of all
+bodies, and never in one piece on the event loop. Small bodies are plain bytes; larger ones go into
+a memory file, part by part.
 
 Used by `exchange.py` and the endpoints, on the event loop."""
 
@@ -11,12 +12,15 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
 
-ON_THE_LOOP = 256 << 10  # bytes that are cut into fields on the event loop, in a millisecond at worst
+ON_THE_LOOP = (
+    256 << 10
+)  # bytes that are cut into fields on the event loop, in a millisecond at worst
 
 
 @dataclass(slots=True, eq=False)
 class Body:
-    """Use it in a `with` statement: what it holds is given back at its end, if not by `close` before.
+    """Use it in a `with` statement: what it holds is given back at its end, if not by `close`
+    before.
 
     `shares`: bytes of all bodies that are held at the moment."""
 
@@ -41,7 +45,11 @@ class Body:
     @property
     def data(self) -> bytes:
         """All of it, for routes that take no large ones."""
-        return b"".join(self._parts) if self.memfile is None else self.memfile.read(0, self.memfile.size)
+        return (
+            b"".join(self._parts)
+            if self.memfile is None
+            else self.memfile.read(0, self.memfile.size)
+        )
 
     def replace(self, memfile: MemFile) -> None:
         """The same in another form."""
@@ -60,9 +68,14 @@ class Body:
         if self.shares.free < size:
             who, code = "the server holds as many bytes of requests as it can", "server_busy"
         else:
-            who, code = "the server holds your share of the bytes of requests", "rate_limit_exceeded"
+            who, code = (
+                "the server holds your share of the bytes of requests",
+                "rate_limit_exceeded",
+            )
         headers = {"connection": "close"}
-        return Refused(429, f"{who}; try again soon", kind="rate_limit_error", code=code, headers=headers)
+        return Refused(
+            429, f"{who}; try again soon", kind="rate_limit_error", code=code, headers=headers
+        )
 
     def __enter__(self) -> Body:
         return self

@@ -1,5 +1,6 @@
-"""One HTTP request and its answer, on bare ASGI: the body within limits, bytes out with a deadline, and work that
-ends the moment the client leaves. Used by the routes that generate; everything runs on the event loop."""
+"""One HTTP request and its answer, on bare ASGI: the body within limits, bytes out with a deadline,
+and work that ends the moment the client leaves. Used by the routes that generate; everything runs
+on the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from stretto.config.server import ServerConfig
 from stretto.errors import Gone, Invalid
 from stretto.server.http.body import Body
 from stretto.server.openai.error_body import Refused, describe, respond
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 
 T = TypeVar("T")
 SSE_HEADERS = (
@@ -26,8 +27,13 @@ SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or proxies collect the pieces
 )
-LINGER_SECONDS, LINGER_FACTOR = 2.0, 4  # how long, and how many times the limit, a body is thrown away
-CLOSE = {"connection": "close"}  # the rest of a body nobody reads must not be taken for the next request
+LINGER_SECONDS, LINGER_FACTOR = (
+    2.0,
+    4,
+)  # how long, and how many times the limit, a body is thrown away
+CLOSE = {
+    "connection": "close"
+}  # the rest of a body nobody reads must not be taken for the next request
 
 
 @dataclass(slots=True)
@@ -40,16 +46,17 @@ class Exchange:
     events: bool = False  # the answer is a stream of events, in which an error can be told
 
     @property
-    def visit(self) -> Visit:
+    def visit(self) -> RequestLog:
         visit = self.scope[VISIT]
-        assert isinstance(visit, Visit)
+        assert isinstance(visit, RequestLog)
         return visit
 
     # ---- in
 
     async def read_body(self, body: Body, limit: int) -> None:
-        """All of the request's body. Refuses while reading, not after: a header may lie about the length, and a client
-        that sends a byte a second would hold what it has sent for as long as it likes."""
+        """All of the request's body. Refuses while reading, not after: a header may lie about the
+        length, and a client that sends a byte a second would hold what it has sent for as long as
+        it likes."""
         headers = Headers(scope=self.scope)
         stated = headers.get("content-length", "")
         if stated.isascii() and stated.isdigit() and int(stated) > limit:
@@ -61,7 +68,8 @@ class Exchange:
             async with asyncio.timeout(self.config.body_timeout) as deadline:
                 more = True
                 while more:
-                    # What has come may have taken this long at the lowest rate allowed, and a start-up time.
+                    # What has come may have taken this long at the lowest rate allowed, and a
+                    # start-up time.
                     slowest = self.config.body_grace + body.size / rate if rate else float("inf")
                     deadline.reschedule(start + min(self.config.body_timeout, slowest))
                     part, more = await self._part()
@@ -70,7 +78,9 @@ class Exchange:
                         raise self._too_large(limit)
                     body.add(part)
         except TimeoutError:
-            raise Refused(408, "the request took too long to arrive", code="timeout", headers=CLOSE) from None
+            raise Refused(
+                408, "the request took too long to arrive", code="timeout", headers=CLOSE
+            ) from None
 
     async def _part(self) -> tuple[bytes, bool]:
         message = await self.receive()
@@ -79,7 +89,8 @@ class Exchange:
         return message.get("body", b""), message.get("more_body", False)
 
     async def _linger(self, size: int, limit: int) -> None:
-        """Let a client that sends too much finish, up to a limit: most clients read no answer while they send."""
+        """Let a client that sends too much finish, up to a limit: most clients read no answer while
+        they send."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 more = True
@@ -93,7 +104,8 @@ class Exchange:
         return Refused(413, message, code="request_too_large", headers=CLOSE)
 
     async def run(self, work: Coroutine[None, None, None], cut: asyncio.Future[None]) -> None:
-        """Do the work until it is done, the client leaves or `cut` is set; when this returns, it is over."""
+        """Do the work until it is done, the client leaves or `cut` is set; when this returns, it is
+        over."""
         task = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(self._leave())
         try:
@@ -103,14 +115,21 @@ class Exchange:
             elif leaving.done():
                 raise Left("the client left")
             else:
-                raise Refused(503, "the server is shutting down", kind="server_error", code="draining", headers=CLOSE)
+                raise Refused(
+                    503,
+                    "the server is shutting down",
+                    kind="server_error",
+                    code="draining",
+                    headers=CLOSE,
+                )
         finally:
             jobs = task, leaving
             for job in jobs:
                 job.cancel()
             await asyncio.wait(jobs)
-            # An error holds this frame, and the task holds the error: without this circle all that the work held, files
-            # included, goes with the request rather than when the interpreter looks for circles.
+            # An error holds this frame, and the task holds the error: without this circle all that
+            # the work held, files included, goes with the request rather than when the interpreter
+            # looks for circles.
             del task, leaving, jobs, job
 
     async def _leave(self) -> None:
@@ -177,12 +196,14 @@ SMALL = 4 << 10
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decode(data: bytes, decoder: msgspec.json.Decoder[T], longest: Mapping[str, int] | None = None) -> T:
-    """Decode a request from JSON; what is wrong is an `Invalid` that names the field. `longest`: how many bytes a field
-    may have at most, checked before anything of it is decoded.
+def decode(
+    data: bytes, decoder: msgspec.json.Decoder[T], longest: Mapping[str, int] | None = None
+) -> T:
+    """Decode a request from JSON; what is wrong is an `Invalid` that names the field. `longest`:
+    how many bytes a field may have at most, checked before anything of it is decoded.
 
-    Of a field that is there many times only the last one is decoded: a number such as 1e-320 takes 7 us, and 64 KiB
-    hold thousands of them."""
+    Of a field that is there many times only the last one is decoded: a number such as 1e-320 takes
+    7 us, and 64 KiB hold thousands of them."""
     try:
         if len(data) > SMALL:
             fields = read_json(data, _fields.decode)

@@ -1,5 +1,6 @@
-"""Turns for what clients cut into many tiny pieces, on purpose or not: chunks of a body (`protocol.py`), frames of a
-WebSocket (`websocket.py`). Each piece is a call, so that a read of them takes a hundred times as long as any other."""
+"""Turns for what clients cut into many tiny pieces, on purpose or not: chunks of a body
+(`protocol.py`), frames of a WebSocket (`websocket.py`). Each piece is a call, so that a read of
+them takes a hundred times as long as any other."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
 
-REST_S = 0.02  # between two turns of about a millisecond: floods have a twentieth of the event loop's time
+# between two turns of about a millisecond: floods have a twentieth of the event loop's time
+REST_S = 0.02
 
 
 class Floods:
-    """The connections of a server that flood it. They wait in a line: one has a turn, then nobody for a while, however
-    many they are. On the event loop."""
+    """The connections of a server that flood it. They wait in a line: one has a turn, then nobody
+    for a while, however many they are. On the event loop."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()

@@ -1,5 +1,6 @@
-"""A body of multipart/form-data, cut into its fields. For routes that take files, on worker threads: a form may be
-large, so it is read window by window, and no call of C code holds the interpreter for more than a millisecond."""
+"""A body of multipart/form-data, cut into its fields. For routes that take files, on worker
+threads: a form may be large, so it is read window by window, and no call of C code holds the
+interpreter for more than a millisecond."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Form:
     fields: dict[str, str]
-    files: dict[str, ByteRange]  # of the body, by the field's name; what a client calls a file is of no interest
+    files: dict[
+        str, ByteRange
+    ]  # of the body, by the field's name; what a client calls a file is of no interest
 
 
 def boundary(content_type: str) -> bytes:
@@ -71,7 +74,9 @@ def _take(form: Form, body: Source, head: bytes, value: ByteRange) -> None:
         form.files[name] = value
         return
     if value[1] - value[0] > MAX_FIELD:
-        raise Invalid(f"{name} has more than the {MAX_FIELD:,} bytes of a field that is no file", name)
+        raise Invalid(
+            f"{name} has more than the {MAX_FIELD:,} bytes of a field that is no file", name
+        )
     try:
         form.fields[name] = _read(body, *value).decode()
     except UnicodeDecodeError:
@@ -101,8 +106,9 @@ def part_of(body: Source, part: ByteRange) -> MemFile:
 
 
 async def in_thread(body: Source, work: Callable[[Source], T], discard: Callable[[T], None]) -> T:
-    """Do `work` with a body on a worker thread. The thread has a descriptor of its own for a memory file: a request
-    that ends meanwhile closes its one, and the result, of which nobody knows any more, is discarded."""
+    """Do `work` with a body on a worker thread. The thread has a descriptor of its own for a memory
+    file: a request that ends meanwhile closes its one, and the result, of which nobody knows any
+    more, is discarded."""
     own = MemFile(os.dup(body.fd), body.size) if isinstance(body, MemFile) else body
 
     def run() -> T:

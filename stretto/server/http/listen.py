@@ -1,5 +1,6 @@
-"""The addresses that a server listens on. A `Listener` owns its socket and, if that is a Unix socket, its file: a file
-that is anything else is never removed, nor is one behind which another server answers. Used by `run.py`."""
+"""The addresses that a server listens on. A `Listener` owns its socket and, if that is a Unix
+socket, its file: a file that is anything else is never removed, nor is one behind which another
+server answers. Used by `run.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def listen(config: ServerConfig) -> Listener:
     try:
         return _listen_unix(Path(config.uds))
     except (OSError, Occupied) as e:
-        raise StrettoError(f"cannot listen on --uds {config.uds}: {getattr(e, 'strerror', None) or e}") from None
+        raise StrettoError(
+            f"cannot listen on --uds {config.uds}: {getattr(e, 'strerror', None) or e}"
+        ) from None
 
 
 def listen_for_metrics(config: ServerConfig) -> Listener | None:
@@ -63,7 +66,8 @@ def listen_for_metrics(config: ServerConfig) -> Listener | None:
 
 
 def _listen_tcp(host: str, port: int, flag: str) -> Listener:
-    # Only to a socket that says TCP does asyncio apply TCP_NODELAY; without it a packet waits for the last one's ACK.
+    # Only to a socket that says TCP does asyncio apply TCP_NODELAY; without it a packet waits for
+    # the last one's ACK.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -73,13 +77,19 @@ def _listen_tcp(host: str, port: int, flag: str) -> Listener:
     except (OSError, UnicodeError, OverflowError) as e:  # a host's name may be no name at all
         listener.close()
         why = getattr(e, "strerror", None) or str(e)
-        taken = f"; {flag} N takes another, {flag} 0 any free one" if getattr(e, "errno", 0) == errno.EADDRINUSE else ""
+        taken = (
+            f"; {flag} N takes another, {flag} 0 any free one"
+            if getattr(e, "errno", 0) == errno.EADDRINUSE
+            else ""
+        )
         raise StrettoError(f"cannot listen on {host}:{port}: {why}{taken}") from None
     return Listener(listener)
 
 
 def _listen_unix(path: Path) -> Listener:
-    with _folder_locked(path.parent):  # else of two servers that start at once, one could remove the other's socket
+    with _folder_locked(
+        path.parent
+    ):  # else of two servers that start at once, one could remove the other's socket
         _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -108,13 +118,16 @@ def _folder_locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    """The socket of a server that is gone makes room for ours; everything else stays, and is a reason to give up."""
+    """The socket of a server that is gone makes room for ours; everything else stays, and is a
+    reason to give up."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise Occupied("something that is not a socket has this path, and is not removed; name another path")
+        raise Occupied(
+            "something that is not a socket has this path, and is not removed; name another path"
+        )
     with closing(socket.socket(socket.AF_UNIX)) as client:
         client.settimeout(ANSWER_S)
         try:

@@ -1,10 +1,12 @@
-"""One connection from its first byte: what a client may hold before it has asked for anything, and after.
+"""One connection from its first byte: what a client may hold before it has asked for anything, and
+after.
 
-uvicorn's HTTP protocol has no limits of its own. This one bounds the block of headers, the time until it is there,
-the requests sent ahead of their answers, the pieces that a body is cut into, and the number of connections: beyond that
-the one that has been idle longest is closed, so that silent connections cannot keep others out. `run.py` makes one for
-each connection; they share a `Front`. Everything runs on the event loop. All else about bodies is the exchange's
-business, answers are the app's."""
+uvicorn's HTTP protocol has no limits of its own. This one bounds the block of headers, the time
+until it is there, the requests sent ahead of their answers, the pieces that a body is cut into, and
+the number of connections: beyond that the one that has been idle longest is closed, so that silent
+connections cannot keep others out. `run.py` makes one for each connection; they share a `Front`.
+Everything runs on the event loop. All else about bodies is the exchange's business, answers are the
+app's."""
 
 from __future__ import annotations
 
@@ -18,17 +20,23 @@ import httptools
 import uvicorn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from stretto.config.server import ServerConfig
 from stretto.server.http.flow_throttle import Floods
 from stretto.server.openai.error_body import Refused, respond
 
-# Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common clients send none ahead.
+# Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common
+# clients send none ahead.
 MAX_AHEAD, AHEAD_BYTES = 8, HIGH_WATER_LIMIT  # beyond this, uvicorn would stop reading
-# Chunks of a body, and headers behind it, in one read (of at most 256 KiB). Each is a call from the parser: chunks of a
-# byte would be 40,000 calls, for which no other client is served. So after so many (a millisecond) others come first.
+# Chunks of a body, and headers behind it, in one read (of at most 256 KiB). Each is a call from the
+# parser: chunks of a byte would be 40,000 calls, for which no other client is served. So after so
+# many (a millisecond) others come first.
 MAX_PIECES, TURN_PIECES = 4096, 1024
 SLICE_BYTES = 8 << 10  # parsed at once of what may hold many pieces
 
@@ -45,16 +53,27 @@ class Refusal:
         response = respond(error)
         head = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
         body = bytes(response.body)
-        return cls(reason, STATUS_LINE[response.status_code] + head + b"connection: close\r\n\r\n" + body)
+        return cls(
+            reason, STATUS_LINE[response.status_code] + head + b"connection: close\r\n\r\n" + body
+        )
 
 
 EVICTED, AHEAD, SILENT = Refusal("evicted"), Refusal("ahead"), Refusal("header_timeout")
-SLOW = Refusal.of("header_timeout", Refused(408, "the request's headers took too long to arrive", code="timeout"))
-LARGE = Refusal.of("header_size", Refused(431, "the request's headers are too large", code="headers_too_large"))
-PIECES = Refusal.of("pieces", Refused(400, "the request's body comes in too many pieces", code="malformed"))
+SLOW = Refusal.of(
+    "header_timeout", Refused(408, "the request's headers took too long to arrive", code="timeout")
+)
+LARGE = Refusal.of(
+    "header_size", Refused(431, "the request's headers are too large", code="headers_too_large")
+)
+PIECES = Refusal.of(
+    "pieces", Refused(400, "the request's body comes in too many pieces", code="malformed")
+)
 GARBAGE = Refusal.of("malformed", Refused(400, "this is not an HTTP request", code="malformed"))
 FULL = Refusal.of(
-    "full", Refused(503, "the server has too many connections", kind="server_error", code="too_many_connections")
+    "full",
+    Refused(
+        503, "the server has too many connections", kind="server_error", code="too_many_connections"
+    ),
 )
 
 
@@ -67,23 +86,34 @@ class Front:
     header_timeout: float
     send_timeout: float
     count: Callable[[str], None]  # called with a refusal's reason
-    idle: dict[Connection, None] = field(default_factory=dict)  # nothing asked or all answered; longest idle first
+    idle: dict[Connection, None] = field(
+        default_factory=dict
+    )  # nothing asked or all answered; longest idle first
     floods: Floods = field(default_factory=Floods)
 
     @classmethod
     def of(cls, config: ServerConfig, count: Callable[[str], None]) -> Front:
         return cls(
-            config.max_connections, config.max_header_kb << 10, config.header_timeout, config.send_timeout, count
+            config.max_connections,
+            config.max_header_kb << 10,
+            config.header_timeout,
+            config.send_timeout,
+            count,
         )
 
     def make_room(self, connections: set[Any]) -> bool:
-        """Close a connection that nobody needs: the longest idle, or one that is closing and cannot get there."""
-        victim = next(iter(self.idle), None) or next((c for c in connections if c.transport.is_closing()), None)
+        """Close a connection that nobody needs: the longest idle, or one that is closing and cannot
+        get there."""
+        victim = next(iter(self.idle), None) or next(
+            (c for c in connections if c.transport.is_closing()), None
+        )
         if victim is None:
             return False
         self.count(EVICTED.reason)
         self.idle.pop(victim, None)
-        connections.discard(victim)  # its connection_lost comes later, and others may be accepted before
+        connections.discard(
+            victim
+        )  # its connection_lost comes later, and others may be accepted before
         victim.transport.abort()
         return True
 
@@ -120,11 +150,17 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
         self.front = front
-        self.answering: RequestResponseCycle | None = None  # the last one begun; `cycle` is the last one received
-        self.deadline: TimerHandle | None = None  # of what must come while nothing is being answered
+        self.answering: RequestResponseCycle | None = (
+            None  # the last one begun; `cycle` is the last one received
+        )
+        self.deadline: TimerHandle | None = (
+            None  # of what must come while nothing is being answered
+        )
         self.heads = 0  # blocks of headers that have come
         self.head_bytes = 0  # of the block that is coming, and of a header behind its body
-        self.head_next = True  # what comes next is a block of headers, or more of it; else it is a body
+        self.head_next = (
+            True  # what comes next is a block of headers, or more of it; else it is a body
+        )
         self.head_begun = False
         self.pieces = 0  # of a body, in what was read at once
         self.chunked = False  # the body that comes
@@ -151,7 +187,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
-        if self.busy:  # uvicorn tells only the last request received, which may still wait for its turn
+        if (
+            self.busy
+        ):  # uvicorn tells only the last request received, which may still wait for its turn
             assert self.answering is not None
             self.answering.disconnected = True
             self.answering.message_event.set()
@@ -169,7 +207,9 @@ class Connection(HttpToolsProtocol):
         """All of it, unless it comes in many pieces: then the rest has its turn later."""
         at, before, view = 0, self.pieces, memoryview(data)
         while at < len(data) and self.pieces - before < TURN_PIECES:
-            size = SLICE_BYTES if self.head_next or self.chunked else len(data)  # other bodies are one call
+            size = (
+                SLICE_BYTES if self.head_next or self.chunked else len(data)
+            )  # other bodies are one call
             if not self._take(view[at : at + size]):
                 return
             at += size
@@ -202,7 +242,11 @@ class Connection(HttpToolsProtocol):
         before = self.head_next, self.heads, self.pieces
         if not self._feed(data):
             return False
-        if before == (self.head_next, self.heads, self.pieces):  # part of a header, before or behind a body
+        if before == (
+            self.head_next,
+            self.heads,
+            self.pieces,
+        ):  # part of a header, before or behind a body
             self.head_bytes += len(data)
             if self.head_bytes > self.front.header_bytes:
                 self._refuse(LARGE)
@@ -222,7 +266,8 @@ class Connection(HttpToolsProtocol):
         return not self.transport.is_closing()
 
     def _upgrade(self) -> None:
-        """Hand the connection to the WebSocket protocol, which calls the app and may answer in HTTP."""
+        """Hand the connection to the WebSocket protocol, which calls the app and may answer in
+        HTTP."""
         if self.busy:  # the answer that is being sent has this connection
             self._refuse(AHEAD)
             return
@@ -296,7 +341,8 @@ class Connection(HttpToolsProtocol):
     # ---- waiting
 
     def _wait(self) -> None:
-        """Nothing is being answered: a request must come, soon if it or the rest of another's body has begun."""
+        """Nothing is being answered: a request must come, soon if it or the rest of another's body
+        has begun."""
         if self.head_begun or self.head_bytes or not self.head_next:
             self._unset_keepalive_if_required()
             self._set_deadline()
@@ -318,7 +364,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(SLOW if self.head_begun else SILENT)
 
     def _check_taken(self, left: int) -> None:
-        """The end of an answer is buffered: does the client read it? During the answer, the exchange checks that."""
+        """The end of an answer is buffered: does the client read it? During the answer, the
+        exchange checks that."""
         now = 0 if self.busy else self.transport.get_write_buffer_size()
         if now >= left:
             self.transport.abort()
@@ -334,7 +381,8 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _unanswered(self) -> bool:
-        """Whether the body that is coming is that of the request being answered, and no answer has begun."""
+        """Whether the body that is coming is that of the request being answered, and no answer has
+        begun."""
         cycle = self.cycle
         return cycle is self.answering and cycle.more_body and not cycle.response_started
 

@@ -1,10 +1,11 @@
-"""uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that large ones are not
-decoded on the event loop for nothing. A connection that is closing and whose client takes nothing is cut, where uvicorn
-would wait for ever. And no client holds up the others by tiny frames, of which one read may bring 40,000: they are
-parsed in short turns of the event loop, all who send them share a small part of its time, a message has so many
-fragments, and whoever takes no answers to its pings is cut. And what has come and was not taken in by the app counts
-among the memory of its owner's sessions: a message that is never finished costs others nothing. `run.py` gives it to
-uvicorn."""
+"""uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that
+large ones are not decoded on the event loop for nothing. A connection that is closing and whose
+client takes nothing is cut, where uvicorn would wait for ever. And no client holds up the others by
+tiny frames, of which one read may bring 40,000: they are parsed in short turns of the event loop,
+all who send them share a small part of its time, a message has so many fragments, and whoever takes
+no answers to its pings is cut. And what has come and was not taken in by the app counts among the
+memory of its owner's sessions: a message that is never finished costs others nothing. `run.py`
+gives it to uvicorn."""
 
 from __future__ import annotations
 
@@ -23,11 +24,16 @@ from stretto.server.shares import Holding, Shares
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
 SLICE_BYTES = 512  # parsed at once: 85 frames at most
 TURN_S = 0.001  # of parsing, then others have their turn
-MANY, TINY_BYTES = 64, 64  # a turn that brought so many frames, of fewer bytes on average, is part of a flood
+MANY, TINY_BYTES = (
+    64,
+    64,
+)  # a turn that brought so many frames, of fewer bytes on average, is part of a flood
 MAX_FRAGMENTS = 16_384  # of a message
 SMALL_BYTES = 64 << 10  # of a connection, which is never cut for holding these
 INCOMING = "stretto.incoming"  # where an ASGI scope has what was received and is not taken in
-MAX_UNREAD_BYTES = 4 << 20  # that a client may leave here; the app itself waits at a small part of that
+MAX_UNREAD_BYTES = (
+    4 << 20
+)  # that a client may leave here; the app itself waits at a small part of that
 
 
 class Socket(WebSocketsSansIOProtocol):
@@ -88,7 +94,9 @@ class Socket(WebSocketsSansIOProtocol):
         full = size > max(SMALL_BYTES, self.incoming.size) and not self.incoming.fits(size)
         self.incoming.resize(size)
         if full and not self.close_sent:
-            self.conn.send_close(CloseCode.TRY_AGAIN_LATER, "too much of your messages lies here unfinished")
+            self.conn.send_close(
+                CloseCode.TRY_AGAIN_LATER, "too much of your messages lies here unfinished"
+            )
             self.handle_parser_exception()
             self._drop()
 

@@ -1,7 +1,8 @@
-"""Answers that clients may refer to by id: {"role": "assistant", "audio": {"id": ...}} instead of the words.
+"""Answers that clients may refer to by id: {"role": "assistant", "audio": {"id": ...}} instead of
+the words.
 
-One per server, used on the event loop only. Holds transcripts, not sound. Bounded in number, size and time; an id is
-good only for the API key that got it."""
+One per server, used on the event loop only. Holds transcripts, not sound. Bounded in number, size
+and time; an id is good only for the API key that got it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""POST /v1/chat/completions: a conversation in, an answer out, in words and aloud, whole or as it is made.
+"""POST /v1/chat/completions: a conversation in, an answer out, in words and aloud, whole or as it
+is made.
 
-`answer_chat` checks what the decoder could not, asks the engine, and hands its events to one of two writers. The
-order within a stream is what the stock clients are built for: role, then the audio's id, both once; words and sound
-as they come; the audio's expiry, once; the reason for the end; usage if asked for; [DONE]."""
+`answer_chat` checks what the decoder could not, asks the engine, and hands its events to one of two
+writers. The order within a stream is what the stock clients are built for: role, then the audio's
+id, both once; words and sound as they come; the audio's expiry, once; the reason for the end; usage
+if asked for; [DONE]."""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ from stretto.server.openai.chat_params import (
     to_params,
     variables,
 )
-from stretto.server.openai.generating_route import closing, finish_reason, note, report, slices, unfinished
+from stretto.server.openai.generating_route import (
+    closing,
+    finish_reason,
+    note,
+    report,
+    slices,
+    unfinished,
+)
 from stretto.server.openai.grammar import calls_required, grammar_of
 from stretto.server.openai.multi_choice import together
 from stretto.server.openai.schema import (
@@ -58,7 +67,7 @@ from stretto.server.openai.schema import (
 )
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.openai.voices import find_voice
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 from stretto.types import RequestId
 
@@ -111,7 +120,7 @@ class ChatAsk:
     grammar: str = ""  # that the answer must follow
 
 
-async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
+async def read_chat(service: Service, body: Body, visit: RequestLog) -> ChatAsk:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
     if body.memfile is None:
         short, found = outline(body.data, LONG, MOST_SHORT)
@@ -124,7 +133,12 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
             check_schema_size(len(used), "tools")
         recalled = service.memory.recall(references(messages), visit.owner)
         grammar = grammar_of(request, used)
-        more = {"recalled": recalled, "sender": visit.sender, "close": body.close, "variables": variables(request)}
+        more = {
+            "recalled": recalled,
+            "sender": visit.sender,
+            "close": body.close,
+            "variables": variables(request),
+        }
         talk = Conversation.of(messages, used, **more)
         return ChatAsk(request, talk, grammar)
     outlined, file = await service.engine().outline(body.memfile, LONG, MOST_SHORT, visit.sender)
@@ -138,7 +152,8 @@ async def read_chat(service: Service, body: Body, visit: Visit) -> ChatAsk:
         span = None
     recalled = service.memory.recall(outlined.references, visit.owner)
     talk = Conversation(
-        file, outlined.long["messages"], span, recalled, visit.sender, body.close, variables(request)
+        file, outlined.long["messages"], span, recalled, visit.sender, body.close,
+        variables(request)
     )  # fmt: skip
     stated = None
     if span is not None and calls_required(request):
@@ -156,7 +171,9 @@ def _decoded(short: bytes) -> ChatRequest:
     request = decode(short, _decoder, LONGEST)
     shape = request.response_format
     if shape is not None and shape.json_schema is not None:
-        check_schema_size(len(memoryview(shape.json_schema.schema)), "response_format.json_schema.schema")
+        check_schema_size(
+            len(memoryview(shape.json_schema.schema)), "response_format.json_schema.schema"
+        )
     return request
 
 
@@ -200,7 +217,9 @@ async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> N
         )
 
     several = [generate(talk, i) for i, talk in enumerate(asked.talk.shared(count))]
-    answers = [replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)]
+    answers = [
+        replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)
+    ]
     async with AsyncExitStack() as stack:
         for events in several:
             await stack.enter_async_context(closing(events))
@@ -230,7 +249,9 @@ def chat_usage(answers: Sequence[Usage]) -> ChatUsage:
     )
 
 
-async def whole_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]) -> None:
+async def whole_answers(
+    answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
+) -> None:
     first = answers[0]
     visit = first.exchange.visit
     parts: list[list[str | Call]] = [[] for _ in answers]
@@ -275,7 +296,10 @@ def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     return ChoiceLogprobs(
         [
             ContentLogprob(
-                t.token, t.logprob, letters(t), [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top]
+                t.token,
+                t.logprob,
+                letters(t),
+                [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top],
             )
             for t in told
             if t.said is not None
@@ -285,19 +309,27 @@ def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
 
 async def whole_message(answer: ChatAnswer, parts: list[str | Call], pcm: bytes) -> Message:
     text = "".join(p for p in parts if isinstance(p, str))
-    calls = [ToolCall(call_id(), CalledFunction(p.name, p.arguments)) for p in parts if isinstance(p, Call)]
+    calls = [
+        ToolCall(call_id(), CalledFunction(p.name, p.arguments))
+        for p in parts
+        if isinstance(p, Call)
+    ]
     tool_calls = calls or UNSET
     if answer.format is None or (calls and not pcm):
         return Message(text if text or not calls else None, tool_calls=tool_calls)
     data = await codecs.encode_elsewhere(answer.format, pcm, answer.info.sample_rate)
-    return Message(None, audio=Audio(answer.audio_id, data, text, answer.keep(text)), tool_calls=tool_calls)
+    return Message(
+        None, audio=Audio(answer.audio_id, data, text, answer.keep(text)), tool_calls=tool_calls
+    )
 
 
 def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-async def stream_answers(answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]) -> None:
+async def stream_answers(
+    answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
+) -> None:
     visit, writers = answers[0].exchange.visit, [Writer(answer) for answer in answers]
     ends: dict[int, Finished] = {}
     # Nothing is sent before the first event: until then, what fails has a status of its own.
@@ -338,7 +370,9 @@ class Writer:
         for part in parts:
             if isinstance(part, Call):
                 function = CalledFunction(part.name, part.arguments)
-                await self._delta(Delta(tool_calls=[ToolCallDelta(self.num_calls, call_id(), function)]))
+                await self._delta(
+                    Delta(tool_calls=[ToolCallDelta(self.num_calls, call_id(), function)])
+                )
                 self.num_calls += 1
             elif self.spoken:
                 self.transcript.append(part)
@@ -355,10 +389,16 @@ class Writer:
         answer = self.answer
         if self.spoken:
             await self._sound(self._pieces.finish())
-            await self._delta(Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript)))))
+            await self._delta(
+                Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript))))
+            )
         made = report(end, answer.exchange.visit, bool(answer.request.timeline))
-        # Words may have been held back and dropped (a stop string, a function's call): their tokens are told here.
-        await self._send([ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_told())], stretto=made)
+        # Words may have been held back and dropped (a stop string, a function's call): their tokens
+        # are told here.
+        await self._send(
+            [ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_told())],
+            stretto=made,
+        )
 
     async def close(self, usage: Sequence[Usage]) -> None:
         """All answers are written."""
@@ -390,7 +430,8 @@ class Writer:
             await self._delta(Delta(audio=AudioDelta(data=part)))
 
     def _take_told(self) -> ChoiceLogprobs | None:
-        """Log probabilities of the tokens up to here. Those of a token whose text is held back come with that text."""
+        """Log probabilities of the tokens up to here. Those of a token whose text is held back come
+        with that text."""
         told, self.told = self.told, []
         found = logprobs_of(told)
         return found if found.content else None

@@ -1,5 +1,5 @@
-"""What a chat request asks for, beside its messages: its fields as the engine's parameters, and those that cannot be
-honoured. Pure; called by `chat.py` and `speech.py`, on the event loop."""
+"""What a chat request asks for, beside its messages: its fields as the engine's parameters, and
+those that cannot be honoured. Pure; called by `chat.py` and `speech.py`, on the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from stretto._validation import NOT_JSON, not_json
 from stretto.errors import Invalid
-from stretto.messages.params import MAX_GRAMMAR, ChunkSizes, Params
+from stretto.params import MAX_GRAMMAR, ChunkSizes, Params
 from stretto.preprocess.template import check_variables
 from stretto.server.openai import codecs
 from stretto.server.openai.generating_route import drop_none
@@ -26,7 +26,8 @@ LONGEST = {
     "logit_bias": 64 << 10,
     "response_format": MAX_SCHEMA + (16 << 10),
 }
-"""Bytes of fields that are decoded on the event loop: far more than the other limits of these fields leave room for."""
+"""Bytes of fields that are decoded on the event loop: far more than the other limits of these
+fields leave room for."""
 # Python's own reading of numbers: it takes 1 us where msgspec takes 8.
 _values = msgspec.json.Decoder(float_hook=float)
 
@@ -35,14 +36,26 @@ def refuse_unsupported(request: ChatRequest) -> None:
     """Refuse fields that we know and cannot honour, rather than ignore them."""
     r = request
     refused: list[tuple[str, bool, str]] = [
-        ("n", (r.n or 1) > 1 and "audio" in (r.modalities or ()), "one answer is spoken per request"),
-        ("top_logprobs", r.top_logprobs is not None and not r.logprobs, "only allowed when logprobs is true"),
+        (
+            "n",
+            (r.n or 1) > 1 and "audio" in (r.modalities or ()),
+            "one answer is spoken per request",
+        ),
+        (
+            "top_logprobs",
+            r.top_logprobs is not None and not r.logprobs,
+            "only allowed when logprobs is true",
+        ),
         ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
         ("function_call", r.function_call not in (ABSENT, NONE, _AUTO), "use tools"),
         ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
         ("web_search_options", r.web_search_options != ABSENT, "there is no web search"),
         ("moderation", r.moderation != ABSENT, "there is no moderation"),
-        ("stream_options", bool(r.stream_options) and not r.stream, "only allowed when stream is true"),
+        (
+            "stream_options",
+            bool(r.stream_options) and not r.stream,
+            "only allowed when stream is true",
+        ),
     ]
     for name, bad, why in refused:
         if bad:
@@ -51,7 +64,9 @@ def refuse_unsupported(request: ChatRequest) -> None:
 
 def check_schema_size(size: int, at: str) -> None:
     if size > MAX_SCHEMA:
-        raise Invalid(f"{at} has {size:,} bytes, more than the {MAX_SCHEMA:,} that an answer can follow", at)
+        raise Invalid(
+            f"{at} has {size:,} bytes, more than the {MAX_SCHEMA:,} that an answer can follow", at
+        )
 
 
 def variables(request: ChatRequest) -> dict[str, Any]:
@@ -73,7 +88,9 @@ def audio_format(request: ChatRequest, stream: bool) -> str:
     return format
 
 
-def to_params(request: ChatRequest, defaults: Params, packets: ChunkSizes, grammar: str = "") -> Params:
+def to_params(
+    request: ChatRequest, defaults: Params, packets: ChunkSizes, grammar: str = ""
+) -> Params:
     r = request
     longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())

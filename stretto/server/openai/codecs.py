@@ -1,9 +1,11 @@
-"""Speech as bytes of a format: 16-bit samples in, pieces of a file out, while the speech is being made.
+"""Speech as bytes of a format: 16-bit samples in, pieces of a file out, while the speech is being
+made.
 
-An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from libsndfile and
-are run on worker threads by the routes (`slow`). A stream cannot have its header corrected at the end: wav and flac
-say that their length is open, opus states no length, and mp3 has a constant bit rate, from which readers work
-it out. A file that is encoded whole says how long it is."""
+An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from
+libsndfile and are run on worker threads by the routes (`slow`). A stream cannot have its header
+corrected at the end: wav and flac say that their length is open, opus states no length, and mp3 has
+a constant bit rate, from which readers work it out. A file that is encoded whole says how long it
+is."""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ CONTENT_TYPES = {
     "flac": "audio/flac",
     "opus": "audio/ogg",
 }
-_LIBSNDFILE = {"mp3": ("MP3", "MPEG_LAYER_III"), "flac": ("FLAC", "PCM_16"), "opus": ("OGG", "OPUS")}
+_LIBSNDFILE = {
+    "mp3": ("MP3", "MPEG_LAYER_III"),
+    "flac": ("FLAC", "PCM_16"),
+    "opus": ("OGG", "OPUS"),
+}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mp3": {"bitrate_mode": "CONSTANT", "compression_level": 0.5},
-    "flac": {"compression_level": 0.25},  # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
+    "flac": {
+        "compression_level": 0.25
+    },  # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
 }
 _OPEN = 0xFFFFFFFF  # a length nobody knows yet
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
@@ -130,7 +138,9 @@ class Compressed:
         major, minor = _LIBSNDFILE[format]
         self._empty = True
         self._sink = _Sink()
-        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, minor, format=major, **_OPTIONS.get(format, {}))
+        self._file = soundfile.SoundFile(
+            self._sink, "w", rate, 1, minor, format=major, **_OPTIONS.get(format, {})
+        )
         if format == "opus":
             # The one thing the Python package has no name for.
             value = soundfile._ffi.new("double *", _PAGE_MS)
@@ -171,7 +181,11 @@ def encode(format: str, pcm: bytes, rate: int) -> bytes:
 
 async def encode_elsewhere(format: str, pcm: bytes, rate: int) -> bytes:
     """The same without holding up the event loop."""
-    return await elsewhere(encode, format, pcm, rate) if format in _LIBSNDFILE else encode(format, pcm, rate)
+    return (
+        await elsewhere(encode, format, pcm, rate)
+        if format in _LIBSNDFILE
+        else encode(format, pcm, rate)
+    )
 
 
 async def elsewhere(work: Callable[..., bytes], *args: object) -> bytes:
@@ -193,11 +207,14 @@ def check(format: str, param: str) -> None:
 
 
 class Pieces:
-    """Cuts bytes so that the base64 of each piece, joined as text, is the base64 of the whole: no padding within."""
+    """Cuts bytes so that the base64 of each piece, joined as text, is the base64 of the whole: no
+    padding within."""
 
     __slots__ = ("_rest", "_unit")
 
-    def __init__(self, unit: int = 6) -> None:  # whole 16-bit samples as well as whole groups of three bytes
+    def __init__(
+        self, unit: int = 6
+    ) -> None:  # whole 16-bit samples as well as whole groups of three bytes
         self._unit, self._rest = unit, b""
 
     def feed(self, data: bytes) -> bytes:

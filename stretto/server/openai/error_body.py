@@ -1,8 +1,9 @@
-"""What a client is told when something goes wrong: OpenAI's error shape, as a response or inside a stream.
+"""What a client is told when something goes wrong: OpenAI's error shape, as a response or inside a
+stream.
 
-Used by every route. `Refused` is for what the server itself turns down; errors of the rest of the package come as
-`StrettoError`s and say their status and kind themselves. Anything else is our fault: it is logged with its stack
-and the client gets a sentence without one."""
+Used by every route. `Refused` is for what the server itself turns down; errors of the rest of the
+package come as `StrettoError`s and say their status and kind themselves. Anything else is our
+fault: it is logged with its stack and the client gets a sentence without one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Refused(StrettoError):
     """Turned down by the server itself, before the engine saw anything."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
+        self, status: int, message: str, *, kind: str = "invalid_request_error",
+        code: str | None = None,
         param: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)

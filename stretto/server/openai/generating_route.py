@@ -1,7 +1,8 @@
-"""What chat and speech share: a request is decoded, admitted, answered and, whatever happens, accounted for.
+"""What chat and speech share: a request is decoded, admitted, answered and, whatever happens,
+accounted for.
 
-`GeneratingRoute` is an ASGI app; a route gives it a coroutine that turns a decoded request into an answer. All of it
-runs on the event loop; only compressing audio goes to worker threads."""
+`GeneratingRoute` is an ASGI app; a route gives it a coroutine that turns a decoded request into an
+answer. All of it runs on the event loop; only compressing audio goes to worker threads."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange, Left
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.schema import Report, TimelineEntry
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 
 R = TypeVar("R")
-MAX_PIECE = 6 << 16  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+MAX_PIECE = (
+    6 << 16
+)  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
 
 
 class GeneratingRoute(Generic[R]):
@@ -33,7 +36,7 @@ class GeneratingRoute(Generic[R]):
         service: Service,
         route: str,
         max_bytes: int,
-        decode: Callable[[Service, Body, Visit], Awaitable[R]],
+        decode: Callable[[Service, Body, RequestLog], Awaitable[R]],
         work: Callable[[Service, R, Exchange], Awaitable[None]],
         places: Callable[[R], int] = lambda _: 1,
     ) -> None:
@@ -71,7 +74,7 @@ class GeneratingRoute(Generic[R]):
             await self.work(self.service, request, exchange)
 
 
-def note(event: Event, visit: Visit) -> None:
+def note(event: Event, visit: RequestLog) -> None:
     """Record when events came; every event of an answer passes here as soon as it is known."""
     match event:
         case TextDelta():
@@ -80,7 +83,10 @@ def note(event: Event, visit: Visit) -> None:
         case AudioChunk():
             visit.saw_audio(len(event.samples))
         case Finished():
-            visit.prompt_tokens, visit.cached_tokens = event.usage.prompt_tokens, event.usage.cached_tokens
+            visit.prompt_tokens, visit.cached_tokens = (
+                event.usage.prompt_tokens,
+                event.usage.cached_tokens,
+            )
             visit.ended = finish_reason(event)
 
 
@@ -90,18 +96,21 @@ def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIt
 
 
 def finish_reason(end: Finished) -> str:
-    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an error."""
+    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an
+    error."""
     if "cancelled" in (end.text, end.audio):
         raise Gone("the engine cancelled the request")
     return "length" if "length" in (end.text, end.audio) else "stop"
 
 
-def report(end: Finished, visit: Visit, timeline: bool) -> Report:
+def report(end: Finished, visit: RequestLog, timeline: bool) -> Report:
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 6)
 
     def entries() -> list[TimelineEntry]:
-        return [TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline]
+        return [
+            TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline
+        ]
 
     return Report(
         seed=end.seed,

@@ -1,12 +1,14 @@
-"""`/v1/audio/speech/stream`: a WebSocket that text comes in by, piece by piece, and speech goes out, while it is made.
+"""`/v1/audio/speech/stream`: a WebSocket that text comes in by, piece by piece, and speech goes
+out, while it is made.
 
-An ASGI app behind the middleware, which has looked at key, name and origin; refusals come before the upgrade, as HTTP.
-The messages are vLLM-Omni's: `session.config` first, then `input.text` and `input.done`; `audio.start`, sound as binary
-messages (or base64 in events), `audio.done`, `session.done`. A connection speaks one text. One task reads what the
-client sends, one speaks; whichever ends first ends both.
+An ASGI app behind the middleware, which has looked at key, name and origin; refusals come before
+the upgrade, as HTTP. The messages are vLLM-Omni's: `session.config` first, then `input.text` and
+`input.done`; `audio.start`, sound as binary messages (or base64 in events), `audio.done`,
+`session.done`. A connection speaks one text. One task reads what the client sends, one speaks;
+whichever ends first ends both.
 
-A connection holds a place among the requests that are answered while there is text ahead of its speech, and no longer:
-a client that writes slowly keeps nobody else from being answered."""
+A connection holds a place among the requests that are answered while there is text ahead of its
+speech, and no longer: a client that writes slowly keeps nobody else from being answered."""
 
 from __future__ import annotations
 
@@ -27,9 +29,15 @@ from stretto.server.http.exchange import Left, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.error_body import ErrorBody, Refused, describe, respond
 from stretto.server.openai.generating_route import closing, note, slices, unfinished
-from stretto.server.openai.schema import MAX_INPUT, SpeechDelta, SpeechFields, SpeechFormat, SpeechUsage
+from stretto.server.openai.schema import (
+    MAX_INPUT,
+    SpeechDelta,
+    SpeechFields,
+    SpeechFormat,
+    SpeechUsage,
+)
 from stretto.server.openai.speech import speak, used
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 
 PATH = "/v1/audio/speech/stream"
@@ -38,14 +46,17 @@ MAX_MESSAGE = 6 * MAX_INPUT + 1024
 WRITING_S = 30.0
 """From one piece of a text to the next, at most."""
 AHEAD_S = 2.0
-"""After the last piece of text and the last sound: then all of the text is spoken, and the place goes back."""
+"""After the last piece of text and the last sound: then all of the text is spoken, and the place
+goes back."""
 POLL_S = 1.0
 SUBPROTOCOL = "speech"  # for pages, which bring their key as another one
 DONE, POLICY, INTERNAL, RESTART = 1000, 1008, 1011, 1012
 _encode = msgspec.json.Encoder().encode
 
 
-class SessionConfig(SpeechFields, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="session.config"):
+class SessionConfig(
+    SpeechFields, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="session.config"
+):
     """The first message: as a request of `/v1/audio/speech`, but without its text."""
 
     response_format: SpeechFormat | None = None  # None: pcm
@@ -94,14 +105,16 @@ class LiveSpeech:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        visit: Visit = scope[VISIT]
+        visit: RequestLog = scope[VISIT]
         visit.route = "speech_stream"
         try:
             self.service.engine()
             self.service.admission.check(visit.sender)
             with self.service.sessions.slot(visit.sender):
                 offered = SUBPROTOCOL in scope.get("subprotocols", ())
-                await LiveReading(self.service, visit, receive, send).run(SUBPROTOCOL if offered else None)
+                await LiveReading(self.service, visit, receive, send).run(
+                    SUBPROTOCOL if offered else None
+                )
         except Left:
             visit.ended = "left"
         except StrettoError as e:  # before the upgrade
@@ -112,10 +125,12 @@ class LiveSpeech:
 @dataclass(slots=True)
 class LiveReading:
     service: Service
-    visit: Visit
+    visit: RequestLog
     receive: Receive
     send: Send
-    pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)  # no more than `MAX_INPUT` in all
+    pieces: asyncio.Queue[str | None] = field(
+        default_factory=asyncio.Queue
+    )  # no more than `MAX_INPUT` in all
     configured: asyncio.Future[SessionConfig] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -137,7 +152,10 @@ class LiveReading:
             await self._close(DONE, "")
 
     async def _converse(self) -> None:
-        work = [asyncio.ensure_future(w) for w in (self._speak(), self._read(), self._leave(), self._revoked())]
+        work = [
+            asyncio.ensure_future(w)
+            for w in (self._speak(), self._read(), self._leave(), self._revoked())
+        ]
         try:
             await asyncio.wait((*work, self.service.cut), return_when=asyncio.FIRST_COMPLETED)
             if ended := next((task for task in work if task.done()), None):
@@ -150,7 +168,8 @@ class LiveReading:
             await asyncio.wait(work)
 
     async def _leave(self) -> None:
-        """When the server stops, connections without text are closed at once; running answers finish."""
+        """When the server stops, connections without text are closed at once; running answers
+        finish."""
         await self.service.sessions.draining.wait()
         if not self.length:
             raise _going()
@@ -160,13 +179,18 @@ class LiveReading:
         """When the API key that it was opened with is none any more."""
         while self.service.keys.still_valid(self.visit.owner):
             await asyncio.sleep(POLL_S)
-        raise Refused(401, "this API key is no longer valid", kind="authentication_error", code="invalid_api_key")
+        raise Refused(
+            401,
+            "this API key is no longer valid",
+            kind="authentication_error",
+            code="invalid_api_key",
+        )
 
     # ---- in
 
     async def _next(self) -> Message:
-        """The next message. A client that has begun a text may not be silent for long: it holds a stream in the
-        engine."""
+        """The next message. A client that has begun a text may not be silent for long: it holds a
+        stream in the engine."""
         idle = self.service.config.realtime_idle
         patience = None if self.told else min(WRITING_S, idle) if self.length else idle
         try:
@@ -192,7 +216,9 @@ class LiveReading:
         while True:
             message = await self._next()
             if self.told or isinstance(message, SessionConfig):
-                raise Invalid("nothing can come behind input.done, and session.config comes once", "type")
+                raise Invalid(
+                    "nothing can come behind input.done, and session.config comes once", "type"
+                )
             if isinstance(message, InputDone):
                 self.told = True
                 self.pieces.put_nowait(None)
@@ -201,7 +227,9 @@ class LiveReading:
                 if self.length > MAX_INPUT:
                     raise TooLong(f"the text has over {MAX_INPUT:,} characters", "text")
                 self.pieces.put_nowait(message.text)
-            await asyncio.sleep(0)  # messages that came together are there without waiting: others have their turn
+            await asyncio.sleep(
+                0
+            )  # messages that came together are there without waiting: others have their turn
 
     async def _text(self, first: str, place: Place) -> AsyncIterator[str]:
         piece: str | None = first
@@ -214,7 +242,8 @@ class LiveReading:
         self.moved = asyncio.get_running_loop().time()
 
     async def _piece(self, place: Place) -> str | None:
-        """The next piece. If none comes before all the others are spoken, the place goes back meanwhile."""
+        """The next piece. If none comes before all the others are spoken, the place goes back
+        meanwhile."""
         coming, loop = asyncio.ensure_future(self.pieces.get()), asyncio.get_running_loop()
         try:
             while not coming.done() and place.weight:
@@ -303,7 +332,11 @@ class LiveReading:
     async def _close(self, code: int, words: str) -> None:
         with contextlib.suppress(Gone, RuntimeError):
             await self._put(
-                {"type": "websocket.close", "code": code, "reason": words.encode()[:120].decode("utf-8", "ignore")}
+                {
+                    "type": "websocket.close",
+                    "code": code,
+                    "reason": words.encode()[:120].decode("utf-8", "ignore"),
+                }
             )
 
 

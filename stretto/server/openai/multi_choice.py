@@ -9,8 +9,8 @@ from stretto.engine.protocol import Event
 
 
 async def together(several: Sequence[AsyncIterator[Event]]) -> AsyncIterator[tuple[int, Event]]:
-    """Events of several answers as they come, each with its answer's number. What fails in one ends all; the caller
-    closes the iterators."""
+    """Events of several answers as they come, each with its answer's number. What fails in one ends
+    all; the caller closes the iterators."""
     if len(several) == 1:
         async for event in several[0]:
             yield 0, event

@@ -1,4 +1,5 @@
-"""The published description of the API, made from the same structs that read and write it, so it cannot drift."""
+"""The published description of the API, made from the same structs that read and write it, so it
+cannot drift."""
 
 from __future__ import annotations
 
@@ -49,7 +50,17 @@ _ERRORS = {
 
 
 def document() -> dict[str, Any]:
-    types = [ChatRequest, Tool, ChatResponse, ChatChunk, SpeechRequest, SpeechDelta, SpeechDone, ModelCard, ModelList]
+    types = [
+        ChatRequest,
+        Tool,
+        ChatResponse,
+        ChatChunk,
+        SpeechRequest,
+        SpeechDelta,
+        SpeechDone,
+        ModelCard,
+        ModelList,
+    ]
     types += [VoiceRequest, VoiceCard, VoiceList, VoiceDeleted]
     types += [TranscriptionRequest, Transcript, VerboseTranscript, TranscriptDelta, TranscriptDone]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
@@ -72,8 +83,14 @@ def document() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg")}
-    speech = {**audio, "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")}}
-    chat = {**_as_json("ChatResponse"), "text/event-stream": {"schema": _event("ChatChunk", "Failure")}}
+    speech = {
+        **audio,
+        "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")},
+    }
+    chat = {
+        **_as_json("ChatResponse"),
+        "text/event-stream": {"schema": _event("ChatChunk", "Failure")},
+    }
     either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}
     heard = {
         "application/json": {"schema": either},
@@ -82,7 +99,12 @@ def _paths() -> dict[str, Any]:
     }
     schema = {"$ref": _REF.format(name="TranscriptionForm")}
     form = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    name = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
     voice = {**name, "name": "name"}
     plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
@@ -90,16 +112,21 @@ def _paths() -> dict[str, Any]:
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
         "/v1/audio/voices": {
             "post": _voice_post(),
-            "get": _get("The model's voices, and your own", _as_json("VoiceList"), 401, 403, 421, 503),
+            "get": _get("The model's voices, and your own", _as_json("VoiceList"), 401, 403, 421,
+            503),
         },
         "/v1/audio/voices/{name}": {
-            "delete": {**_get("Forget one", _as_json("VoiceDeleted"), 401, 403, 404, 421), "parameters": [voice]}
+            "delete": {**_get("Forget one", _as_json("VoiceDeleted"), 401, 403, 404, 421),
+            "parameters": [voice]}
         },
-        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS), "requestBody": form}},
-        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS), "requestBody": form}},
+        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS),
+        "requestBody": form}},
+        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS),
+        "requestBody": form}},
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
-            "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503), "parameters": [name]}
+            "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503),
+            "parameters": [name]}
         },
         "/health": {"get": {"summary": "Is it ready?", "responses": {
             "200": {"description": "ready", "content": _as_json("Health")},
@@ -128,7 +155,10 @@ def _voice_post() -> dict[str, Any]:
 
 def _get(summary: str, content: dict[str, Any], *errors: int) -> dict[str, Any]:
     failures = {str(e): {"description": _ERRORS[e], "content": _as_json("Failure")} for e in errors}
-    return {"summary": summary, "responses": {"200": {"description": "fine", "content": content}, **failures}}
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "fine", "content": content}, **failures},
+    }
 
 
 def _as_json(name: str) -> dict[str, Any]:
@@ -144,7 +174,12 @@ def _event(*names: str) -> dict[str, Any]:
 
 def _undecoded() -> dict[str, Any]:
     """Fields of a chat that the server passes on or skips without decoding them."""
-    messages = {"type": "array", "minItems": 1, "maxItems": 4096, "items": {"$ref": _REF.format(name="ChatMessage")}}
+    messages = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": 4096,
+        "items": {"$ref": _REF.format(name="ChatMessage")},
+    }
     tools = {"type": "array", "maxItems": 256, "items": {"$ref": _REF.format(name="Tool")}}
     nothing = {"type": "null"}
     return {
@@ -158,7 +193,11 @@ def _undecoded() -> dict[str, Any]:
 
 def _named_tool() -> dict[str, Any]:
     name = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-    return {"type": "object", "required": ["function"], "properties": {"type": {"const": "function"}, "function": name}}
+    return {
+        "type": "object",
+        "required": ["function"],
+        "properties": {"type": {"const": "function"}, "function": name},
+    }
 
 
 def _form(fields: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +223,13 @@ def _messages() -> dict[str, Any]:
             "sample_rate": {"type": "integer"},
         },
     }
-    kinds = {"text": text, "input_audio": sound, "audio_url": url, "image_url": url, "video_url": url}
+    kinds = {
+        "text": text,
+        "input_audio": sound,
+        "audio_url": url,
+        "image_url": url,
+        "video_url": url,
+    }
     parts = [
         {"type": "object", "required": ["type", k], "properties": {"type": {"const": k}, k: v}}
         for k, v in kinds.items()
@@ -203,7 +248,9 @@ def _messages() -> dict[str, Any]:
         "required": ["role"],
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"anyOf": [text, {"type": "array", "items": {"anyOf": parts}}, {"type": "null"}]},
+            "content": {
+                "anyOf": [text, {"type": "array", "items": {"anyOf": parts}}, {"type": "null"}]
+            },
             "audio": {"anyOf": [earlier, {"type": "null"}]},
             "tool_calls": {"type": "array", "items": call},
             "tool_call_id": text,

@@ -1,8 +1,9 @@
-"""What clients send and get, as msgspec structs: OpenAI's chat and speech, and the few fields we add.
+"""What clients send and get, as msgspec structs: OpenAI's chat and speech, and the few fields we
+add.
 
-Decoded and encoded by the routes, on the event loop; `openapi.py` publishes them. Requests forbid unknown fields, so
-a misspelt one is an error that names it rather than a silent default. Limits stand in the types, where the decoder
-and the published schema both see them."""
+Decoded and encoded by the routes, on the event loop; `openapi.py` publishes them. Requests forbid
+unknown fields, so a misspelt one is an error that names it rather than a silent default. Limits
+stand in the types, where the decoder and the published schema both see them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**20)]
 Length = Annotated[int, Meta(ge=1, le=2**20)]
-VoiceName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9][A-Za-z0-9 ._-]*$(?!\\n)")]
+VoiceName = Annotated[
+    str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9][A-Za-z0-9 ._-]*$(?!\\n)")
+]
 ChatFormat = Literal["pcm16", "wav", "mp3", "flac", "opus", "aac"]
 ABSENT = Raw(b"null")
 SpeechFormat = Literal["pcm", "wav", "mp3", "flac", "opus", "aac"]
@@ -50,12 +53,15 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields without a bound of their own are `Raw`: the decoder skips them, so that nothing is made of them on the
-    event loop. Messages and tools are decoded and checked where prompts are built."""
+    """Fields without a bound of their own are `Raw`: the decoder skips them, so that nothing is
+    made of them on the event loop. Messages and tools are decoded and checked where prompts are
+    built."""
 
     messages: Raw = field(default_factory=lambda: ABSENT)
     model: Name | None = None
-    modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=2)] | None = None
+    modalities: (
+        Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=2)] | None
+    ) = None
     audio: AudioOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,7 +77,9 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
     tools: Raw = field(default_factory=lambda: ABSENT)
     tool_choice: Raw = field(default_factory=lambda: ABSENT)
     response_format: ResponseFormat | None = None
@@ -128,7 +136,9 @@ class SpeechFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     model: Name | None = None
     voice: Name | VoiceId | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
-    instructions: Annotated[str, Meta(max_length=4096)] | None = None  # without effect on models that take none
+    instructions: Annotated[str, Meta(max_length=4096)] | None = (
+        None  # without effect on models that take none
+    )
     language: Name | None = None  # ours; None: the model finds out
 
     # Ours.
@@ -153,7 +163,9 @@ class VoiceRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A clip that a voice is made of. With what is said in it, speech is a closer likeness."""
 
     name: VoiceName
-    audio: Raw = field(default_factory=lambda: ABSENT)  # a sound file in base64; decoded where prompts are built
+    audio: Raw = field(
+        default_factory=lambda: ABSENT
+    )  # a sound file in base64; decoded where prompts are built
     format: Annotated[str, Meta(max_length=16, pattern="^[a-z0-9]+$")] | None = None
     text: Annotated[str, Meta(max_length=2048)] | None = None
     model: Name | None = None
@@ -164,11 +176,15 @@ class TranscriptionRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     model: Name | None = None
     language: Annotated[str, Meta(max_length=8)] | None = None
-    prompt: Annotated[str, Meta(max_length=4096)] | None = None  # what the sound is about, names that are in it
+    prompt: Annotated[str, Meta(max_length=4096)] | None = (
+        None  # what the sound is about, names that are in it
+    )
     response_format: Literal["json", "text", "verbose_json"] | None = None  # None: json
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # None: greedy
     stream: bool | None = None
-    timestamp_granularities: Literal["segment"] | None = None  # of verbose_json: a segment is a window
+    timestamp_granularities: Literal["segment"] | None = (
+        None  # of verbose_json: a segment is a window
+    )
 
     # Ours.
     seed: Seed | None = None
@@ -209,7 +225,8 @@ class TimelineEntry(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True, omit_defaults=True):
-    """What we add to an answer: how it was made. Seconds from the request's arrival; stock clients skip it."""
+    """What we add to an answer: how it was made. Seconds from the request's arrival; stock clients
+    skip it."""
 
     seed: int
     total_s: float

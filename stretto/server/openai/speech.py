@@ -1,5 +1,5 @@
-"""POST /v1/audio/speech: a text is read aloud. The sound is sent as it is made, as bytes of a format or,
-with stream_format "sse", as events."""
+"""POST /v1/audio/speech: a text is read aloud. The sound is sent as it is made, as bytes of a
+format or, with stream_format "sse", as events."""
 
 from __future__ import annotations
 
@@ -10,21 +10,34 @@ import msgspec
 
 from stretto.engine.protocol import AudioChunk, Event, Finished
 from stretto.errors import Invalid
-from stretto.messages.params import Manner
+from stretto.params import SpeechStyle
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.chat_params import check_lengths, speech_fields
-from stretto.server.openai.generating_route import closing, drop_none, note, report, slices, unfinished
-from stretto.server.openai.schema import SpeechDelta, SpeechDone, SpeechFields, SpeechRequest, SpeechUsage
+from stretto.server.openai.generating_route import (
+    closing,
+    drop_none,
+    note,
+    report,
+    slices,
+    unfinished,
+)
+from stretto.server.openai.schema import (
+    SpeechDelta,
+    SpeechDone,
+    SpeechFields,
+    SpeechRequest,
+    SpeechUsage,
+)
 from stretto.server.openai.voices import find_voice, voice_name
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 
 _decoder = msgspec.json.Decoder(SpeechRequest)
 
 
-async def read_speech(service: Service, body: Body, visit: Visit) -> SpeechRequest:
+async def read_speech(service: Service, body: Body, visit: RequestLog) -> SpeechRequest:
     return decode(body.data, _decoder)
 
 
@@ -43,15 +56,20 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
 
 
 def speak(
-    service: Service, request: SpeechFields, visit: Visit, text: str | AsyncIterator[str]
+    service: Service, request: SpeechFields, visit: RequestLog, text: str | AsyncIterator[str]
 ) -> AsyncIterator[Event]:
-    """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the request."""
+    """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the
+    request."""
     engine = service.engine()
     info, defaults = engine.info, engine.info.defaults
     service.check_model(request.model, engine)
     if request.speed not in (None, 1.0):
         raise Invalid("speed: only 1 is supported", "speed")
-    check_lengths(request.min_audio_frames, request.max_audio_frames or defaults.max_frames, "min_audio_frames")
+    check_lengths(
+        request.min_audio_frames,
+        request.max_audio_frames or defaults.max_frames,
+        "min_audio_frames",
+    )
     given = {
         "seed": request.seed,
         **speech_fields(request),
@@ -61,12 +79,16 @@ def speak(
     visit.sample_rate = info.sample_rate
     name = voice_name(request.voice)
     made = service.voices.find(visit.owner, name) if name is not None else None
-    manner = Manner(
+    manner = SpeechStyle(
         instructions=(request.instructions or "").strip() if info.instructions else "",
         language=request.language,
         voice=made or b"",
     )
-    voice = find_voice(request.voice, info, "voice", service.voices.names(visit.owner)) if made is None else None
+    voice = (
+        find_voice(request.voice, info, "voice", service.voices.names(visit.owner))
+        if made is None
+        else None
+    )
     return engine.speak(
         text,
         voice=voice,
@@ -99,7 +121,9 @@ async def as_bytes(
     await exchange.write(await codecs.finish(encoder), more=False)
 
 
-async def as_events(events: AsyncIterator[Event], encoder: codecs.Encoder, exchange: Exchange, timeline: bool) -> None:
+async def as_events(
+    events: AsyncIterator[Event], encoder: codecs.Encoder, exchange: Exchange, timeline: bool
+) -> None:
     pieces = codecs.Pieces()
     end: Finished | None = None
 
@@ -122,6 +146,6 @@ async def as_events(events: AsyncIterator[Event], encoder: codecs.Encoder, excha
     await exchange.write(b"", more=False)
 
 
-def used(end: Finished, visit: Visit, timeline: bool) -> SpeechUsage:
+def used(end: Finished, visit: RequestLog, timeline: bool) -> SpeechUsage:
     made, usage = report(end, visit, timeline), end.usage
     return SpeechUsage(usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, made)

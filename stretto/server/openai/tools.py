@@ -1,7 +1,8 @@
-"""Finds calls of functions in an answer as it is written: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+"""Finds calls of functions in an answer as it is written: <tool_call>{"name": ..., "arguments":
+{...}}</tool_call>.
 
-One parser per answer, fed with the text as it comes. What cannot be told apart from the beginning of a call waits;
-what turns out not to be one is plain text again, letter for letter."""
+One parser per answer, fed with the text as it comes. What cannot be told apart from the beginning
+of a call waits; what turns out not to be one is plain text again, letter for letter."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class ToolParser:
         return out
 
     def finish(self) -> list[str | Call]:
-        """The answer is over: a call that lacks only its closing mark counts, anything else is text."""
+        """The answer is over: a call that lacks only its closing mark counts, anything else is
+        text."""
         out: list[str | Call] = []
         if self.inside and (call := parse_call(self._text)) is not None:
             self.num_calls += 1
@@ -72,7 +74,9 @@ class ToolParser:
 
 def held(text: str) -> int:
     """How many of the last characters may begin a call."""
-    return next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0)
+    return next(
+        (n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0
+    )
 
 
 def parse_call(text: str) -> Call | None:

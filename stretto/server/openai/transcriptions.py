@@ -1,7 +1,9 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its words out, as they are found.
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its words out, as they
+are found.
 
-The file is decoded by the prompt worker, which cuts it into windows at quiet places; the model writes down one window
-after the other, so that a sound may be longer than its context. All else runs on the event loop."""
+The file is decoded by the prompt worker, which cuts it into windows at quiet places; the model
+writes down one window after the other, so that a sound may be longer than its context. All else
+runs on the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from stretto._validation import wrong_field
 from stretto.engine.protocol import Finished, TextDelta
 from stretto.errors import Invalid
 from stretto.family import Transcription
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
@@ -33,7 +35,7 @@ from stretto.server.openai.schema import (
     TranscriptionRequest,
     VerboseTranscript,
 )
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 from stretto.types import RequestId
 
@@ -52,11 +54,13 @@ class Sound:
     translate: bool
 
 
-def reader(translate: bool) -> Callable[[Service, Body, Visit], Awaitable[Sound]]:
-    async def read(service: Service, body: Body, visit: Visit) -> Sound:
+def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[Sound]]:
+    async def read(service: Service, body: Body, visit: RequestLog) -> Sound:
         mark = boundary(visit.content_type)
         source = body.data if body.memfile is None else body.memfile
-        return await in_thread(source, lambda s: _of_form(s, mark, translate), lambda sound: sound.file.close())
+        return await in_thread(
+            source, lambda s: _of_form(s, mark, translate), lambda sound: sound.file.close()
+        )
 
     return read
 
@@ -81,7 +85,11 @@ def fields(form: Form) -> TranscriptionRequest:
 
 async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> None:
     with sound.file:
-        engine, visit, request = service.engine(), exchange.visit, sound.request  # which may be draining by now
+        engine, visit, request = (
+            service.engine(),
+            exchange.visit,
+            sound.request,
+        )  # which may be draining by now
         service.check_model(request.model, engine)
         if engine.info.transcription is None:
             raise Invalid("this model writes down no speech", "model")
@@ -131,12 +139,21 @@ class Windows:
         params: Params = replace(engine.info.defaults, **drop_none(given))
         told = False
         for i, pcm in enumerate(self.sounds):
-            params = replace(params, max_text_tokens=self.request.max_tokens or most_tokens(len(pcm) / 2 / RATE))
+            params = replace(
+                params, max_text_tokens=self.request.max_tokens or most_tokens(len(pcm) / 2 / RATE)
+            )
             sound = {"data": base64.b64encode(pcm).decode(), "format": "pcm16", "sample_rate": RATE}
-            content = [{"type": "input_audio", "input_audio": sound}, {"type": "text", "text": self.words}]
-            talk = Conversation.of(json.dumps([{"role": "user", "content": content}]).encode(), sender=visit.sender)
+            content = [
+                {"type": "input_audio", "input_audio": sound},
+                {"type": "text", "text": self.words},
+            ]
+            talk = Conversation.of(
+                json.dumps([{"role": "user", "content": content}]).encode(), sender=visit.sender
+            )
             id = RequestId(f"{visit.request_id}-{i}")
-            events = engine.generate(talk, modalities=("text",), params=params, request_id=id, owner=visit.owner)
+            events = engine.generate(
+                talk, modalities=("text",), params=params, request_id=id, owner=visit.owner
+            )
             first = True
             async with closing(events):
                 async for event in events:

@@ -1,5 +1,6 @@
-"""Voices that clients made of clips, by the API key that sent them. One store per server, on the event loop, in memory
-alone: they are gone when the server is. A voice is what the engine gave, unread; its name is the client's."""
+"""Voices that clients made of clips, by the API key that sent them. One store per server, on the
+event loop, in memory alone: they are gone when the server is. A voice is what the engine gave,
+unread; its name is the client's."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class KeptVoice:
 @dataclass(slots=True)
 class VoiceStore:
     clock: Callable[[], float] = time.time
-    _kept: dict[str, dict[str, KeptVoice]] = field(default_factory=dict)  # by owner, then by name in small letters
+    _kept: dict[str, dict[str, KeptVoice]] = field(
+        default_factory=dict
+    )  # by owner, then by name in small letters
 
     def check(self, owner: str, name: str, info: ModelInfo) -> None:
         """Refuses a name that is taken, and one voice too many."""
@@ -39,7 +42,9 @@ class VoiceStore:
             raise Invalid(f"there is a voice {name!r} already", "name")
         if len(own) >= PER_OWNER or sum(map(len, self._kept.values())) >= IN_ALL:
             message = "no more voices can be kept; delete some first"
-            raise Refused(429, message, kind="rate_limit_error", code="too_many_voices", param="name")
+            raise Refused(
+                429, message, kind="rate_limit_error", code="too_many_voices", param="name"
+            )
 
     def keep(self, owner: str, name: str, data: bytes, has_text: bool) -> VoiceCard:
         voice = KeptVoice(name, data, has_text, int(self.clock()))
@@ -54,13 +59,23 @@ class VoiceStore:
         return [v.name for v in self._kept.get(owner, {}).values()]
 
     def listed(self, owner: str, info: ModelInfo) -> VoiceList:
-        return VoiceList([*(VoiceCard(v) for v in info.voices), *(v.card for v in self._kept.get(owner, {}).values())])
+        return VoiceList(
+            [
+                *(VoiceCard(v) for v in info.voices),
+                *(v.card for v in self._kept.get(owner, {}).values()),
+            ]
+        )
 
     def forget(self, owner: str, name: str) -> str:
         own = self._kept.get(owner, {})
         voice = own.pop(name.lower(), None)
         if voice is None:
-            raise Refused(404, f"there is no voice {name[:64]!r} of yours", code="voice_not_found", param="name")
+            raise Refused(
+                404,
+                f"there is no voice {name[:64]!r} of yours",
+                code="voice_not_found",
+                param="name",
+            )
         if not own:
             del self._kept[owner]
         return voice.name

@@ -1,5 +1,5 @@
-"""Which voice a client means, and POST /v1/audio/voices: a voice is made of a clip and kept under a name. The clip
-comes in JSON, as base64, or as the file of a form.
+"""Which voice a client means, and POST /v1/audio/voices: a voice is made of a clip and kept under a
+name. The clip comes in JSON, as base64, or as the file of a form.
 
 Stock clients know OpenAI's names only, so these mean something too."""
 
@@ -23,7 +23,7 @@ from stretto.server.http.exchange import Exchange, decode
 from stretto.server.http.forms import Source, boundary, copy_part, in_thread, parse_form
 from stretto.server.openai.schema import VoiceId, VoiceRequest
 from stretto.server.origins import is_form
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 
 _HIGH, _LOW = ("chelsie", "serena"), ("ethan", "aiden")
@@ -39,7 +39,8 @@ FORM_FIELDS = {
     "file": "audio", "audio_sample": "audio", "name": "name", "transcript": "text", "text": "text",
     "format": "format", "model": "model",
 }  # fmt: skip
-"""Fields of a form, and what they are called in JSON. OpenAI calls the file `audio_sample`, and has more:"""
+"""Fields of a form, and what they are called in JSON. OpenAI calls the file `audio_sample`, and has
+more:"""
 IGNORED = ("consent",)
 LONG = ("audio",)  # in JSON
 MOST_SHORT = 64 << 10  # bytes of all other fields
@@ -53,23 +54,32 @@ def voice_name(asked: str | VoiceId | None) -> str | None:
     return asked.id if isinstance(asked, VoiceId) else asked
 
 
-def find_voice(asked: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None) -> str | None:
-    """The model's spelling of a voice; None is its default one. `own` are the client's, to be named in the error."""
+def find_voice(
+    asked: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None
+) -> str | None:
+    """The model's spelling of a voice; None is its default one. `own` are the client's, to be named
+    in the error."""
     name = voice_name(asked)
     if not info.voices:
         if info.cloning:
             known = ", ".join(own or ()) or "none yet"
-            raise Invalid(f"this model speaks with voices made of clips, of which you have {known}", param)
+            raise Invalid(
+                f"this model speaks with voices made of clips, of which you have {known}", param
+            )
         if name is None or name.lower() in ALIASES:
             return None  # it is described in words
-        raise Invalid(f"there is no voice {name!r}; this model's is described by instructions", param)
+        raise Invalid(
+            f"there is no voice {name!r}; this model's is described by instructions", param
+        )
     if name is None:
         return None
     known_as = {v.lower(): v for v in info.voices}
     if name.lower() in known_as:
         return known_as[name.lower()]
     if name.lower() in ALIASES:
-        return next((known_as[v] for v in ALIASES[name.lower()] if v in known_as), info.default_voice)
+        return next(
+            (known_as[v] for v in ALIASES[name.lower()] if v in known_as), info.default_voice
+        )
     raise Invalid(f"there is no voice {name!r}; the model has {', '.join(info.voices)}", param)
 
 
@@ -88,7 +98,7 @@ class Clip:
         self.message.close()
 
 
-async def read_voice(service: Service, body: Body, visit: Visit) -> Clip:
+async def read_voice(service: Service, body: Body, visit: RequestLog) -> Clip:
     source = body.data if body.memfile is None else body.memfile
     if is_form(visit.content_type):
         mark = boundary(visit.content_type)
@@ -108,7 +118,11 @@ async def read_voice(service: Service, body: Body, visit: Visit) -> Clip:
 def _of_json(request: VoiceRequest, source: Source, audio: ByteRange) -> Clip:
     """`audio`: where the sound stands, with its quotation marks."""
     start, stop = audio
-    first = source[start : start + 1] if isinstance(source, bytes) else source.read(start, min(start + 1, stop))
+    first = (
+        source[start : start + 1]
+        if isinstance(source, bytes)
+        else source.read(start, min(start + 1, stop))
+    )
     if first != b'"' or stop - start <= 2:
         raise Invalid("audio must be a sound file in base64", "audio")
     return Clip(request, _message(request, lambda to: copy_part(source, audio, to)))
@@ -150,7 +164,9 @@ def _encode(source: Source, part: ByteRange, to: MemFile) -> None:
     to.append(b'"')
     for at in range(part[0], part[1], PIECE):
         stop = min(at + PIECE, part[1])
-        to.append(b64encode(source[at:stop] if isinstance(source, bytes) else source.read(at, stop)))
+        to.append(
+            b64encode(source[at:stop] if isinstance(source, bytes) else source.read(at, stop))
+        )
     to.append(b'"')
 
 
@@ -189,7 +205,11 @@ async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
         data = await engine.enrol(talk, owner=owner)
     except Invalid as e:
         param = e.param if e.param is not None and not e.param.startswith("messages") else "audio"
-        raise Invalid(_WHERE.sub("", str(e)) or "the clip cannot be used", clip.called(param)) from None
-    service.voices.check(owner, request.name, engine.info)  # another request may have taken the name meanwhile
+        raise Invalid(
+            _WHERE.sub("", str(e)) or "the clip cannot be used", clip.called(param)
+        ) from None
+    service.voices.check(
+        owner, request.name, engine.info
+    )  # another request may have taken the name meanwhile
     has_text = bool((request.text or "").strip())
     await exchange.reply(service.voices.keep(owner, request.name, data, has_text))

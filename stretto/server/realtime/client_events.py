@@ -1,8 +1,10 @@
-"""What clients may send over `/v1/realtime`, as one tagged union, and how a message becomes one of them.
+"""What clients may send over `/v1/realtime`, as one tagged union, and how a message becomes one of
+them.
 
-Fields that nobody knows are ignored, as OpenAI's clients expect. Where a field may be absent, null and given with three
-meanings, it is `UNSET`, None or a value. `decode` also does what msgspec cannot: it tells which event was wrong, it
-bounds what is decoded, and it decodes sound and pictures in pieces, so that a thread that does it lets others run."""
+Fields that nobody knows are ignored, as OpenAI's clients expect. Where a field may be absent, null
+and given with three meanings, it is `UNSET`, None or a value. `decode` also does what msgspec
+cannot: it tells which event was wrong, it bounds what is decoded, and it decodes sound and pictures
+in pieces, so that a thread that does it lets others run."""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 Text = Annotated[str, Meta(max_length=128 << 10)]
 Modalities = Annotated[list[Literal["text", "audio"]], Meta(min_length=1, max_length=2)]
 Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
 ]
-SHORT = 8 << 10  # bytes of an event of most types; what is longer is looked at more closely before it is decoded
+SHORT = (
+    8 << 10
+)  # bytes of an event of most types; what is longer is looked at more closely before it is decoded
 LARGE = 256 << 10  # bytes of a message that are decoded in a thread, and not on the event loop
 MOST = 1 << 20  # bytes of an event without its sound and pictures
-MOST_FIELD = 16 << 10  # bytes of a field of a session or a response, if it is not one of those that may be long
+MOST_FIELD = (
+    16 << 10
+)  # bytes of a field of a session or a response, if it is not one of those that may be long
 MAX_PARTS = 256  # of an item
 _MEDIA = 4 << 10  # bytes of a string from which on it is decoded by itself
 _PIECE = 1 << 18  # characters of base64 at a time; a multiple of 4
@@ -110,9 +117,13 @@ class Common(Sampling):
 
     output_modalities: Modalities | UnsetType | None = UNSET
     instructions: Text | UnsetType | None = UNSET
-    tools: Raw = msgspec.field(default_factory=Raw)  # empty: absent. Read tool by tool (`options.py`)
+    tools: Raw = msgspec.field(
+        default_factory=Raw
+    )  # empty: absent. Read tool by tool (`options.py`)
     tool_choice: str | NamedTool | UnsetType | None = UNSET
-    max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"] | UnsetType | None = UNSET
+    max_output_tokens: (
+        Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"] | UnsetType | None
+    ) = UNSET
     audio: Audio | UnsetType | None = UNSET
 
 
@@ -126,7 +137,9 @@ class SessionFields(Common):
 
 
 class Part(Struct):
-    type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio", "text", "audio"]
+    type: Literal[
+        "input_text", "input_audio", "input_image", "output_text", "output_audio", "text", "audio"
+    ]
     text: Text | None = None
     audio: bytes | None = None
     transcript: Text | None = None
@@ -206,7 +219,15 @@ class OutputClear(ClientEvent, tag="output_audio_buffer.clear"):
 
 
 Event = (
-    SessionUpdate | Append | Commit | Clear | ItemCreate | ItemTruncate | ItemDelete | ItemRetrieve | ResponseCreate
+    SessionUpdate
+    | Append
+    | Commit
+    | Clear
+    | ItemCreate
+    | ItemTruncate
+    | ItemDelete
+    | ItemRetrieve
+    | ResponseCreate
     | ResponseCancel | OutputClear
 )  # fmt: skip
 
@@ -221,7 +242,9 @@ class Head(Struct):
 class Malformed(Exception):
     """A message that is not an event. `code` as clients know it; `event_id` if it could be told."""
 
-    def __init__(self, code: str, message: str, param: str | None = None, event_id: str | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, param: str | None = None, event_id: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code, self.param, self.event_id = code, param, event_id
 
@@ -271,9 +294,13 @@ def _explain(data: bytes, error: msgspec.ValidationError) -> Malformed:
         return _not_json(e)
     wrong = wrong_field(error)
     if kind is None:
-        return Malformed("invalid_event", "an event needs a type, which is a string", "type", event_id)
+        return Malformed(
+            "invalid_event", "an event needs a type, which is a string", "type", event_id
+        )
     if wrong.param == "type":
-        return Malformed("invalid_event", f"there is no event of type {kind[:100]!r}", "type", event_id)
+        return Malformed(
+            "invalid_event", f"there is no event of type {kind[:100]!r}", "type", event_id
+        )
     return Malformed("invalid_value", str(wrong), wrong.param, event_id)
 
 
@@ -283,7 +310,11 @@ def _read_head(data: bytes) -> tuple[str | None, str | None]:
 
     def word(raw: Raw) -> str | None:
         text = bytes(memoryview(raw)[: 8 << 10])
-        value = msgspec.json.decode(text) if text.startswith(b'"') and text.endswith(b'"') and len(text) > 1 else None
+        value = (
+            msgspec.json.decode(text)
+            if text.startswith(b'"') and text.endswith(b'"') and len(text) > 1
+            else None
+        )
         return value if isinstance(value, str) else None
 
     event_id = word(head.event_id)
@@ -294,8 +325,9 @@ def _read_head(data: bytes) -> tuple[str | None, str | None]:
 
 
 def _bounded(data: bytes) -> bytes:
-    """The same event without what takes long to decode and is good for nothing: fields that are there more than once
-    (a number such as 1e-320 takes 7 us), fields that nobody knows, more parts than an item may have."""
+    """The same event without what takes long to decode and is good for nothing: fields that are
+    there more than once (a number such as 1e-320 takes 7 us), fields that nobody knows, more parts
+    than an item may have."""
     try:
         kind, event_id = _read_head(data)
         if kind == "input_audio_buffer.append":
@@ -306,7 +338,11 @@ def _bounded(data: bytes) -> bytes:
         elif kind in _LONG:
             name, known, long = _LONG[kind]
             if name in fields:
-                inner = {k: v for k, v in _object.decode(fields[name]).items() if k in known.__struct_fields__}
+                inner = {
+                    k: v
+                    for k, v in _object.decode(fields[name]).items()
+                    if k in known.__struct_fields__
+                }
                 _check_fields(inner, name, long, event_id)
                 fields[name] = Raw(_encode(inner))
         else:
@@ -318,10 +354,14 @@ def _bounded(data: bytes) -> bytes:
         raise _not_json(e) from None
 
 
-def _check_fields(fields: Mapping[str, Raw], place: str, long: tuple[str, ...], event_id: str | None) -> None:
+def _check_fields(
+    fields: Mapping[str, Raw], place: str, long: tuple[str, ...], event_id: str | None
+) -> None:
     for name, value in fields.items():
         if name not in long and len(memoryview(value)) > MOST_FIELD:
-            raise _too_long(f"{place}.{name} has more than {MOST_FIELD:,} bytes", f"{place}.{name}", event_id)
+            raise _too_long(
+                f"{place}.{name} has more than {MOST_FIELD:,} bytes", f"{place}.{name}", event_id
+            )
     if "input" in fields and "input" in long:
         items = _array.decode(fields["input"])
         if len(items) > 256:
@@ -333,7 +373,9 @@ def _check_fields(fields: Mapping[str, Raw], place: str, long: tuple[str, ...], 
 def _check_parts(item: Mapping[str, Raw], place: str, event_id: str | None) -> None:
     content = item.get("content")
     if content is not None and len(_array.decode(content)) > MAX_PARTS:
-        raise _too_long(f"{place}.content has more than {MAX_PARTS} parts", f"{place}.content", event_id)
+        raise _too_long(
+            f"{place}.content has more than {MAX_PARTS} parts", f"{place}.content", event_id
+        )
 
 
 def _too_long(words: str, param: str | None, event_id: str | None) -> Malformed:
@@ -343,14 +385,15 @@ def _too_long(words: str, param: str | None, event_id: str | None) -> Malformed:
 _KEYS = (b'"audio"', b'"image_url"')
 _VALUE = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 _MARK = secrets.token_bytes(9)
-"""Stands for a string that was cut out, with its number of three bytes behind it; nobody else can write it."""
+"""Stands for a string that was cut out, with its number of three bytes behind it; nobody else can
+write it."""
 _MARK_TEXT = b64encode(_MARK).decode()
 
 
 class CutMedia:
-    """An event and the long strings of its sound and pictures, which were cut out of it: `short` is what is left. They
-    are found by their names, and by the end of their strings; so no decoder ever sees them, but one small piece after
-    the other."""
+    """An event and the long strings of its sound and pictures, which were cut out of it: `short` is
+    what is left. They are found by their names, and by the end of their strings; so no decoder ever
+    sees them, but one small piece after the other."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -361,7 +404,9 @@ class CutMedia:
             at = stop
         self.short = b"".join([*parts, data[at:]]) if parts else data
         if len(self.short) > MOST:
-            raise Malformed("invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes")
+            raise Malformed(
+                "invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes"
+            )
 
     def fill(self, event: Event) -> None:
         """Put the strings where they belong."""
@@ -377,7 +422,9 @@ class CutMedia:
                     part.image_url = self._url(part.image_url)
         except (binascii.Error, UnicodeDecodeError):
             where = "audio" if isinstance(event, Append) else "content"
-            raise Malformed("invalid_value", f"{where}: Invalid base64 encoded string", where, event.event_id) from None
+            raise Malformed(
+                "invalid_value", f"{where}: Invalid base64 encoded string", where, event.event_id
+            ) from None
 
     def _sound(self, value: bytes) -> bytes:
         found = self._string(value)
@@ -395,14 +442,22 @@ class CutMedia:
             return None
         start, stop = self._strings[int.from_bytes(value[9:], "big")]
         found = memoryview(self._data)[start:stop]
-        return memoryview(bytes(found).replace(b"\\/", b"/")) if _escaped(self._data, start, stop) else found
+        return (
+            memoryview(bytes(found).replace(b"\\/", b"/"))
+            if _escaped(self._data, start, stop)
+            else found
+        )
 
 
 def _parts(event: Event) -> Iterator[Part]:
     items: list[Item] = []
     if isinstance(event, ItemCreate):
         items = [event.item]
-    elif isinstance(event, ResponseCreate) and event.response is not None and isinstance(event.response.input, list):
+    elif (
+        isinstance(event, ResponseCreate)
+        and event.response is not None
+        and isinstance(event.response.input, list)
+    ):
         items = event.response.input
     for item in items:
         yield from item.content or ()
@@ -413,18 +468,24 @@ def _media(data: bytes) -> Iterator[tuple[int, int]]:
     at = left = 0
     following = {key: data.find(key) for key in _KEYS}
     while any(place >= 0 for place in following.values()):
-        key, place = min(((k, p) for k, p in following.items() if p >= 0), key=lambda found: found[1])
+        key, place = min(
+            ((k, p) for k, p in following.items() if p >= 0), key=lambda found: found[1]
+        )
         left += place - at
         at = place + len(key)
         if (match := _VALUE.match(data, at)) is not None:
             start = match.end()
             stop = data.find(b'"', start)
-            if stop - start >= _MEDIA and (not _escaped(data, start, stop) or _only_slashes(data[start:stop])):
+            if stop - start >= _MEDIA and (
+                not _escaped(data, start, stop) or _only_slashes(data[start:stop])
+            ):
                 yield start, stop
                 left += start - at
                 at = stop
         if left > MOST:
-            raise Malformed("invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes")
+            raise Malformed(
+                "invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes"
+            )
         following = {k: p if p >= at or p < 0 else data.find(k, at) for k, p in following.items()}
 
 

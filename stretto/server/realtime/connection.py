@@ -1,8 +1,9 @@
-"""`/v1/realtime`: a WebSocket from its handshake to its close. An ASGI app behind the middleware, which has looked at
-key, name and origin.
+"""`/v1/realtime`: a WebSocket from its handshake to its close. An ASGI app behind the middleware,
+which has looked at key, name and origin.
 
-Refusals come before the upgrade, as HTTP. Then three tasks: one reads and handles events, one writes, one watches the
-clock. Whichever ends first ends the session, and the client is told why in the close frame."""
+Refusals come before the upgrade, as HTTP. Then three tasks: one reads and handles events, one
+writes, one watches the clock. Whichever ends first ends the session, and the client is told why in
+the close frame."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
 from stretto.server.realtime.outbox import Outbox, Slow
 from stretto.server.realtime.session import RealtimeSession
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 
 PATHS = ("/v1/realtime", "/realtime")
@@ -59,7 +60,7 @@ class Realtime:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        visit: Visit = scope[VISIT]
+        visit: RequestLog = scope[VISIT]
         visit.route = "realtime"
         try:
             engine = self.service.engine()
@@ -71,7 +72,9 @@ class Realtime:
                 session = RealtimeSession.open(self.service, engine, outbox, visit, model)
                 connection = Connection(self.service, session, outbox, receive, send, visit.owner)
                 try:
-                    await connection.run(SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None)
+                    await connection.run(
+                        SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None
+                    )
                 finally:
                     await session.close()  # the client may have left before it was accepted
                 visit.ended = connection.ending.reason
@@ -125,7 +128,11 @@ class Connection:
         write.cancel()
         await asyncio.wait([write])
         if self.ending.code is not None:
-            close = {"type": "websocket.close", "code": self.ending.code, "reason": self.ending.words}
+            close = {
+                "type": "websocket.close",
+                "code": self.ending.code,
+                "reason": self.ending.words,
+            }
             with contextlib.suppress(TimeoutError, OSError, RuntimeError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self.send(close)
@@ -134,7 +141,9 @@ class Connection:
         async def send(data: bytes) -> None:
             try:
                 await self.send({"type": "websocket.send", "text": data.decode()})
-            except RuntimeError as e:  # the server's word for a connection that is closing, or never opened
+            except (
+                RuntimeError
+            ) as e:  # the server's word for a connection that is closing, or never opened
                 raise ConnectionError("the client is leaving") from e
 
         try:
@@ -175,7 +184,8 @@ class Connection:
             return None
 
     async def _watch(self) -> Ending:
-        """Until the session has lasted too long, nobody has sent anything for too long, or the server goes."""
+        """Until the session has lasted too long, nobody has sent anything for too long, or the
+        server goes."""
         config, draining = self.service.config, self.service.sessions.draining
         ends = time.monotonic() + config.realtime_minutes * 60
         while True:
@@ -185,7 +195,9 @@ class Connection:
                 return REVOKED
             now = time.monotonic()
             if now >= ends:
-                words = f"Your session hit the maximum duration of {config.realtime_minutes:g} minutes."
+                words = (
+                    f"Your session hit the maximum duration of {config.realtime_minutes:g} minutes."
+                )
                 told = s.ErrorInfo("invalid_request_error", words, "session_expired")
                 self.outbox.put(s.Error(error=told))
                 return EXPIRED

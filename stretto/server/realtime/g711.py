@@ -1,4 +1,5 @@
-"""G.711, the sound of telephones: eight bits a sample, as μ-law or A-law (ITU-T G.711). Tables, made once.
+"""G.711, the sound of telephones: eight bits a sample, as μ-law or A-law (ITU-T G.711). Tables,
+made once.
 
 Both ways are a look-up: 256 codes to samples, 65,536 samples to codes."""
 
@@ -41,10 +42,14 @@ def _codes(law: Law) -> npt.NDArray[np.uint8]:
     """By the sample's bits, read as an unsigned number."""
     x = np.arange(65536).astype(np.uint16).view(np.int16).astype(np.int64)
     if law == "mu":
-        size = np.minimum(np.abs(x >> 2), _MU_CLIP) + (_BIAS >> 2)  # fourteen bits, as the standard has them
+        size = np.minimum(np.abs(x >> 2), _MU_CLIP) + (
+            _BIAS >> 2
+        )  # fourteen bits, as the standard has them
         exponent = np.floor(np.log2(size)).astype(np.int64) - 5
         mantissa = (size >> (exponent + 1)) & 0xF
-        code: npt.NDArray[np.int64] = ~(np.where(x < 0, 0x80, 0) | (exponent << 4) | mantissa) & 0xFF
+        code: npt.NDArray[np.int64] = (
+            ~(np.where(x < 0, 0x80, 0) | (exponent << 4) | mantissa) & 0xFF
+        )
         return code.astype(np.uint8)
     size = np.where(x < 0, ~x, x) >> 3  # thirteen bits
     exponent = np.maximum(np.floor(np.log2(np.maximum(size, 1))).astype(np.int64) - 4, 0)

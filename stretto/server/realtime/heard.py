@@ -1,8 +1,10 @@
-"""How much of a spoken answer was heard, and which words that is. Pure, but for a clock that is given.
+"""How much of a spoken answer was heard, and which words that is. Pure, but for a clock that is
+given.
 
-The model gives no alignment of words and sound, so this is an estimate: a share of the sound is the same share of the
-text. While an answer is being made its text runs ahead of its sound, so the share is taken of the longer of two: the
-sound that was made, and the time that reading the text aloud takes at a common pace."""
+The model gives no alignment of words and sound, so this is an estimate: a share of the sound is the
+same share of the text. While an answer is being made its text runs ahead of its sound, so the share
+is taken of the longer of two: the sound that was made, and the time that reading the text aloud
+takes at a common pace."""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ _SIGN = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900
 
 
 def heard(text: str, played: float, made: float, complete: bool) -> str:
-    """The words of `text` that were heard whole after `played` seconds. `made`: seconds of sound there are, all of the
-    answer's if `complete`."""
+    """The words of `text` that were heard whole after `played` seconds. `made`: seconds of sound
+    there are, all of the answer's if `complete`."""
     whole = made if complete else max(made, reading_time(text))
     if whole <= 0 or played <= 0:
         return ""

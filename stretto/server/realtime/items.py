@@ -1,7 +1,8 @@
 """The conversation as clients see it: items with ids, in order, and what each means to the model.
 
-`Conversation` keeps the clients' view and the engine's session in step. An item that says nothing to the model, such as
-an empty message, has no counterpart there. All on the event loop, by the session's own tasks."""
+`Conversation` keeps the clients' view and the engine's session in step. An item that says nothing
+to the model, such as an empty message, has no counterpart there. All on the event loop, by the
+session's own tasks."""
 
 from __future__ import annotations
 
@@ -95,11 +96,14 @@ class Conversation:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
     async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
-        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses is not there.
+        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses
+        is not there.
 
-        The entry's size is then that of the features that the engine has made of it, which may be many times larger
-        than a compressed picture."""
-        place = len(self.entries) if after is None else 0 if after == FRONT else self._place(after) + 1
+        The entry's size is then that of the features that the engine has made of it, which may be
+        many times larger than a compressed picture."""
+        place = (
+            len(self.entries) if after is None else 0 if after == FRONT else self._place(after) + 1
+        )
         self.check_new(entry.id)
         self.entries.insert(place, entry)
         self.size += entry.size
@@ -120,7 +124,8 @@ class Conversation:
         raise NoSuchItem(f"there is no item {id[:128]!r}", "previous_item_id")
 
     async def tell_engine(self, entry: Entry, message: Message | None) -> None:
-        """Make this the message of an entry, where it stands; None: it says nothing to the model."""
+        """Make this the message of an entry, where it stands; None: it says nothing to the
+        model."""
         there = self._there()
         if entry.engine_id is not None:
             if entry.engine_id not in there:
@@ -132,7 +137,9 @@ class Conversation:
             entry.engine_id = None
         elif message is not None:
             at = self.entries.index(entry)
-            after = next((e.engine_id for e in reversed(self.entries[:at]) if e.engine_id in there), None)
+            after = next(
+                (e.engine_id for e in reversed(self.entries[:at]) if e.engine_id in there), None
+            )
             last = not any(e.engine_id in there for e in self.entries[at:])
             entry.engine_id = entry.id
             await self.session.add(message, id=entry.id, after=END if last else after)
@@ -164,7 +171,8 @@ class Conversation:
         await self.tell_engine(entry, {"role": "assistant", "content": words} if words else None)
 
     def forgotten(self) -> list[str]:
-        """Items of the engine's that no entry stands for: an answer that it remembered by itself."""
+        """Items of the engine's that no entry stands for: an answer that it remembered by
+        itself."""
         known = {e.engine_id for e in self.entries}
         return [i.id for i in self.session.items if i.id not in known]
 
@@ -173,12 +181,15 @@ class Conversation:
 
 
 def read_item(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
-    """An item of a client: as it is told again, as a message for the model, and about how many bytes it holds.
+    """An item of a client: as it is told again, as a message for the model, and about how many
+    bytes it holds.
 
     Converts sound, so a large one belongs in a thread."""
     item, message, size = _read(given, format)
     if (told := len(msgspec.json.encode(item))) > MAX_TOLD:
-        raise Invalid(f"the item's text has {told:,} bytes, more than the {MAX_TOLD:,} allowed", "item")
+        raise Invalid(
+            f"the item's text has {told:,} bytes, more than the {MAX_TOLD:,} allowed", "item"
+        )
     return item, message, size
 
 
@@ -187,7 +198,9 @@ def _read(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]
     if given.type == "function_call":
         name, call = _needed(given.name, "item.name"), given.call_id or new_id("call")
         arguments = given.arguments or "{}"
-        item = Item(id, given.type, status="completed", call_id=call, name=name, arguments=arguments)
+        item = Item(
+            id, given.type, status="completed", call_id=call, name=name, arguments=arguments
+        )
         return item, call_message(call, name, arguments), len(arguments)
     if given.type == "function_call_output":
         call, output = _needed(given.call_id, "item.call_id"), given.output or ""
@@ -197,7 +210,9 @@ def _read(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]
         raise Invalid(f"an item of type {given.type} cannot be created", "item.type")
     role = _needed(given.role, "item.role")
     parts = given.content or []
-    item = Item(id, "message", status="completed", role=role, content=[_told(p, role) for p in parts])
+    item = Item(
+        id, "message", status="completed", role=role, content=[_told(p, role) for p in parts]
+    )
     if role != "user":
         text = "".join(p.text or p.transcript or "" for p in parts)
         return item, {"role": role, "content": text} if text else None, len(text)
@@ -217,7 +232,8 @@ def _needed(value: str | None, param: str) -> str:
 
 
 def _told(part: c.Part, role: str) -> Part:
-    """As a part of this role is called, whichever way the client has written it: strict clients know no other."""
+    """As a part of this role is called, whichever way the client has written it: strict clients
+    know no other."""
     side = "output" if role == "assistant" else "input"
     kind = part.type.rpartition("_")[2]
     if role != "user" and kind == "image":
@@ -227,7 +243,11 @@ def _told(part: c.Part, role: str) -> Part:
     if kind == "audio":
         return Part(f"{side}_audio", transcript=part.transcript or part.text)
     url = part.image_url or ""
-    return Part("input_image", image_url=url if len(url) <= SHOWN_URL else UNSET, detail=part.detail or UNSET)
+    return Part(
+        "input_image",
+        image_url=url if len(url) <= SHOWN_URL else UNSET,
+        detail=part.detail or UNSET,
+    )
 
 
 def _meant(part: c.Part, format: FormatName) -> dict[str, Any] | None:

@@ -1,9 +1,10 @@
 """A session's input: sound as it comes, cut into turns, given to the engine while it is spoken.
 
-Without turn detection all sound goes to the engine at once. With it, only a turn's own sound does: from a little before
-its first word to a short pause after its last, however long the silence is that ends it. So silence is never encoded,
-and a turn's sound is the same whether or not an answer was begun at the pause. On the event loop, by the session's
-reader; what takes long is done in threads."""
+Without turn detection all sound goes to the engine at once. With it, only a turn's own sound does:
+from a little before its first word to a short pause after its last, however long the silence is
+that ends it. So silence is never encoded, and a turn's sound is the same whether or not an answer
+was begun at the pause. On the event loop, by the session's reader; what takes long is done in
+threads."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class Listener:
     _detector: TurnDetector = field(init=False)
     _state: VadState = field(default_factory=VadState)
     _rest: Float = field(default_factory=lambda: _NOTHING)  # less than a window
-    _kept: list[Float] = field(default_factory=list)  # whole windows that the engine does not have, and may get
+    _kept: list[Float] = field(
+        default_factory=list
+    )  # whole windows that the engine does not have, and may get
     _kept_size: int = 0  # samples of them
     _paused: bool = False  # as of the last window that was looked at
     _ready: list[Float] = field(default_factory=list)  # that it gets before anything else happens
@@ -90,8 +93,9 @@ class Listener:
             self.turns = turns
 
     async def hear(self, data: bytes, on: OnSignal) -> None:
-        """More sound of the client's. `on` is called for each signal when the engine has all that belongs before it. A
-        long sound is heard bit by bit, so that it does not keep the event loop from others."""
+        """More sound of the client's. `on` is called for each signal when the engine has all that
+        belongs before it. A long sound is heard bit by bit, so that it does not keep the event loop
+        from others."""
         for at in range(0, len(data), AT_ONCE):
             await self._hear(data[at : at + AT_ONCE], on)
 
@@ -145,7 +149,8 @@ class Listener:
                 length = min(self._kept_size, self._detector.pauses.prefix + START_WINDOWS * WINDOW)
                 self._trim(length)
                 sound = self._all_kept()
-                # What a client has left uncommitted before it asked for turns belongs to the first one.
+                # What a client has left uncommitted before it asked for turns belongs to the first
+                # one.
                 start = self.position - length - self.session.pending
                 self.turn, self._paused = Turn(start, self.position), False
                 await on(signal)  # first of all: it may have to silence an answer
@@ -182,7 +187,13 @@ class Listener:
                 self._kept_size -= len(first)
 
     def _all_kept(self) -> Float:
-        sound = _NOTHING if not self._kept else self._kept[0] if len(self._kept) == 1 else np.concatenate(self._kept)
+        sound = (
+            _NOTHING
+            if not self._kept
+            else self._kept[0]
+            if len(self._kept) == 1
+            else np.concatenate(self._kept)
+        )
         self._drop_kept()
         return sound
 
@@ -214,7 +225,8 @@ class Listener:
         await self._give()
 
     def _release(self) -> None:
-        """No turn is looked for any more: all that was heard and kept is the engine's, in its order."""
+        """No turn is looked for any more: all that was heard and kept is the engine's, in its
+        order."""
         self.position += len(self._rest)
         self._ready += [sound for sound in (*self._kept, self._rest) if len(sound)]
         self._drop_kept()

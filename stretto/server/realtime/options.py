@@ -1,8 +1,9 @@
 """A session's settings: what holds now, how an update changes it, and how all of it is told. Pure.
 
-Only fields that an update names change; objects merge; null clears or goes back to the default. Much of what we do not
-support is taken and ignored, since stock clients send it unasked and an error would end their session; what changes how
-an answer is made or cut (`speed`, `truncation`, `include`) is refused, unless it says what we do anyway."""
+Only fields that an update names change; objects merge; null clears or goes back to the default.
+Much of what we do not support is taken and ignored, since stock clients send it unasked and an
+error would end their session; what changes how an answer is made or cut (`speed`, `truncation`,
+`include`) is refused, unless it says what we do anyway."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from msgspec import UNSET, Raw, UnsetType
 from stretto._validation import NOT_JSON, not_json
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.messages.params import ChunkSizes, Params
+from stretto.params import ChunkSizes, Params
 from stretto.preprocess.tools import check_tools
 from stretto.server.openai.voices import find_voice
 from stretto.server.realtime import client_events as c
@@ -29,9 +30,13 @@ log = logging.getLogger("stretto.realtime")
 Modality = Literal["text", "audio"]
 VadType = Literal["server_vad", "semantic_vad"]
 SEMANTIC_PAUSE_MS = {"low": 1600, "medium": 800, "auto": 800, "high": 400}
-MAX_SAID = 768 << 10  # bytes of instructions and tools: all of a session is told in one message of less than a MiB
+MAX_SAID = (
+    768 << 10
+)  # bytes of instructions and tools: all of a session is told in one message of less than a MiB
 MAX_TOOLS, MAX_TOOLS_BYTES, MAX_TOOL_BYTES = 256, 256 << 10, 64 << 10
-BRIEF = 4 << 10  # bytes of instructions or tools that are told again only where an update changes them
+BRIEF = (
+    4 << 10
+)  # bytes of instructions or tools that are told again only where an update changes them
 LOGPROBS = "item.input_audio_transcription.logprobs"
 # Python's own reading of numbers: it takes 1 us where msgspec takes 8.
 _values = msgspec.json.Decoder(float_hook=float)
@@ -58,7 +63,10 @@ class Turns:
         return Pauses.of(self.threshold, self.prefix_padding_ms, silence)
 
     def told(self) -> dict[str, Any]:
-        shared = {"create_response": self.create_response, "interrupt_response": self.interrupt_response}
+        shared = {
+            "create_response": self.create_response,
+            "interrupt_response": self.interrupt_response,
+        }
         if self.type == "semantic_vad":
             return {"type": self.type, "eagerness": self.eagerness, **shared}
         return {
@@ -117,12 +125,15 @@ class Options:
             "max_frames": self.max_audio_frames,
             "max_text_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
-        return replace(defaults, **{k: v for k, v in given.items() if v is not None}, packets=packets)  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        return replace(defaults, **chosen, packets=packets)
 
-    def updated(self, fields: c.Common, info: ModelInfo, tools: Sequence[Function] | None = None) -> Options:
-        """With what an update says. A null of a session's goes back to the default, one of a response's means what
-        the session has: some clients write out every field of a response. `tools`: those of the update, if they have
-        been read already."""
+    def updated(
+        self, fields: c.Common, info: ModelInfo, tools: Sequence[Function] | None = None
+    ) -> Options:
+        """With what an update says. A null of a session's goes back to the default, one of a
+        response's means what the session has: some clients write out every field of a response.
+        `tools`: those of the update, if they have been read already."""
         changes: dict[str, Any] = {}
         default = self if isinstance(fields, c.ResponseFields) else Options(info.default_voice)
         for name, target in _SAME_NAMES.items():
@@ -142,7 +153,9 @@ class Options:
         output = _fields(_fields(fields.audio).get("output"))
         if "format" in output:
             given = output["format"]
-            changes["output_format"] = _format(given, "audio.output.format") if given else default.output_format
+            changes["output_format"] = (
+                _format(given, "audio.output.format") if given else default.output_format
+            )
         if "voice" in output:
             changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
         if output.get("speed") not in (None, 1.0):
@@ -150,7 +163,10 @@ class Options:
         result = replace(self, **changes)
         said = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
         if said > MAX_SAID:
-            raise Invalid(f"instructions and tools have {said:,} bytes, more than the {MAX_SAID:,} allowed", "session")
+            raise Invalid(
+                f"instructions and tools have {said:,} bytes, more than the {MAX_SAID:,} allowed",
+                "session",
+            )
         return result
 
 
@@ -184,12 +200,20 @@ class SessionState:
         self, fields: c.SessionFields, info: ModelInfo, tools: Sequence[Function] | None = None
     ) -> SessionState:
         changes: dict[str, Any] = {"answers": self.answers.updated(fields, info, tools)}
-        truncation = fields.truncation.type if isinstance(fields.truncation, c.Truncation) else fields.truncation
+        truncation = (
+            fields.truncation.type
+            if isinstance(fields.truncation, c.Truncation)
+            else fields.truncation
+        )
         if truncation not in (UNSET, None, "auto"):
-            raise Invalid("truncation: only auto is supported (the oldest turns are forgotten)", "truncation")
+            raise Invalid(
+                "truncation: only auto is supported (the oldest turns are forgotten)", "truncation"
+            )
         if fields.include is not UNSET:
             if strange := [name for name in fields.include or () if name != LOGPROBS]:
-                raise Invalid(f"include: there is only {LOGPROBS}, not {strange[0][:100]!r}", "include")
+                raise Invalid(
+                    f"include: there is only {LOGPROBS}, not {strange[0][:100]!r}", "include"
+                )
             changes["logprobs"] = bool(fields.include)
         heard = _fields(_fields(fields.audio).get("input"))
         if "format" in heard:
@@ -201,7 +225,8 @@ class SessionState:
         return replace(self, **changes)
 
     def told(self, since: SessionState | None = None) -> dict[str, Any]:
-        """All of it. `since`: what the client knows; of that, long instructions and tools are left out."""
+        """All of it. `since`: what the client knows; of that, long instructions and tools are left
+        out."""
         a, known = self.answers, since.answers if since is not None else None
         long: dict[str, Any] = {}
         if known is None or a.instructions != known.instructions or len(a.instructions) <= BRIEF:
@@ -210,7 +235,9 @@ class SessionState:
             long["tools"] = [t.written for t in a.tools]
         transcription = None
         if self.transcription is not None:
-            said = {k: v for k, v in msgspec.to_builtins(self.transcription).items() if v is not None}
+            said = {
+                k: v for k, v in msgspec.to_builtins(self.transcription).items() if v is not None
+            }
             transcription = {"model": self.model, **said}
         return {
             "type": "realtime",
@@ -257,7 +284,8 @@ def _format(given: c.Format | None, param: str) -> FormatName:
 
 
 def _voice(given: str | c.VoiceId, info: ModelInfo) -> str:
-    """The model's voice that is meant; its default for a name that nobody knows, as stock clients send their own."""
+    """The model's voice that is meant; its default for a name that nobody knows, as stock clients
+    send their own."""
     name = given.id if isinstance(given, c.VoiceId) else given
     try:
         return find_voice(name, info, "voice") or info.default_voice
@@ -279,7 +307,10 @@ def _choice(given: str | c.NamedTool) -> tuple[str, str | None]:
     if isinstance(given, c.NamedTool):
         return "required", given.name
     if given not in ("auto", "none", "required"):
-        raise Invalid(f"tool_choice must be auto, none, required or a function, got {given[:40]!r}", "tool_choice")
+        raise Invalid(
+            f"tool_choice must be auto, none, required or a function, got {given[:40]!r}",
+            "tool_choice",
+        )
     return given, None
 
 
@@ -301,7 +332,8 @@ def split_tools(written: Raw) -> list[Raw]:
 
 
 def read_tool(written: Raw) -> Function | None:
-    """None: it is of another kind. We could not call it, and strict clients would not have it back as it came."""
+    """None: it is of another kind. We could not call it, and strict clients would not have it back
+    as it came."""
     try:
         tool = _values.decode(written)
     except NOT_JSON as e:
@@ -311,7 +343,9 @@ def read_tool(written: Raw) -> Function | None:
     if tool.get("type", "function") != "function":
         return None
     known = ("name", "description", "parameters", "strict")
-    [chat] = check_tools([{"type": "function", "function": {k: tool[k] for k in known if k in tool}}])
+    [chat] = check_tools(
+        [{"type": "function", "function": {k: tool[k] for k in known if k in tool}}]
+    )
     return Function(chat["function"]["name"], Raw(bytes(written)), chat)
 
 

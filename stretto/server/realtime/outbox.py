@@ -1,7 +1,8 @@
 """What waits to be sent to one client: bounded, in order, written by a task of its own.
 
-Events are encoded when they are put in. A response waits for room before it adds sound, so only answers to a client's
-own events can pile up; a client that asks and does not read is closed. On the event loop."""
+Events are encoded when they are put in. A response waits for room before it adds sound, so only
+answers to a client's own events can pile up; a client that asks and does not read is closed. On the
+event loop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""One response: the engine's events, held back or paced, become the client's. A task of its own on the event loop.
+"""One response: the engine's events, held back or paced, become the client's. A task of its own on
+the event loop.
 
-Until it is released, what the engine makes waits here: a response that was begun at a pause may turn out to be one too
-early, and then nobody hears of it. `cancel` ends it at once: the closing events are written before it returns, and
-nothing of this response can follow them."""
+Until it is released, what the engine makes waits here: a response that was begun at a pause may
+turn out to be one too early, and then nobody hears of it. `cancel` ends it at once: the closing
+events are written before it returns, and nothing of this response can follow them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class SpeechEnd:
 @dataclass(slots=True, eq=False)
 class Response:
     writer: Writer
-    start: Callable[[Callable[[Usage], None]], AsyncGenerator[Event]]  # given who is told what is asked
+    start: Callable[
+        [Callable[[Usage], None]], AsyncGenerator[Event]
+    ]  # given who is told what is asked
     outbox: Outbox
     admission: Admission
     sender: str  # whose turn it is where requests wait
@@ -50,16 +53,22 @@ class Response:
     begun: float = field(default_factory=clock)
     speech_end: SpeechEnd | None = None
     playback: Playback = field(default_factory=lambda: Playback(clock))
-    sounded: asyncio.Event = field(default_factory=asyncio.Event)  # its first sound was sent, or it is over
+    sounded: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # its first sound was sent, or it is over
     over: bool = False  # the client was told how it ended, or will never hear of it
     status: s.Status = "in_progress"
     error: Exception | None = None  # why it failed
-    cuts: dict[str, float] = field(default_factory=dict)  # by item: seconds of it that were heard, as the client says
+    cuts: dict[str, float] = field(
+        default_factory=dict
+    )  # by item: seconds of it that were heard, as the client says
     task: asyncio.Task[None] | None = None
     _released: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: list[Event] = field(default_factory=list)
     _held_samples: int = 0
-    _early: list[AudioChunk] = field(default_factory=list)  # sound before it is known whether a call is being written
+    _early: list[AudioChunk] = field(
+        default_factory=list
+    )  # sound before it is known whether a call is being written
     _first_text: float | None = None
     _first_audio: float | None = None
     _first_sent: float | None = None
@@ -105,7 +114,8 @@ class Response:
             await asyncio.wait([self.task])
 
     async def forget_unheard(self) -> None:
-        """After a cancel: the conversation keeps the words that were heard, as far as can be told."""
+        """After a cancel: the conversation keeps the words that were heard, as far as can be
+        told."""
         if self.conversation is None:
             return
         played = self.playback.played
@@ -151,8 +161,9 @@ class Response:
         return end
 
     def _called(self, event: Event) -> bool:
-        """Functions were called and the text is over: the rest would be the sound of the calls, which nobody hears.
-        The end token comes without text, and speech has no more frames than text has tokens before the text ends."""
+        """Functions were called and the text is over: the rest would be the sound of the calls,
+        which nobody hears. The end token comes without text, and speech has no more frames than
+        text has tokens before the text ends."""
         if self.parser is None or self.parser.inside or not self.parser.num_calls:
             return False
         if isinstance(event, TextDelta):
@@ -230,7 +241,9 @@ class Response:
         usage = told_usage(end.usage) if end is not None else self._usage_so_far()
         timings = self._timings(end)
         self.status = "completed" if reason == "stop" else "incomplete"
-        self.writer.finish(self.status, usage, timings, reason="max_output_tokens" if reason == "length" else None)
+        self.writer.finish(
+            self.status, usage, timings, reason="max_output_tokens" if reason == "length" else None
+        )
 
     async def _fail(self, error: Exception) -> None:
         self.error = error
@@ -271,7 +284,9 @@ class Response:
 
     def _usage_so_far(self) -> s.Usage:
         frames = round(self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND)
-        return told_usage(replace(self._asked, text_tokens=self._tokens, frames=frames, samples=self._samples))
+        return told_usage(
+            replace(self._asked, text_tokens=self._tokens, frames=frames, samples=self._samples)
+        )
 
     def _timings(self, end: Finished | None = None) -> s.Timings:
         told = s.Timings(
@@ -287,7 +302,12 @@ class Response:
             told.speech_to_audio_s = self.speech_to_audio
         if end is not None and self.writer.options.timeline:
             told.timeline = [
-                {"lane": t.lane, "name": t.name, "start": round(t.start, 6), "stop": round(t.stop, 6)}
+                {
+                    "lane": t.lane,
+                    "name": t.name,
+                    "start": round(t.start, 6),
+                    "stop": round(t.stop, 6),
+                }
                 for t in end.timeline[:MAX_SPANS]
             ]
         return told

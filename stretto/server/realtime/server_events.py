@@ -1,5 +1,6 @@
-"""What the server says over `/v1/realtime`. Every field that a stock client requires is there; a field that must not be
-null is left out instead (`UNSET`). The connection gives each event its id when it sends it."""
+"""What the server says over `/v1/realtime`. Every field that a stock client requires is there; a
+field that must not be null is left out instead (`UNSET`). The connection gives each event its id
+when it sends it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"
 
 
 class Part(Struct):
-    """In items `input_text`, `input_audio`, `input_image`, `output_text`, `output_audio`; in a response's parts `text`
-    and `audio`."""
+    """In items `input_text`, `input_audio`, `input_image`, `output_text`, `output_audio`; in a
+    response's parts `text` and `audio`."""
 
     type: str
     text: str | UnsetType = UNSET
@@ -203,7 +204,9 @@ class TranscriptionDelta(ServerEvent, tag="conversation.item.input_audio_transcr
     logprobs: list[TranscriptLogprob] | UnsetType = UNSET
 
 
-class TranscriptionCompleted(ServerEvent, tag="conversation.item.input_audio_transcription.completed"):
+class TranscriptionCompleted(
+    ServerEvent, tag="conversation.item.input_audio_transcription.completed"
+):
     item_id: str
     content_index: int
     transcript: str

@@ -1,8 +1,9 @@
-"""A realtime session: what each event of a client means, and when the server speaks by itself. Asyncio.
+"""A realtime session: what each event of a client means, and when the server speaks by itself.
+Asyncio.
 
-The connection's reader calls `handle` with one event after another. Responses (`speaker.py`) and transcriptions
-(`transcribe.py`) are tasks beside it; on the event loop, between two awaits, nobody else changes anything. An error
-answers the event that caused it, and the session goes on."""
+The connection's reader calls `handle` with one event after another. Responses (`speaker.py`) and
+transcriptions (`transcribe.py`) are tasks beside it; on the event loop, between two awaits, nobody
+else changes anything. An error answers the event that caused it, and the session goes on."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
-from stretto.engine.protocol import Engine, Message
+from stretto.engine.protocol import EngineClient, Message
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime import server_events as s
-from stretto.server.realtime.items import Conversation, DuplicateItem, Entry, NoSuchItem, new_id, read_item
+from stretto.server.realtime.items import (
+    Conversation,
+    DuplicateItem,
+    Entry,
+    NoSuchItem,
+    new_id,
+    read_item,
+)
 from stretto.server.realtime.listener import SAMPLE_BYTES, Listener, Turn, to_ms
 from stretto.server.realtime.options import Function, Options, SessionState, read_tool, split_tools
 from stretto.server.realtime.outbox import Outbox
@@ -28,7 +36,7 @@ from stretto.server.realtime.sound import seconds_of
 from stretto.server.realtime.speaker import MAX_BESIDE, Speaker
 from stretto.server.realtime.transcribe import Transcriber
 from stretto.server.realtime.turns import Signal
-from stretto.server.request_log import Visit
+from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import Holding
 
@@ -36,7 +44,9 @@ log = logging.getLogger("stretto.realtime")
 
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
 IN_A_THREAD = 64 << 10
-SOUNDS_AT_ONCE = 4  # of an item, that are converted on the event loop: each has a resampler of its own
+SOUNDS_AT_ONCE = (
+    4  # of an item, that are converted on the event loop: each has a resampler of its own
+)
 TOOLS_AT_ONCE = 16 << 10  # bytes of tools that are read before others have a turn
 MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
@@ -53,7 +63,7 @@ class Problem(Exception):
 @dataclass(slots=True, eq=False)
 class RealtimeSession:
     service: Service
-    engine: Engine
+    engine: EngineClient
     talk: Session  # the engine's
     outbox: Outbox
     sender: str  # whose share of the server it uses
@@ -66,22 +76,31 @@ class RealtimeSession:
     _item_id: str = ""  # of the turn that is being spoken
     _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
     _closed: bool = False
-    _tools_read: tuple[bytes, tuple[Function, ...]] = (b"", ())  # the last ones that were read, by their digest
+    _tools_read: tuple[bytes, tuple[Function, ...]] = (
+        b"",
+        (),
+    )  # the last ones that were read, by their digest
     _idle_from: int | None = None  # position in the sound at which waiting for the user began
 
     def __post_init__(self) -> None:
         self.held = Holding(self.service.sessions.memory, self.sender)
         self.conversation = Conversation(self.talk)
-        self.listener = Listener(self.talk, self.service.sessions.batcher, self.state.turns, self.state.input_format)
+        self.listener = Listener(
+            self.talk, self.service.sessions.batcher, self.state.turns, self.state.input_format
+        )
         self.speaker = Speaker(
             self.service, self.engine, self.talk, self.outbox, self.sender, self.conversation,
             options=lambda: self.state.answers, on_begin=self._answering, on_end=self._answered,
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
-        self.transcriber = Transcriber(self.talk, self.outbox.put, lambda: self.speaker.sounded, count)
+        self.transcriber = Transcriber(
+            self.talk, self.outbox.put, lambda: self.speaker.sounded, count
+        )
 
     @classmethod
-    def open(cls, service: Service, engine: Engine, outbox: Outbox, visit: Visit, model: str) -> RealtimeSession:
+    def open(
+        cls, service: Service, engine: EngineClient, outbox: Outbox, visit: RequestLog, model: str
+    ) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
         return cls(service, engine, engine.session(owner=visit.owner), outbox, visit.sender, state)
@@ -117,7 +136,13 @@ class RealtimeSession:
         except Exception as e:  # noqa: BLE001 - the session's boundary: one event must not end it
             _, failure = describe(e)
             kind = failure.error.type
-            self.error(failure.error.code or "server_error", failure.error.message, None, event.event_id, kind)
+            self.error(
+                failure.error.code or "server_error",
+                failure.error.message,
+                None,
+                event.event_id,
+                kind,
+            )
         finally:
             self.held.resize(self._size if not self._closed else 0)
 
@@ -158,7 +183,10 @@ class RealtimeSession:
                 await self._create_response(event.response)
             case c.ResponseCancel():
                 if not await self.speaker.cancel(event.response_id):
-                    raise Problem("response_cancel_not_active", "Cancellation failed: no active response found")
+                    raise Problem(
+                        "response_cancel_not_active",
+                        "Cancellation failed: no active response found",
+                    )
             case c.OutputClear():
                 pass  # there is no buffer of output here
 
@@ -169,7 +197,8 @@ class RealtimeSession:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
         before, self.state = self.state, state
         answers = state.answers
-        self.talk.expect(  # so that sound is read ahead behind the same words as the answer's prompt begins with
+        # so that sound is read ahead behind the same words as the answer's prompt begins with
+        self.talk.expect(
             modalities=("text", "audio") if answers.spoken else ("text",),
             instructions=answers.instructions or None,
             tools=answers.chat_tools(),
@@ -178,7 +207,8 @@ class RealtimeSession:
         self.outbox.put(s.SessionUpdated(session=state.told(since=before)))
 
     async def _read_tools(self, fields: c.Common) -> tuple[Function, ...] | None:
-        """The tools of an update, in turns of the event loop; those of the update before, if they are the same."""
+        """The tools of an update, in turns of the event loop; those of the update before, if they
+        are the same."""
         if bytes(fields.tools) in (b"", b"null"):
             return None
         digest = hashlib.blake2b(fields.tools).digest()
@@ -211,11 +241,17 @@ class RealtimeSession:
         match signal:
             case Signal.STARTED:
                 self._item_id, self._idle_from = new_id("item"), None
-                self.outbox.put(s.SpeechStarted(audio_start_ms=turn.start_ms, item_id=self._item_id))
+                self.outbox.put(
+                    s.SpeechStarted(audio_start_ms=turn.start_ms, item_id=self._item_id)
+                )
                 if turns.interrupt_response:
                     await self.speaker.interrupt("turn_detected")
             case Signal.PAUSED:
-                if self.service.config.realtime_speculate and turns.create_response and not self.busy:
+                if (
+                    self.service.config.realtime_speculate
+                    and turns.create_response
+                    and not self.busy
+                ):
                     await self.speaker.make_guess(self._item_id)
             case Signal.RESUMED:
                 await self.speaker.drop_guess()
@@ -244,7 +280,13 @@ class RealtimeSession:
     def _add_spoken(self, id: str, item: EngineItem, seconds: float) -> Entry:
         """What was said is part of the conversation: the engine's item is there already."""
         previous = self.conversation.last_id
-        told = s.Item(id, "message", status="completed", role="user", content=[s.Part("input_audio", transcript=None)])
+        told = s.Item(
+            id,
+            "message",
+            status="completed",
+            role="user",
+            content=[s.Part("input_audio", transcript=None)],
+        )
         entry = Entry(told, item.id, size=int(seconds * INPUT_RATE) * SAMPLE_BYTES)
         self.conversation.entries.append(entry)
         self.conversation.size += entry.size
@@ -261,7 +303,8 @@ class RealtimeSession:
             ms = to_ms(samples)
             raise Problem(
                 "input_audio_buffer_commit_empty",
-                f"Error committing input audio buffer: buffer too small. Expected at least 100ms of audio, but buffer "
+                f"Error committing input audio buffer: buffer too small. Expected at least 100ms "
+                f"of audio, but buffer "
                 f"only has {ms}ms of audio.",
             )
         item = await self.talk.commit(id)
@@ -272,14 +315,24 @@ class RealtimeSession:
     async def _look_for_idle(self) -> None:
         """Nobody has said anything for long: the model is asked to."""
         turns = self.state.turns
-        if turns is None or turns.idle_timeout_ms is None or self.listener.turn is not None or self.busy:
+        if (
+            turns is None
+            or turns.idle_timeout_ms is None
+            or self.listener.turn is not None
+            or self.busy
+        ):
             return
-        if self._idle_from is None or to_ms(self.listener.position - self._idle_from) < turns.idle_timeout_ms:
+        if (
+            self._idle_from is None
+            or to_ms(self.listener.position - self._idle_from) < turns.idle_timeout_ms
+        ):
             return
         start, self._idle_from = self._idle_from, None
         id = new_id("item")
         stop = self.listener.position
-        self.outbox.put(s.TimeoutTriggered(audio_start_ms=to_ms(start), audio_end_ms=to_ms(stop), item_id=id))
+        self.outbox.put(
+            s.TimeoutTriggered(audio_start_ms=to_ms(start), audio_end_ms=to_ms(stop), item_id=id)
+        )
         await self.listener.finish()
         if self.talk.pending:
             samples = self.talk.pending
@@ -324,12 +377,19 @@ class RealtimeSession:
         return self.listener.held + self.conversation.size
 
     def _make_room(self, coming: int, code: str, param: str) -> None:
-        """For so many bytes more, within what one session and the sessions of its sender may hold."""
+        """For so many bytes more, within what one session and the sessions of its sender may
+        hold."""
         size, most = self._size + coming, self.service.config.realtime_held_bytes
         if size > most:
-            raise Problem(code, f"a session holds at most {most >> 20} MiB of sound and pictures", param)
+            raise Problem(
+                code, f"a session holds at most {most >> 20} MiB of sound and pictures", param
+            )
         if not self.held.fits(size):
-            raise Problem(code, "your sessions hold all that they may of the server's memory for sessions", param)
+            raise Problem(
+                code,
+                "your sessions hold all that they may of the server's memory for sessions",
+                param,
+            )
         self.held.resize(size)
 
     def _find(self, id: str, what: str) -> Entry:
@@ -345,9 +405,13 @@ class RealtimeSession:
             played = min(played, entry.speech.seconds)
             await self.conversation.truncate(entry, played)
         elif (active := self.speaker.active) is not None and entry in active.writer.entries:
-            active.cuts[entry.id] = played  # it is still being said; some clients truncate, then cancel
+            active.cuts[entry.id] = (
+                played  # it is still being said; some clients truncate, then cancel
+            )
         ms = round(played * 1000)
-        self.outbox.put(s.ItemTruncated(item_id=entry.id, content_index=event.content_index, audio_end_ms=ms))
+        self.outbox.put(
+            s.ItemTruncated(item_id=entry.id, content_index=event.content_index, audio_end_ms=ms)
+        )
 
     async def _delete(self, id: str) -> None:
         self._find(id, "delete")
@@ -359,14 +423,18 @@ class RealtimeSession:
 
     async def _create_response(self, fields: c.ResponseFields | None) -> None:
         fields = fields or c.ResponseFields()
-        options = self.state.answers.updated(fields, self.engine.info, await self._read_tools(fields))
+        options = self.state.answers.updated(
+            fields, self.engine.info, await self._read_tools(fields)
+        )
         given = await self._input(fields.input) if isinstance(fields.input, list) else None
         beside = fields.conversation == "none"
         if (active := self.speaker.active) is not None and not beside:
             message = f"Conversation already has an active response in progress: {active.id}"
             raise Problem("conversation_already_has_active_response", message)
         if beside and len(self.speaker.beside) >= MAX_BESIDE:
-            raise Problem("rate_limit_exceeded", f"{MAX_BESIDE} responses beside the conversation run already")
+            raise Problem(
+                "rate_limit_exceeded", f"{MAX_BESIDE} responses beside the conversation run already"
+            )
         response = self.speaker.make(options, beside=beside, metadata=fields.metadata, items=given)
         response.speech_end, self._committed = self._committed, None
         if beside:
@@ -406,5 +474,7 @@ class RealtimeSession:
 
 def _named(error: Invalid, place: str) -> Invalid:
     """The same error with the item's place in the event, where the engine names a message."""
-    message, param = (said and said.replace("messages[0]", place, 1) for said in (str(error), error.param))
+    message, param = (
+        said and said.replace("messages[0]", place, 1) for said in (str(error), error.param)
+    )
     return Invalid(message or "", param)

@@ -1,4 +1,5 @@
-"""How many realtime sessions there may be, and what they share. One per server, on the event loop."""
+"""How many realtime sessions there may be, and what they share. One per server, on the event
+loop."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from stretto.server.shares import Shares
 
 @dataclass(slots=True)
 class Sessions:
-    """`limit_per_owner`: 0 lets each owner have its share, at most half. `memory`: bytes of what all sessions hold and
-    of messages that are still arriving."""
+    """`limit_per_owner`: 0 lets each owner have its share, at most half. `memory`: bytes of what
+    all sessions hold and of messages that are still arriving."""
 
     limit: int
     limit_per_owner: int
@@ -35,12 +36,15 @@ class Sessions:
 
     @contextmanager
     def slot(self, owner: str) -> Iterator[None]:
-        """A place, from before the handshake is answered to when all work of the session has ended."""
+        """A place, from before the handshake is answered to when all work of the session has
+        ended."""
         if self.running >= self.limit:
             raise _full(f"{self.limit} realtime sessions are open already", "server_busy")
         mine = self._open.of(owner)
         if mine >= self.limit_per_owner if self.limit_per_owner else not self._open.fits(owner, 1):
-            raise _full(f"{mine} realtime sessions of this client are open already", "rate_limit_exceeded")
+            raise _full(
+                f"{mine} realtime sessions of this client are open already", "rate_limit_exceeded"
+            )
         self._open.add(owner, 1)
         self.idle.clear()
         try:

@@ -1,7 +1,8 @@
-"""Sound on its way in and out: what clients send becomes samples the model hears, what it says becomes their format.
+"""Sound on its way in and out: what clients send becomes samples the model hears, what it says
+becomes their format.
 
-One `SoundIn` and, for each response, one `SoundOut` per session; both keep the resampler's state, so that pieces may be
-cut anywhere. `SoundIn` may be used in a thread, by one at a time."""
+One `SoundIn` and, for each response, one `SoundOut` per session; both keep the resampler's state,
+so that pieces may be cut anywhere. `SoundIn` may be used in a thread, by one at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ Float = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class SoundIn:
-    """From bytes of a client's format to mono samples at `INPUT_RATE`. After `flush` exactly as many have come out as
-    went in, by the ratio of the rates, rounded."""
+    """From bytes of a client's format to mono samples at `INPUT_RATE`. After `flush` exactly as
+    many have come out as went in, by the ratio of the rates, rounded."""
 
     format: FormatName
     _stream: Any = field(init=False)

@@ -1,6 +1,8 @@
-"""What the server says in a session: the conversation's response, those beside it, and one that may be too early.
+"""What the server says in a session: the conversation's response, those beside it, and one that may
+be too early.
 
-Owned by the session, which decides when to answer; on the event loop, each response in a task of its own."""
+Owned by the session, which decides when to answer; on the event loop, each response in a task of
+its own."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.engine.protocol import Engine, Usage
+from stretto.engine.protocol import EngineClient, Usage
 from stretto.engine.session import Item as EngineItem
 from stretto.engine.session import Session
 from stretto.server.openai.tools import ToolParser
@@ -34,7 +36,7 @@ class Guess:
 @dataclass(slots=True, eq=False)
 class Speaker:
     service: Service
-    engine: Engine
+    engine: EngineClient
     talk: Session  # the engine's
     outbox: Outbox
     sender: str
@@ -57,7 +59,8 @@ class Speaker:
 
     @property
     def sounded(self) -> asyncio.Event | None:
-        """Of the conversation's response, if there is one: its first sound was sent, or it is over."""
+        """Of the conversation's response, if there is one: its first sound was sent, or it is
+        over."""
         return self.active.sounded if self.active is not None else None
 
     async def close(self) -> None:
@@ -100,7 +103,12 @@ class Speaker:
 
         conversation = None if beside else self.conversation
         writer = Writer(
-            options, self.engine.info, self.outbox.put, conversation, self._conversation_id, metadata=metadata
+            options,
+            self.engine.info,
+            self.outbox.put,
+            conversation,
+            self._conversation_id,
+            metadata=metadata,
         )
         return Response(
             writer=writer,
@@ -123,7 +131,8 @@ class Speaker:
         self._begin(response)
 
     def answer(self, speech_end: SpeechEnd | None) -> None:
-        """Answer a turn that the server has found; when the answer that runs is over, if one does."""
+        """Answer a turn that the server has found; when the answer that runs is over, if one
+        does."""
         if self.active is not None:
             self._answer_next = True
             return
@@ -187,7 +196,8 @@ class Speaker:
         return True
 
     async def cancel(self, id: str | None) -> bool:
-        """The client wants this response (None: the conversation's) to end; whether there was one."""
+        """The client wants this response (None: the conversation's) to end; whether there was
+        one."""
         beside = next((r for r in self.beside if r.id == id), None)
         if beside is not None:
             beside.cancel("client_cancelled")
@@ -223,7 +233,8 @@ class Speaker:
         self._activate(guess.response)
 
     async def drop_guess(self) -> None:
-        """The turn goes on: nobody hears of that answer, and the engine has the sound as if there had been none."""
+        """The turn goes on: nobody hears of that answer, and the engine has the sound as if there
+        had been none."""
         guess, self.guess = self.guess, None
         if guess is None:
             return

@@ -1,5 +1,6 @@
-"""The words of what the user said, by the model itself: a request of its own beside the conversation, for text alone
-and behind all others in line. It does not delay the answer: it begins when the answer's first sound is made."""
+"""The words of what the user said, by the model itself: a request of its own beside the
+conversation, for text alone and behind all others in line. It does not delay the answer: it begins
+when the answer's first sound is made."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from prometheus_client import Counter
 
 from stretto.engine.protocol import Finished, TextDelta, Usage
 from stretto.engine.session import Item, Session
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import Transcription
@@ -23,7 +24,10 @@ PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
 MAX_WAITING = 8  # or under way, of one session
 GRACE_S = 0.25  # a client that ends its turns itself asks for the answer in a second message
-TASK = "Write down word for word what is said in the recording, in the language that is spoken. Write nothing else."
+TASK = (
+    "Write down word for word what is said in the recording, in the language that is spoken. Write "
+    "nothing else."
+)
 
 
 def instructions(wanted: Transcription) -> str:
@@ -52,16 +56,26 @@ async def transcribe(
     params = Params(priority=PRIORITY, max_text_tokens=most, logprobs=0 if logprobs else None)
     try:
         events = session.respond(
-            modalities=("text",), params=params, instructions=instructions(wanted), items=[item], remember=False
+            modalities=("text",),
+            params=params,
+            instructions=instructions(wanted),
+            items=[item],
+            remember=False,
         )
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TextDelta):
-                    new = [s.TranscriptLogprob(t.token, t.logprob, list(t.said)) for t in event.logprobs if t.said]
+                    new = [
+                        s.TranscriptLogprob(t.token, t.logprob, list(t.said))
+                        for t in event.logprobs
+                        if t.said
+                    ]
                     chances += new
                     if event.text:
                         said.append(event.text)
-                        delta = s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=event.text)
+                        delta = s.TranscriptionDelta(
+                            item_id=entry.id, content_index=0, delta=event.text
+                        )
                         delta.logprobs = new if logprobs else UNSET
                         put(delta)
                 elif isinstance(event, Finished):
@@ -85,14 +99,17 @@ async def transcribe(
             "audio_tokens": usage.audio_prompt_tokens,
         },
     }
-    completed = s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=text, usage=told_usage)
+    completed = s.TranscriptionCompleted(
+        item_id=entry.id, content_index=0, transcript=text, usage=told_usage
+    )
     completed.logprobs = chances if logprobs else UNSET
     put(completed)
     return True
 
 
 async def after_first_sound(sounded: Callable[[], asyncio.Event | None], grace: float) -> None:
-    """Until the answer has its first sound. If none is under way, one may come within the `grace`."""
+    """Until the answer has its first sound. If none is under way, one may come within the
+    `grace`."""
     if sounded() is None:
         await asyncio.sleep(grace)
     if (event := sounded()) is not None:
@@ -110,7 +127,12 @@ class Transcriber:
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
 
     def begin(
-        self, wanted: Transcription | None, entry: Entry, item: Item, seconds: float, logprobs: bool = False
+        self,
+        wanted: Transcription | None,
+        entry: Entry,
+        item: Item,
+        seconds: float,
+        logprobs: bool = False,
     ) -> None:
         """If the client wants the words of this item."""
         if wanted is None:

@@ -1,8 +1,9 @@
-"""When someone speaks and when a turn is over, from the probability of speech in each window. Pure; all times are
-samples of the sound itself, so nothing here waits or looks at a clock.
+"""When someone speaks and when a turn is over, from the probability of speech in each window. Pure;
+all times are samples of the sound itself, so nothing here waits or looks at a clock.
 
-A turn goes: started, then any number of times paused and resumed, then stopped. `paused` is the first short pause: the
-sound up to there is the turn's, whatever follows; it is where an answer may begin before the turn is surely over."""
+A turn goes: started, then any number of times paused and resumed, then stopped. `paused` is the
+first short pause: the sound up to there is the turn's, whatever follows; it is where an answer may
+begin before the turn is surely over."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Is somebody speaking? Silero's model, run by onnxruntime on one CPU thread for all sessions together.
+"""Is somebody speaking? Silero's model, run by onnxruntime on one CPU thread for all sessions
+together.
 
-`SpeechModel` is what a detector promises; the tests hold a simple one to the same promises. `Batcher` runs it in a
-thread of its own: each round takes the next window of every session that has one, so a session that sends an hour of
-sound at once does not keep the others waiting. Imports neither torch nor, until it is used, onnxruntime."""
+`SpeechModel` is what a detector promises; the tests hold a simple one to the same promises.
+`Batcher` runs it in a thread of its own: each round takes the next window of every session that has
+one, so a session that sends an hour of sound at once does not keep the others waiting. Imports
+neither torch nor, until it is used, onnxruntime."""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from stretto.server.realtime.turns import RATE, WINDOW
 
 Float = npt.NDArray[np.float32]
 CONTEXT = 64  # samples before a window that the model looks at too
-FORGET_WINDOWS = 63  # two seconds of clear silence: then the model starts afresh, or music and noise would blunt it
+# two seconds of clear silence: then the model starts afresh, or music and noise would blunt it
+FORGET_WINDOWS = 63
 CLEAR_SILENCE = 0.1
 MAX_BATCH = 64
 
@@ -44,12 +47,14 @@ class VadState:
 
 class SpeechModel(Protocol):
     def run(self, windows: Float, states: Sequence[VadState]) -> Float:
-        """The probability of speech in each window `[n, WINDOW]`, each of another stream, whose state goes on."""
+        """The probability of speech in each window `[n, WINDOW]`, each of another stream, whose
+        state goes on."""
         ...
 
 
 class Silero:
-    """The model of the `silero-vad` package (MIT). The package is never imported: it would import torch."""
+    """The model of the `silero-vad` package (MIT). The package is never imported: it would import
+    torch."""
 
     def __init__(self, path: Path | None = None) -> None:
         import onnxruntime
@@ -58,7 +63,9 @@ class Silero:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         file = str(path or find_model())
-        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(
+            file, options, providers=["CPUExecutionProvider"]
+        )
         self._rate = np.array(RATE, np.int64)
 
     def run(self, windows: Float, states: Sequence[VadState]) -> Float:
@@ -119,7 +126,8 @@ class Batcher:
         self.rounds = self.windows = 0
 
     async def run(self, state: VadState, windows: Float) -> Float:
-        """Probabilities for windows of one stream, `[n, WINDOW]`, in order. One call at a time for each state."""
+        """Probabilities for windows of one stream, `[n, WINDOW]`, in order. One call at a time for
+        each state."""
         if not len(windows):
             return np.zeros(0, np.float32)
         if self._thread is None:
@@ -151,11 +159,16 @@ class Batcher:
                 running = self._round(model, running)
             except Exception as e:  # noqa: BLE001 - a thread's boundary: whoever waits is told
                 for job in running:
-                    job.settle(e if isinstance(e, StrettoError) else StrettoError(f"speech detection failed: {e}"))
+                    job.settle(
+                        e
+                        if isinstance(e, StrettoError)
+                        else StrettoError(f"speech detection failed: {e}")
+                    )
                 running = []
 
     def _round(self, model: SpeechModel, running: list[_Job]) -> list[_Job]:
-        """The next window of up to `MAX_BATCH` jobs; those behind them come first in the next round."""
+        """The next window of up to `MAX_BATCH` jobs; those behind them come first in the next
+        round."""
         jobs = [j for j in running if not j.dropped]
         batch, rest = jobs[:MAX_BATCH], jobs[MAX_BATCH:]
         if not batch:

@@ -1,8 +1,9 @@
-"""The events of one response, in the order that clients are built for: created; for each item its beginning, its
-pieces and its end; done. No awaiting here: what is written is written before anything else can happen.
+"""The events of one response, in the order that clients are built for: created; for each item its
+beginning, its pieces and its end; done. No awaiting here: what is written is written before
+anything else can happen.
 
-A message item is open from its first word or sound to the first function call or the end. Its entry is part of the
-conversation from the moment the client is told of it."""
+A message item is open from its first word or sound to the first function call or the end. Its entry
+is part of the conversation from the moment the client is told of it."""
 
 from __future__ import annotations
 
@@ -110,30 +111,49 @@ class Writer:
         self.close(True, whole=False)
         call_id = new_id("call")
         item = s.Item(
-            new_id("item"), "function_call", status="in_progress", call_id=call_id, name=call.name, arguments=""
+            new_id("item"),
+            "function_call",
+            status="in_progress",
+            call_id=call_id,
+            name=call.name,
+            arguments="",
         )
         entry = self._add(item)
-        place: dict[str, Any] = {"response_id": self.id, "item_id": item.id, "output_index": len(self.entries) - 1}
+        place: dict[str, Any] = {
+            "response_id": self.id,
+            "item_id": item.id,
+            "output_index": len(self.entries) - 1,
+        }
         self.put(s.ArgumentsDelta(**place, call_id=call_id, delta=call.arguments))
-        self.put(s.ArgumentsDone(**place, call_id=call_id, name=call.name, arguments=call.arguments))
+        self.put(
+            s.ArgumentsDone(**place, call_id=call_id, name=call.name, arguments=call.arguments)
+        )
         item.arguments, item.status = call.arguments, "completed"
         self._end(entry, len(self.entries) - 1)
 
     def _message(self) -> _Open:
         if self._open is None:
-            item = s.Item(new_id("item"), "message", status="in_progress", role="assistant", content=[])
+            item = s.Item(
+                new_id("item"), "message", status="in_progress", role="assistant", content=[]
+            )
             entry = self._add(item)
             self._open = _Open(
-                entry, len(self.entries) - 1, SoundOut(self.options.output_format, self.info.sample_rate)
+                entry,
+                len(self.entries) - 1,
+                SoundOut(self.options.output_format, self.info.sample_rate),
             )
-            part = s.Part("audio", transcript="") if self.options.spoken else s.Part("text", text="")
+            part = (
+                s.Part("audio", transcript="") if self.options.spoken else s.Part("text", text="")
+            )
             self.put(s.PartAdded(**self._place(self._open), part=part))
         return self._open
 
     def _add(self, item: s.Item) -> Entry:
         entry = Entry(item)
         self.entries.append(entry)
-        self.put(s.OutputItemAdded(response_id=self.id, output_index=len(self.entries) - 1, item=item))
+        self.put(
+            s.OutputItemAdded(response_id=self.id, output_index=len(self.entries) - 1, item=item)
+        )
         if self.conversation is not None:
             previous = self.conversation.last_id
             self.conversation.entries.append(entry)
@@ -141,7 +161,8 @@ class Writer:
         return entry
 
     def close(self, completed: bool, whole: bool = True) -> None:
-        """The end of the message that is open, if one is. `whole`: its sound is all that there would have been."""
+        """The end of the message that is open, if one is. `whole`: its sound is all that there
+        would have been."""
         message, self._open = self._open, None
         if message is None:
             return
@@ -151,7 +172,9 @@ class Writer:
             self.put(s.AudioDone(**place))
             self.put(s.TranscriptDone(**place, transcript=text))
             part, kept = s.Part("audio", transcript=text), s.Part("output_audio", transcript=text)
-            message.entry.speech = Speech(text, message.samples / self.info.sample_rate, completed and whole)
+            message.entry.speech = Speech(
+                text, message.samples / self.info.sample_rate, completed and whole
+            )
         else:
             self.put(s.TextDone(**place, text=text))
             part, kept = s.Part("text", text=text), s.Part("output_text", text=text)
@@ -161,7 +184,9 @@ class Writer:
         self._end(message.entry, message.index)
 
     def _end(self, entry: Entry, index: int) -> None:
-        if self.conversation is not None and entry in self.conversation.entries:  # it may have been deleted
+        if (
+            self.conversation is not None and entry in self.conversation.entries
+        ):  # it may have been deleted
             self.put(s.ItemDone(previous_item_id=self.conversation.before(entry), item=entry.item))
         self.put(s.OutputItemDone(response_id=self.id, output_index=index, item=entry.item))
 
@@ -181,7 +206,8 @@ class Writer:
 def told_usage(usage: EngineUsage) -> s.Usage:
     media = usage.audio_prompt_tokens + usage.image_prompt_tokens
     text = usage.prompt_tokens - media
-    # The engine counts cached tokens together. Prompts begin with text, so that is what they most likely are.
+    # The engine counts cached tokens together. Prompts begin with text, so that is what they most
+    # likely are.
     cached_text = min(usage.cached_tokens, text)
     cached_audio = min(usage.cached_tokens - cached_text, usage.audio_prompt_tokens)
     cached_images = usage.cached_tokens - cached_text - cached_audio

@@ -1,6 +1,8 @@
-"""What a family builds its stages with, in a host: where they run, how they are sized, and what they report to.
+"""What a family builds its stages with, in a host: where they run, how they are sized, and what
+they report to.
 
-Called once by the host, on its main thread, before its loop runs. Says how far it is, since it takes a while."""
+Called once by the host, on its main thread, before its loop runs. Says how far it is, since it
+takes a while."""
 
 from __future__ import annotations
 
@@ -72,7 +74,10 @@ class StageContext:
 
     def fit(self, plans: Sequence[StagePlan]) -> int:
         """Refuse stages that do not fit; else the bytes that are free for them."""
-        share, others = self.settings.memory_share, self.configure is not None and self.configure.others
+        share, others = (
+            self.settings.memory_share,
+            self.configure is not None and self.configure.others,
+        )
         free, reserve = free_memory(self.device, share), RESERVE[self.device.type]
         check(plans, free, reserve, str(self.device), card_memory(self.device, share), others)
         self.memory.update({p.stage: p.kept for p in plans})
@@ -96,9 +101,10 @@ class StageContext:
         mixed: bool = True,
         capture: Callable[[torch.cuda.Stream], None] | None = None,
     ) -> StageCore:
-        """The core of a stage around one model: scheduler, runner, captured steps. `priority` of its stream on a device
-        that it shares: lower goes first. `mixed`: captured steps may hold prompts and answers together. `capture` is
-        for what else is captured, behind the decode steps."""
+        """The core of a stage around one model: scheduler, runner, captured steps. `priority` of
+        its stream on a device that it shares: lower goes first. `mixed`: captured steps may hold
+        prompts and answers together. `capture` is for what else is captured, behind the decode
+        steps."""
         s = self.settings
         graphs = DecodeGraphs(adapter, sizes_for(s.max_rows)) if self.graphs else None
         runner = Runner(adapter, graphs, priority)
@@ -135,9 +141,12 @@ class StageContext:
         return core
 
     def vocoder(self, name: str, model: Vocoder) -> VocoderCore:
-        """The core of a stage that makes samples of frames: a slot for each stream, captured steps."""
+        """The core of a stage that makes samples of frames: a slot for each stream, captured
+        steps."""
         s = self.settings
-        config = CodecConfig(slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth)
+        config = CodecConfig(
+            slots=s.max_rows, max_waiting=s.max_waiting, overlap_depth=s.overlap_depth
+        )
         captured = config.captured() if self.graphs else config
         codec = VocoderCore(model, captured, self.waiter(name), recorder=self.recorder, name=name)
         record_codec(self.recorder, codec)
@@ -153,13 +162,22 @@ BuildStages = Callable[[Sequence[str], StageContext], dict[str, Stage]]
 
 
 def check_built(stages: Mapping[str, Stage], c: Configure) -> None:
-    """Refuse stages that are not those that were asked for, or whose links are not those that the pipeline declares: a
-    request would wait for ever for what no stage makes or takes."""
+    """Refuse stages that are not those that were asked for, or whose links are not those that the
+    pipeline declares: a request would wait for ever for what no stage makes or takes."""
     if list(stages) != list(c.stages):
-        raise Bug(f"{c.build} made the stages {list(stages)}; the stages of this host are {list(c.stages)}")
+        raise Bug(
+            f"{c.build} made the stages {list(stages)}; the stages of this host are "
+            f"{list(c.stages)}"
+        )
     for name, stage in stages.items():
         into = {f"{a}>{b}" for a, b in c.links if b == name}
         out = {f"{a}>{b}" for a, b in c.links if a == name}
-        for what, links, declared in (("receives", stage.receives, into), ("sends", stage.sends, out)):
+        for what, links, declared in (
+            ("receives", stage.receives, into),
+            ("sends", stage.sends, out),
+        ):
             if set(links) != declared:
-                raise Bug(f"stage {name} {what} by {sorted(links)}; the pipeline's links are {sorted(declared)}")
+                raise Bug(
+                    f"stage {name} {what} by {sorted(links)}; the pipeline's links are "
+                    f"{sorted(declared)}"
+                )

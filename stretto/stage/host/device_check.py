@@ -1,4 +1,5 @@
-"""Whether a host's device can be used at all, told in a sentence. Called by the host before it builds anything."""
+"""Whether a host's device can be used at all, told in a sentence. Called by the host before it
+builds anything."""
 
 from __future__ import annotations
 
@@ -21,13 +22,20 @@ def check_device(name: str) -> None:
         raise Invalid(f"{name}: only cpu and cuda devices are supported", "device")
     if torch.version.cuda is None:
         raise Invalid(
-            f"{name} cannot be used: PyTorch {torch.__version__} was built without CUDA; install a build with CUDA "
+            f"{name} cannot be used: PyTorch {torch.__version__} was built without CUDA; install a "
+            f"build with CUDA "
             f'(pip install "torch=={torch.__version__.partition("+")[0]}"); {CPU}', "device"
         )  # fmt: skip
     if not torch.cuda.is_available():
-        raise Invalid(f"{name} cannot be used: PyTorch finds no CUDA device (nvidia-smi says why); {CPU}", "device")
+        raise Invalid(
+            f"{name} cannot be used: PyTorch finds no CUDA device (nvidia-smi says why); {CPU}",
+            "device",
+        )
     if (device.index or 0) >= torch.cuda.device_count():
-        raise Invalid(f"{name} cannot be used: there are {torch.cuda.device_count()} CUDA devices, from 0", "device")
+        raise Invalid(
+            f"{name} cannot be used: there are {torch.cuda.device_count()} CUDA devices, from 0",
+            "device",
+        )
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,5 @@
-"""Features of prompts on their way into a host, piece by piece. Kept by its channel, on the thread that reads it."""
+"""Features of prompts on their way into a host, piece by piece. Kept by its channel, on the thread
+that reads it."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ class Gathered:
     """Features that came ahead of their requests, by request."""
 
     def __init__(self) -> None:
-        self._parts: dict[RequestId, tuple[memoryview, int]] = {}  # all of them, and how much has come
+        self._parts: dict[
+            RequestId, tuple[memoryview, int]
+        ] = {}  # all of them, and how much has come
 
     def add(self, message: Features, piece: bytearray) -> None:
         if message.size > MAX_BLOB:
             raise WireError(f"{message.request}: {message.size} bytes of features")
-        # Memory that is not cleared first: clearing hundreds of MiB would keep the stages' thread from running.
+        # Memory that is not cleared first: clearing hundreds of MiB would keep the stages' thread
+        # from running.
         whole, at = self._parts.get(message.request) or (np.empty(message.size, np.uint8).data, 0)
         if len(whole) != message.size or at + len(piece) > len(whole):
-            raise WireError(f"{message.request}: {at} + {len(piece)} bytes of features, of {message.size}")
+            raise WireError(
+                f"{message.request}: {at} + {len(piece)} bytes of features, of {message.size}"
+            )
         whole[at : at + len(piece)] = piece
         self._parts[message.request] = (whole, at + len(piece))
 

@@ -1,7 +1,7 @@
 """A host: one process that drives some of the stages on one device, from one loop thread.
 
-The process (`process.py`) builds the stages on its main thread, then reads control messages there and posts them to the
-loop, which never waits for the orchestrator (see `channel.py`)."""
+The process (`process.py`) builds the stages on its main thread, then reads control messages there
+and posts them to the loop, which never waits for the orchestrator (see `channel.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ from stretto.config.engine import HostSettings
 from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.messages.hosts import Configure, Connect, LinkDown, Listen, Ping, Quit, Stats, Unlink
-from stretto.messages.requests import Admit, Cancel, Ended, Failed, Features, Finish, MediaData, Say, Throttle, ToHost
+from stretto.messages.requests import (
+    Admit,
+    Cancel,
+    Ended,
+    Failed,
+    Features,
+    Finish,
+    MediaData,
+    Say,
+    Throttle,
+    ToHost,
+)
 from stretto.observe.recorder import Recorder
 from stretto.preprocess.pool.packed import Bytes, unpack_pieces, unpack_prompt
 from stretto.stage.host.channel import Channel
@@ -36,15 +47,20 @@ log = logging.getLogger(__name__)
 
 SPANS = 20_000  # at most in one answer to a ping
 CONTROL = 2048
-"""Of the places for messages, those that new requests leave free: what was taken must be able to end."""
+"""Of the places for messages, those that new requests leave free: what was taken must be able to
+end."""
 
 
 class Host:
-    """The stages of this process and their links. `load` makes them; `report` collects what they say and `push` sends
-    what was collected."""
+    """The stages of this process and their links. `load` makes them; `report` collects what they
+    say and `push` sends what was collected."""
 
     def __init__(
-        self, configure: Configure, settings: HostSettings, report: Report, push: Callable[[], None] = lambda: None
+        self,
+        configure: Configure,
+        settings: HostSettings,
+        report: Report,
+        push: Callable[[], None] = lambda: None,
     ) -> None:
         self.configure, self.report, self.push = configure, report, push
         self.device = torch.device(settings.device)
@@ -68,17 +84,22 @@ class Host:
         self.stages: dict[str, Stage] = {}
 
     def load(self) -> None:
-        """Build the stages and the loop that polls them. On the main thread; the loop does not run yet."""
+        """Build the stages and the loop that polls them. On the main thread; the loop does not run
+        yet."""
         c = self.configure
         build: BuildStages = load(c.build)
         self.stages = build(c.stages, self.context)
         check_built(self.stages, c)
         self.links = Links(self.stages)
         s, ring = self.context.settings, self.bell.ring
-        self.ends = LinkEnds(self.links, s, self.device, ring, self.report, self._fail, recorder=self.recorder)
+        self.ends = LinkEnds(
+            self.links, s, self.device, ring, self.report, self._fail, recorder=self.recorder
+        )
         polls = [Poll(stage, self.poll) for stage in self.stages.values()]
         first = next(iter(self.stages.values()))
-        self.prefill_first = PrefillFirst(polls[0]) if not first.receives else None  # it takes prompts
+        self.prefill_first = (
+            PrefillFirst(polls[0]) if not first.receives else None
+        )  # it takes prompts
         self.loop = Loop(poll_order(polls, self.prefill_first, self.push, self.ends), self.bell)
         record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
@@ -89,7 +110,8 @@ class Host:
     # -- stages, on the loop thread
 
     def poll(self, stage: Stage) -> bool:
-        """Give a stage what has arrived for it, take what it made, let it launch more. True: something happened."""
+        """Give a stage what has arrived for it, take what it made, let it launch more. True:
+        something happened."""
         for outlet in self.links.outlets_of(stage.name):
             for id in outlet.flush():
                 self._set_blocked(stage, id)
@@ -128,7 +150,9 @@ class Host:
 
     def receive(self, sent: ToLink) -> None:
         """What a stage here is sent, as it is."""
-        arrival = self.links.inlets[sent.link].take(sent) if sent.link in self.links.inlets else None
+        arrival = (
+            self.links.inlets[sent.link].take(sent) if sent.link in self.links.inlets else None
+        )
         if arrival is not None:
             self._accept(self.links.receivers[sent.link], arrival)
 
@@ -179,8 +203,8 @@ class Host:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
     def _admit(self, a: Admit, blob: Bytes) -> None:
-        """Announce a request to its stages here, the last one first, so that its inputs find it ready. One that cannot
-        be taken, for whatever is wrong with it, fails alone."""
+        """Announce a request to its stages here, the last one first, so that its inputs find it
+        ready. One that cannot be taken, for whatever is wrong with it, fails alone."""
         first = next(iter(self.stages))
         try:
             prompt = unpack_prompt(a.prompt, blob)
@@ -236,19 +260,22 @@ def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
 
 
 def take_messages(host: Host, channel: Channel) -> None:
-    """Hand what the orchestrator says to the loop: until it goes, or says so, or the loop has died. On the main thread.
-    `Busy`: the loop takes no more, so the host cannot go on."""
+    """Hand what the orchestrator says to the loop: until it goes, or says so, or the loop has died.
+    On the main thread. `Busy`: the loop takes no more, so the host cannot go on."""
     while (item := channel.read()) is not None and host.loop.failure is None:
         message, blob = item
         if isinstance(message, Quit):
             return
-        if not isinstance(message, Features):  # those are gathered by the channel until their request is announced
+        if not isinstance(
+            message, Features
+        ):  # those are gathered by the channel until their request is announced
             _post(host, channel, message, blob)
 
 
 def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
-    """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any other message: one that
-    is lost would leave a request or a link behind for good, so the host cannot go on."""
+    """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any
+    other message: one that is lost would leave a request or a link behind for good, so the host
+    cannot go on."""
 
     def run() -> None:
         try:

@@ -1,9 +1,10 @@
 """One thread that drives the stages of a host.
 
-Each round takes the messages that came, then gives every stage a turn, the most downstream first, so that a first
-packet never waits behind a new prompt. A round in which nothing happened ends in a sleep on the bell: an event file
-descriptor that messages, chunks and the device's waiter ring. A stage that holds something back says until when; the
-sleep ends then at the latest. There is no timer thread and no polling."""
+Each round takes the messages that came, then gives every stage a turn, the most downstream first,
+so that a first packet never waits behind a new prompt. A round in which nothing happened ends in a
+sleep on the bell: an event file descriptor that messages, chunks and the device's waiter ring. A
+stage that holds something back says until when; the sleep ends then at the latest. There is no
+timer thread and no polling."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ Callback = Callable[[], None]
 """Run on the loop thread."""
 
 TICK_NS = 1_000_000
-"""Sleeps last whole ticks, so what is due within less than one is due now: then nobody ever wakes up too early, goes
-round and finds nothing to do."""
+"""Sleeps last whole ticks, so what is due within less than one is due now: then nobody ever wakes
+up too early, goes round and finds nothing to do."""
 
 
 class Pollable(Protocol):
     @property
     def due_ns(self) -> int | None:
-        """When it wants another turn though nothing rings, by the loop's clock; at least a tick from its last turn."""
+        """When it wants another turn though nothing rings, by the loop's clock; at least a tick
+        from its last turn."""
         ...
 
     def turn(self) -> bool:
@@ -40,8 +42,8 @@ class Pollable(Protocol):
 
 
 class Bell:
-    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not lost: whoever slept
-    must look for work after it and before the next sleep."""
+    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not
+    lost: whoever slept must look for work after it and before the next sleep."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -60,7 +62,8 @@ class Bell:
         if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
             return
         os.eventfd_read(self._fd)
-        # After the read: a ring in between is left out, but the look for work that follows sees what it was for.
+        # After the read: a ring in between is left out, but the look for work that follows sees
+        # what it was for.
         self._rung = False
 
     def close(self) -> None:
@@ -92,7 +95,8 @@ class Loop:
     # -- any thread
 
     def post(self, message: Callback, spare: int = 0) -> None:
-        """Run `message` on the loop thread, soon and in order. `spare` places are left to other messages."""
+        """Run `message` on the loop thread, soon and in order. `spare` places are left to other
+        messages."""
         if self._stopping:
             raise Gone("the loop has stopped")
         if len(self._messages) >= self.max_messages - spare:
@@ -101,7 +105,8 @@ class Loop:
         self.bell.ring()
 
     def start(self, on_failure: Callable[[], None], first: Callback = lambda: None) -> None:
-        """`first` is called before the first round, `on_failure` last, if it dies; both on the loop thread."""
+        """`first` is called before the first round, `on_failure` last, if it dies; both on the loop
+        thread."""
         self._on_failure, self._first = on_failure, first
         self._thread = threading.Thread(target=self.run, name="stage-loop", daemon=True)
         self._thread.start()

@@ -1,7 +1,8 @@
 """The memory plan of a host: what its stages will take, looked at before anything is loaded.
 
-Called by a family when it builds its stages, on the host's main thread. KV pools of open size get what the rest leaves
-(`share_out`). A plan that does not fit is refused with its numbers and with the settings that would make it smaller."""
+Called by a family when it builds its stages, on the host's main thread. KV pools of open size get
+what the rest leaves (`share_out`). A plan that does not fit is refused with its numbers and with
+the settings that would make it smaller."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ RESERVE = {"cuda": 2 * GIB, "cpu": GIB // 4}
 
 
 SPARE = 16
-"""Pools that take what is left leave this part of the device's memory besides: graphs of large steps keep theirs."""
+"""Pools that take what is left leave this part of the device's memory besides: graphs of large
+steps keep theirs."""
 
 
 class DoesNotFit(StageDead):
@@ -37,7 +39,9 @@ class StagePlan:
     passing: int = 0  # needed while it loads, and given back
     knobs: str = ""  # the flags that `state` follows
     lighter: str = ""  # what would make the weights smaller, with its flag
-    saves: Callable[[], int] = field(default=lambda: 0, compare=False)  # bytes that it would; asked for if need be
+    saves: Callable[[], int] = field(
+        default=lambda: 0, compare=False
+    )  # bytes that it would; asked for if need be
 
     @property
     def kept(self) -> int:
@@ -54,10 +58,16 @@ def needed(plans: Sequence[StagePlan]) -> int:
 
 
 def check(
-    plans: Sequence[StagePlan], free: int, reserve: int, where: str, card: int | None = None, others: bool = False
+    plans: Sequence[StagePlan],
+    free: int,
+    reserve: int,
+    where: str,
+    card: int | None = None,
+    others: bool = False,
 ) -> None:
-    """Raise `DoesNotFit` with the numbers if the stages and the reserve are more than is free. `card`: what such a card
-    has, where the device is one. `others`: other stages of the pipeline are in other hosts."""
+    """Raise `DoesNotFit` with the numbers if the stages and the reserve are more than is free.
+    `card`: what such a card has, where the device is one. `others`: other stages of the pipeline
+    are in other hosts."""
     need = needed(plans) + reserve
     if need <= free:
         return
@@ -72,20 +82,23 @@ def check(
     for p in plans:
         if p.lighter:
             less = need - p.saves()
-            advice.append(f"{p.lighter}: {size(less)}, which {'fits' if less <= free else 'does not fit alone'}")
+            advice.append(
+                f"{p.lighter}: {size(less)}, which "
+                f"{'fits' if less <= free else 'does not fit alone'}"
+            )
     if card is not None and need <= card:
         advice.append(f"or use a card that nothing else uses: such a one has {size(card)}")
     elif card is not None:
         advice.append(_split(plans, card - reserve, others))
     raise DoesNotFit(
-        f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has {size(free)} free"
-        + ("; " if advice else "")
-        + ", ".join(advice)
+        f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has "
+        f"{size(free)} free" + ("; " if advice else "") + ", ".join(advice)
     )
 
 
 def _split(plans: Sequence[StagePlan], room: int, others: bool) -> str:
-    """Which placement on cards of this size would fit: the largest stages alone, as few cards as do."""
+    """Which placement on cards of this size would fit: the largest stages alone, as few cards as
+    do."""
     order = sorted(plans, key=needed_alone)
     for rest in range(len(order) - 1, 0, -1):
         groups = [[p] for p in reversed(order[rest:])] + [order[:rest]]
@@ -94,7 +107,10 @@ def _split(plans: Sequence[StagePlan], room: int, others: bool) -> str:
             if others:  # the flag names them too, and where they are we do not know
                 return f"or part {' and '.join(hosts)} in --placement, each on such a card"
             told = ", ".join(f"{host}@{i}" for i, host in enumerate(hosts))
-            return f'or use {len(groups)} such cards: --placement "{told}" (with --backend ray without @)'
+            return (
+                f'or use {len(groups)} such cards: --placement "{told}" (with --backend ray '
+                f"without @)"
+            )
     return "and no --placement on several such cards fits"
 
 
@@ -110,27 +126,35 @@ def size(count: int) -> str:
 
 
 def share_out(
-    plan: Callable[[Mapping[str, int]], Sequence[StagePlan]], open_pools: Collection[str], s: HostSettings, room: int
+    plan: Callable[[Mapping[str, int]], Sequence[StagePlan]],
+    open_pools: Collection[str],
+    s: HostSettings,
+    room: int,
 ) -> int:
-    """Blocks for each pool of open size: they share what the rest of the stages leaves of `room` bytes, so that each
-    holds as many tokens as the other. None gets more than `max_rows` requests of full length can use, nor less than one
-    of them needs (whether that fits is for `check` to say). `plan` makes the stages' plans for given pools."""
+    """Blocks for each pool of open size: they share what the rest of the stages leaves of `room`
+    bytes, so that each holds as many tokens as the other. None gets more than `max_rows` requests
+    of full length can use, nor less than one of them needs (whether that fits is for `check` to
+    say). `plan` makes the stages' plans for given pools."""
     one = -(-s.max_context // s.block_size)
     if not open_pools:
         return one
     zero, ten = (plan(dict.fromkeys(open_pools, n)) for n in (0, 10))
-    each = sum(b.state - a.state for a, b in zip(zero, ten, strict=True) if a.stage in open_pools) / 10
+    each = (
+        sum(b.state - a.state for a, b in zip(zero, ten, strict=True) if a.stage in open_pools) / 10
+    )
     return max(one, min(int((room - needed(zero)) / each), one * s.max_rows))
 
 
 def room_for_pools(device: torch.device, hosts: int = 1, share: float = 1.0) -> int:
-    """Bytes on a GPU that weights and pools may take of all `hosts` that are still to load there."""
+    """Bytes on a GPU that weights and pools may take of all `hosts` that are still to load
+    there."""
     _, total = torch.cuda.mem_get_info(device)
     return free_memory(device, share) - hosts * RESERVE["cuda"] - int(share * total) // SPARE
 
 
 def card_memory(device: torch.device, share: float = 1.0) -> int | None:
-    """Bytes that this process could take on such a card if nobody else used it; None: it is no card."""
+    """Bytes that this process could take on such a card if nobody else used it; None: it is no
+    card."""
     return int(share * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
@@ -142,14 +166,22 @@ def free_memory(device: torch.device, share: float = 1.0) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
+    if (group / "memory.max").exists() and (
+        limit := (group / "memory.max").read_text().strip()
+    ) != "max":
         free = min(
-            free, group_free(int(limit), (group / "memory.current").read_text(), (group / "memory.stat").read_text())
+            free,
+            group_free(
+                int(limit),
+                (group / "memory.current").read_text(),
+                (group / "memory.stat").read_text(),
+            ),
         )
     return free
 
 
 def group_free(limit: int, current: str, stat: str) -> int:
-    """What a container may still take: files that it has read count as used, but make room when asked."""
+    """What a container may still take: files that it has read count as used, but make room when
+    asked."""
     fields = dict(line.split() for line in stat.splitlines())
     return limit - int(current) + int(fields["active_file"]) + int(fields["inactive_file"])

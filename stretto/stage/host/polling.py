@@ -1,4 +1,5 @@
-"""In which order the stages of a host have their turns. Made by the host, for its loop; on the loop thread."""
+"""In which order the stages of a host have their turns. Made by the host, for its loop; on the loop
+thread."""
 
 from __future__ import annotations
 
@@ -54,13 +55,16 @@ class PrefillFirst:
 
 
 def poll_order(
-    stages: Sequence[Poll], prefill_first: PrefillFirst | None, push: Callable[[], None], ends: Pollable
+    stages: Sequence[Poll],
+    prefill_first: PrefillFirst | None,
+    push: Callable[[], None],
+    ends: Pollable,
 ) -> list[Pollable]:
-    """In data-flow order (the loop goes through them from the end): what is ready leaves before anything
-    else is done, and a stage goes before the one that feeds it, whose launches may be long. The last one, if its turns
-    are short, comes once more behind each stage but the first, so that what these sent is launched behind their own
-    steps at once. Only a new prompt goes to the first stage before the others: their part of it can be done while the
-    first one's runs."""
+    """In data-flow order (the loop goes through them from the end): what is ready leaves before
+    anything else is done, and a stage goes before the one that feeds it, whose launches may be
+    long. The last one, if its turns are short, comes once more behind each stage but the first, so
+    that what these sent is launched behind their own steps at once. Only a new prompt goes to the
+    first stage before the others: their part of it can be done while the first one's runs."""
     pushing = PushReports(push)
     last = [stages[-1]] if len(stages) > 1 and stages[-1].cheap else []
     body = stages[: len(stages) - len(last)]

@@ -1,5 +1,5 @@
-"""A host's process: started by the orchestrator, or by an agent, with one end of a socket pair. When the channel
-closes, the host is over: it exits, whatever it was doing."""
+"""A host's process: started by the orchestrator, or by an agent, with one end of a socket pair.
+When the channel closes, the host is over: it exits, whatever it was doing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def serve(sock: socket.socket) -> int:
         finally:
             warmed_up.set()
 
-    # Its failure wakes the reader below, so that the orchestrator learns of it now and not with its next message.
+    # Its failure wakes the reader below, so that the orchestrator learns of it now and not with its
+    # next message.
     host.loop.start(lambda: sock.shutdown(socket.SHUT_RD), warming_up)
     warmed_up.wait()
     if alive:
@@ -84,8 +85,8 @@ def serve(sock: socket.socket) -> int:
 
 
 def settle_down() -> None:
-    """Freeze what was made so far: otherwise each full garbage collection would scan all of it in the middle of a step.
-    And let waiting threads have the GIL soon: they bring messages."""
+    """Freeze what was made so far: otherwise each full garbage collection would scan all of it in
+    the middle of a step. And let waiting threads have the GIL soon: they bring messages."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_S)
@@ -96,7 +97,9 @@ def main() -> None:
     p.add_argument("--fd", type=int, required=True)
     args = p.parse_args()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the orchestrator's to handle
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a Ctrl-C in the terminal is the orchestrator's to handle
     logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     sock = socket.socket(fileno=args.fd)
     code = serve(sock)

@@ -1,7 +1,9 @@
-"""Which numbers of a host's stages and links are recorded, and by which names the server shows them.
+"""Which numbers of a host's stages and links are recorded, and by which names the server shows
+them.
 
-Asked for by the orchestrator's pings, and taken on the loop thread. What is only known to the orchestrator is added
-there (`PipelineEngine.metrics`), and so are the labels that tell several hosts and replicas apart."""
+Asked for by the orchestrator's pings, and taken on the loop thread. What is only known to the
+orchestrator is added there (`PipelineEngine.metrics`), and so are the labels that tell several
+hosts and replicas apart."""
 
 from __future__ import annotations
 
@@ -32,12 +34,24 @@ def record_host(recorder: Recorder, loop: Loop, stages: Iterable[Stage], links: 
         recorder.number("stretto_stage_requests", stage.__len__, stage=stage.name)
         outlets, inlets = links.outlets_of(stage.name), links.inlets_of(stage.name)
         if outlets:
-            recorder.number("stretto_stage_outboxes", lambda o=outlets: sum(map(len, o)), stage=stage.name)  # type: ignore[misc]
+            recorder.number(
+                "stretto_stage_outboxes",
+                lambda o=outlets: sum(map(len, o)),  # type: ignore[misc]
+                stage=stage.name,
+            )
         if inlets:
-            recorder.number("stretto_stage_inboxes", lambda i=inlets: sum(map(len, i)), stage=stage.name)  # type: ignore[misc]
+            recorder.number(
+                "stretto_stage_inboxes",
+                lambda i=inlets: sum(map(len, i)),  # type: ignore[misc]
+                stage=stage.name,
+            )
         for outlet in outlets:
             if outlet.inlet is not None:
-                recorder.number("stretto_link_handed_total", lambda o=outlet: o.handed, link=outlet.link)  # type: ignore[misc]
+                recorder.number(
+                    "stretto_link_handed_total",
+                    lambda o=outlet: o.handed,  # type: ignore[misc]
+                    link=outlet.link,
+                )
 
 
 def resident() -> int:
@@ -87,7 +101,9 @@ def record_codec(recorder: Recorder, stage: VocoderCore) -> None:
         recorder.number(name, read, stage=stage.name)
 
 
-def record_link(recorder: Recorder, name: str, end: str, link: Incoming | Outgoing, ring: Sender | Receiver) -> None:
+def record_link(
+    recorder: Recorder, name: str, end: str, link: Incoming | Outgoing, ring: Sender | Receiver
+) -> None:
     """One end of a link, `in` or `out`; `Recorder.forget` takes it back."""
     m, labels = link.metrics, {"link": name, "end": end}
     for number, read in {

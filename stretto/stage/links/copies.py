@@ -1,9 +1,9 @@
-"""Uploads of chunks that came from another host, and how a stage takes them over. (`connector.wire.DeviceCopies` copies
-device rows to the link's slots.)
+"""Uploads of chunks that came from another host, and how a stage takes them over.
+(`connector.wire.DeviceCopies` copies device rows to the link's slots.)
 
-`HostToDevice` is called by the incoming courier and starts a chunk's upload when it arrives, on a stream of its own.
-The chunk carries an event; the stage makes its stream wait for that (`adopt`). On a CPU device the same calls copy at
-once. Only methods with `wait` in the name wait."""
+`HostToDevice` is called by the incoming courier and starts a chunk's upload when it arrives, on a
+stream of its own. The chunk carries an event; the stage makes its stream wait for that (`adopt`).
+On a CPU device the same calls copy at once. Only methods with `wait` in the name wait."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from stretto.transport.contract import Chunk, CopyEvent
 
 @dataclass(slots=True)
 class HostToDevice:
-    """Uploads chunks as they arrive. One per link and receiving host; for the incoming courier's thread only.
+    """Uploads chunks as they arrive. One per link and receiving host; for the incoming courier's
+    thread only.
 
-    `keep` names the tensors that stay on the host (`Payload.HOST`); they are cloned, since their slot is returned to
-    the sender."""
+    `keep` names the tensors that stay on the host (`Payload.HOST`); they are cloned, since their
+    slot is returned to the sender."""
 
     device: torch.device
     switches: OverlapSwitches = field(default_factory=OverlapSwitches)
@@ -38,26 +39,30 @@ class HostToDevice:
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def upload(self, chunk: Chunk) -> Chunk:
-        """The chunk with its tensors on the device, complete once its `event` has fired. Takes over `chunk` and
-        releases it when the copy no longer reads it."""
+        """The chunk with its tensors on the device, complete once its `event` has fired. Takes over
+        `chunk` and releases it when the copy no longer reads it."""
         stream = self.stream
         if stream is None or self.keep >= chunk.tensors.keys():
             cloned = Chunk(chunk.header, {name: t.clone() for name, t in chunk.tensors.items()})
             chunk.release()
             return cloned
         current = torch.cuda.current_stream(self.device)
-        torch.cuda.set_stream(stream)  # not `with torch.cuda.stream`, which costs as much as two copies
+        torch.cuda.set_stream(
+            stream
+        )  # not `with torch.cuda.stream`, which costs as much as two copies
         try:
             tensors = {
                 name: t.clone() if name in self.keep else t.to(self.device, non_blocking=True)
                 for name, t in chunk.tensors.items()
             }
         except RuntimeError:
-            stream.synchronize()  # copies that were started must not read a slot that is returned or unmapped
+            # copies that were started must not read a slot that is returned or unmapped
+            stream.synchronize()
             raise
         finally:
             torch.cuda.set_stream(current)
-        # Blocking: a courier that waits for it sleeps instead of spinning, since the loop thread needs the core.
+        # Blocking: a courier that waits for it sleeps instead of spinning, since the loop thread
+        # needs the core.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         self._running.append((event, chunk, time.perf_counter()))
@@ -89,10 +94,12 @@ class HostToDevice:
 
 
 def adopt(tensors: Iterable[torch.Tensor], event: torch.cuda.Event) -> None:
-    """Make the current stream wait for device tensors, and keep their memory until its work is done.
+    """Make the current stream wait for device tensors, and keep their memory until its work is
+    done.
 
-    Called by the stage loop before it launches kernels that read them. `record_stream` is needed because the memory
-    belongs to the stream that allocated it, whose next allocation would not wait for these kernels."""
+    Called by the stage loop before it launches kernels that read them. `record_stream` is needed
+    because the memory belongs to the stream that allocated it, whose next allocation would not wait
+    for these kernels."""
     stream: torch.cuda.Stream | None = None
     for tensor in tensors:
         if tensor.is_cuda:

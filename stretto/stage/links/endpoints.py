@@ -1,7 +1,8 @@
-"""The ends of links that are in a host: made when the orchestrator says so, checked in each round, removed again.
+"""The ends of links that are in a host: made when the orchestrator says so, checked in each round,
+removed again.
 
-Couriers do the waiting. Links between stages of one host are none of these: the host hands their payloads over.
-Called by the host; on the loop thread."""
+Couriers do the waiting. Links between stages of one host are none of these: the host hands their
+payloads over. Called by the host; on the loop thread."""
 
 from __future__ import annotations
 
@@ -49,20 +50,28 @@ class LinkEnds:
     device: torch.device
     ring: Callable[[], None]  # the loop's bell
     report: Report
-    fail: Callable[[RequestId, str, StrettoError], None]  # ends a request in all stages here, and says why
+    fail: Callable[
+        [RequestId, str, StrettoError], None
+    ]  # ends a request in all stages here, and says why
     registry: Registry = connectors
     recorder: Recorder = field(default_factory=Recorder)
     ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
-    streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)  # that links copy on, by end
+    streams: dict[str, torch.cuda.Stream] = field(
+        init=False, default_factory=dict
+    )  # that links copy on, by end
     due_ns: int | None = field(init=False, default=None)
 
     def handle(self, m: Listen | Connect | Unlink, switches: OverlapSwitches) -> None:
         match m:
             case Unlink(link=name):
                 self.unlink(name)
-            case Listen(link=name, generation=g) if self._is_remote(self.links.inlets.get(name)) and g >= 0:
+            case Listen(link=name, generation=g) if (
+                self._is_remote(self.links.inlets.get(name)) and g >= 0
+            ):
                 self.listen(m, switches)
-            case Connect(link=name, generation=g) if self._is_remote(self.links.outlets.get(name)) and g >= 0:
+            case Connect(link=name, generation=g) if (
+                self._is_remote(self.links.outlets.get(name)) and g >= 0
+            ):
                 self.connect(m, switches)
             case _:
                 raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
@@ -71,7 +80,9 @@ class LinkEnds:
         connector = self.registry.get(m.connector)
         try:
             receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m))
-        except OSError as e:  # no descriptor to be had, say: it is tried again, and the stages here live
+        except (
+            OSError
+        ) as e:  # no descriptor to be had, say: it is tried again, and the stages here live
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEnd(m.generation))
         end.receiver = receiver
@@ -79,7 +90,12 @@ class LinkEnds:
         stream = self._stream_for(f"{m.link} in", self.links.receivers[m.link], switches)
         uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
         end.incoming = incoming = Incoming(
-            receiver, m.link, self.ring, uploader=uploader, recorder=self.recorder, copy=uploader.took
+            receiver,
+            m.link,
+            self.ring,
+            uploader=uploader,
+            recorder=self.recorder,
+            copy=uploader.took,
         )
         incoming.start()
         inlet.away.attach(incoming)
@@ -95,7 +111,12 @@ class LinkEnds:
         outlet = self.links.outlets[m.link]
         stream = self._stream_for(f"{m.link} out", self.links.senders[m.link], switches)
         end.outgoing = outgoing = Outgoing(
-            sender, m.link, self.ring, stream=stream, async_d2h=switches.async_d2h, recorder=self.recorder
+            sender,
+            m.link,
+            self.ring,
+            stream=stream,
+            async_d2h=switches.async_d2h,
+            recorder=self.recorder,
         )
         outgoing.start()
         outlet.away.attach(outgoing)
@@ -112,9 +133,12 @@ class LinkEnds:
                 return inlet is None
         return False
 
-    def _stream_for(self, end: str, stage: Stage, switches: OverlapSwitches) -> torch.cuda.Stream | None:
-        """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands out 32 streams and
-        then the same ones again, so that copies would sooner or later queue behind a stage's steps."""
+    def _stream_for(
+        self, end: str, stage: Stage, switches: OverlapSwitches
+    ) -> torch.cuda.Stream | None:
+        """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands
+        out 32 streams and then the same ones again, so that copies would sooner or later queue
+        behind a stage's steps."""
         if self.device.type != "cuda":
             return None
         if not switches.payload_stream:
@@ -151,8 +175,8 @@ class LinkEnds:
             self.unlink(name)
 
     def turn(self) -> bool:
-        """A fault that names a request fails it, others end the link. A link that has ended is reported whatever its
-        faults named: else the next request would wait on it for ever."""
+        """A fault that names a request fails it, others end the link. A link that has ended is
+        reported whatever its faults named: else the next request would wait on it for ever."""
         did = False
         for name, end in list(self.ends.items()):
             for link in (end.incoming, end.outgoing):
@@ -162,7 +186,9 @@ class LinkEnds:
                     did = True
                     end.last = error
                     self._fault(name, end, error)
-                if link.ended and not end.down:  # not among the faults: a courier tells them before it ends
+                if (
+                    link.ended and not end.down
+                ):  # not among the faults: a courier tells them before it ends
                     did = end.down = True
                     self.report(LinkDown(name, end.generation, str(end.last or "it ended")), b"")
         return did

@@ -1,10 +1,11 @@
-"""The chunks that came from another host and were not read yet. An `Inbox` per request keeps one link's chunks in
-order; `Inboxes` keeps those of a link by request, and chunks of requests that are not announced yet. Called by
-`links.Inlet`, on the stage loop's thread.
+"""The chunks that came from another host and were not read yet. An `Inbox` per request keeps one
+link's chunks in order; `Inboxes` keeps those of a link by request, and chunks of requests that are
+not announced yet. Called by `links.Inlet`, on the stage loop's thread.
 
-A chunk is accepted if it follows the last one, by `seq` and by span. A repeat is dropped and a gap is an error. A chunk
-of a request that is over is late and ignored. Control messages and chunks take different ways, so chunks may come
-before their request is announced: they are kept, up to a number and a size."""
+A chunk is accepted if it follows the last one, by `seq` and by span. A repeat is dropped and a gap
+is an error. A chunk of a request that is over is late and ignored. Control messages and chunks take
+different ways, so chunks may come before their request is announced: they are kept, up to a number
+and a size."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from stretto.types import Mark, RequestId, Span
 
 
 class Gap(OnLink, WireError):
-    """A chunk that does not follow the last one: one between them was lost, or the sender is wrong."""
+    """A chunk that does not follow the last one: one between them was lost, or the sender is
+    wrong."""
 
 
 class Unannounced(OnLink, WireError):
@@ -60,7 +62,8 @@ class Inbox:
         return True
 
     def push(self, chunk: Chunk) -> Pushed:
-        """Take over a chunk of this request. Dropped chunks are released; `Gap` if it does not follow."""
+        """Take over a chunk of this request. Dropped chunks are released; `Gap` if it does not
+        follow."""
         header = chunk.header
         try:
             outcome = self._judge(header)
@@ -96,7 +99,9 @@ class Inbox:
     def _same(self, header: ChunkHeader) -> bool:
         start = self._stops[header.seq - 1] if header.seq else 0
         last = header.seq == len(self._stops) - 1
-        return header.span == Span(start, self._stops[header.seq]) and header.mark == (self.mark if last else Mark.MORE)
+        return header.span == Span(start, self._stops[header.seq]) and header.mark == (
+            self.mark if last else Mark.MORE
+        )
 
     def _gap(self, header: ChunkHeader, what: str) -> Gap:
         return Gap(
@@ -110,7 +115,8 @@ class Inbox:
 class Inboxes:
     """The inboxes of a link, by request.
 
-    `early_chunks` and `early_bytes` bound what is kept for all requests that are not announced yet."""
+    `early_chunks` and `early_bytes` bound what is kept for all requests that are not announced
+    yet."""
 
     early_chunks: int = 256
     early_bytes: int = 64 << 20
@@ -140,7 +146,8 @@ class Inboxes:
         return inbox
 
     def push(self, chunk: Chunk) -> Pushed:
-        """Take over a chunk. Raises `Gap` or `Unannounced`, naming the request; the chunk is then released."""
+        """Take over a chunk. Raises `Gap` or `Unannounced`, naming the request; the chunk is then
+        released."""
         header = chunk.header
         inbox = self._open.get(header.request)
         if self._over.stale(header):
@@ -155,7 +162,8 @@ class Inboxes:
         return outcome
 
     def forget(self, request: RequestId) -> None:
-        """The request is over (done, aborted, failed), announced or not; later chunks of it are ignored."""
+        """The request is over (done, aborted, failed), announced or not; later chunks of it are
+        ignored."""
         self._over.purge(request)
         inbox = self._open.pop(request, None)
         if inbox is not None:
@@ -168,7 +176,9 @@ class Inboxes:
         if self._num_early >= self.early_chunks or self._early_size + size > self.early_bytes:
             request = chunk.header.request
             chunk.release()
-            raise Unannounced(f"{self._num_early} chunks wait for their announcement already", request=request)
+            raise Unannounced(
+                f"{self._num_early} chunks wait for their announcement already", request=request
+            )
         self._early.setdefault(chunk.header.request, []).append(chunk)
         self._num_early += 1
         self._early_size += size

@@ -1,7 +1,8 @@
-"""The links of a host's stages: outlets that stages send on, inlets that they receive on. Made and used by the host; on
-the loop thread.
+"""The links of a host's stages: outlets that stages send on, inlets that they receive on. Made and
+used by the host; on the loop thread.
 
-Between stages of one host a payload is handed over as it is. Between hosts it goes as chunks: `away.py`."""
+Between stages of one host a payload is handed over as it is. Between hosts it goes as chunks:
+`remote.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from stretto.types import Mark, RequestId
 
 
 class Inlet:
-    """The receiving side: which requests were announced, and what comes for them from another host."""
+    """The receiving side: which requests were announced, and what comes for them from another
+    host."""
 
     def __init__(self, link: str, kind: type[Payload]) -> None:
         self.link, self.kind = link, kind
@@ -113,13 +115,16 @@ class Outlet:
             self._slow.discard(id)
 
     def blocked(self, id: RequestId) -> bool:
-        """A request rests while its listener is slow or its chunks find no room: each may end before the other."""
+        """A request rests while its listener is slow or its chunks find no room: each may end
+        before the other."""
         return id in self._slow or id in self.away.full
 
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._slow.discard(id)
-        if id in self._open and (purge or id not in self.away.full):  # else its last chunks still wait for room
+        if id in self._open and (
+            purge or id not in self.away.full
+        ):  # else its last chunks still wait for room
             self._forget(id, purge)
 
     def _forget(self, id: RequestId, purge: bool = False) -> None:
@@ -158,7 +163,8 @@ class Links:
         return self._outlets[stage]
 
     def open(self, id: RequestId, stage: str, way: Set[str]) -> None:
-        """A stage has admitted a request; `way` holds the names of all its stages, of other hosts too."""
+        """A stage has admitted a request; `way` holds the names of all its stages, of other hosts
+        too."""
         for end in self._ends_of(stage):
             sender, _, receiver = end.link.partition(">")
             if sender in way and receiver in way:

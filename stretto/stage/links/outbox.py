@@ -1,9 +1,10 @@
-"""The chunks of a request that have not left for another host yet. One `Outbox` per request and link; loop thread.
+"""The chunks of a request that have not left for another host yet. One `Outbox` per request and
+link; loop thread.
 
-Called by `links.Outlet`. Rows that a node sends at once become one chunk, or several if a slot of the link cannot hold
-them. Chunks that the courier has no room for wait here: `send` and `flush` say so, and the scheduler pauses the
-request until there is room. Nothing here waits: device rows stay on the device, with the event after which they are
-complete."""
+Called by `links.Outlet`. Rows that a node sends at once become one chunk, or several if a slot of
+the link cannot hold them. Chunks that the courier has no room for wait here: `send` and `flush` say
+so, and the scheduler pauses the request until there is room. Nothing here waits: device rows stay
+on the device, with the event after which they are complete."""
 
 from __future__ import annotations
 
@@ -43,11 +44,14 @@ class Outbox:
         mark: Mark = Mark.MORE,
         event: torch.cuda.Event | None = None,
     ) -> bool:
-        """The next rows, complete once `event` has fired; None: only the mark. Their memory must not be overwritten
-        before they have left. False: some found no room; call `flush` when there is."""
+        """The next rows, complete once `event` has fired; None: only the mark. Their memory must
+        not be overwritten before they have left. False: some found no room; call `flush` when there
+        is."""
         if self.ended or (payload is not None and payload.span.start != self.sent):
             span = None if payload is None else payload.span
-            raise Bug(f"request {self.request}: rows {span} sent at {self.sent}, ended={self.ended}")
+            raise Bug(
+                f"request {self.request}: rows {span} sent at {self.sent}, ended={self.ended}"
+            )
         if payload is not None and len(payload.span):
             self._cut(payload, slot_bytes, mark, event)
         elif mark is not Mark.MORE:
@@ -66,10 +70,13 @@ class Outbox:
         self.ended = True
         self._waiting.clear()
 
-    def _cut(self, payload: Payload, slot_bytes: int, mark: Mark, event: torch.cuda.Event | None) -> None:
-        """Rows become one chunk, or each half by itself if that exceeds a slot. How many rows fit is not known
-        beforehand, since rows differ in size (only some carry a hidden vector). A single row that exceeds a slot is
-        kept as it is: the connector refuses it, which fails the request with the reason."""
+    def _cut(
+        self, payload: Payload, slot_bytes: int, mark: Mark, event: torch.cuda.Event | None
+    ) -> None:
+        """Rows become one chunk, or each half by itself if that exceeds a slot. How many rows fit
+        is not known beforehand, since rows differ in size (only some carry a hidden vector). A
+        single row that exceeds a slot is kept as it is: the connector refuses it, which fails the
+        request with the reason."""
         span = payload.span
         chunk = self._chunk(span, mark, payload.tensors(), event)
         if len(span) == 1 or wire.encoded_size(chunk) <= slot_bytes:
@@ -80,7 +87,11 @@ class Outbox:
         self._cut(payload.part(Span(middle, span.stop)), slot_bytes, mark, event)
 
     def _chunk(
-        self, span: Span, mark: Mark, tensors: dict[str, torch.Tensor], event: torch.cuda.Event | None = None
+        self,
+        span: Span,
+        mark: Mark,
+        tensors: dict[str, torch.Tensor],
+        event: torch.cuda.Event | None = None,
     ) -> Chunk:
         return wire.chunk(self.request, span, mark, tensors, seq=self._seq, event=event)
 

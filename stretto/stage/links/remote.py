@@ -1,6 +1,6 @@
-"""The sides of a link whose other side is in another host. Payloads become chunks (several, if one exceeds a slot),
-which couriers carry: `Departures` keeps what they have no room for and remembers whose it is, `Arrivals` puts what has
-come in order. Used by `links.py`, on the loop thread."""
+"""The sides of a link whose other side is in another host. Payloads become chunks (several, if one
+exceeds a slot), which couriers carry: `Departures` keeps what they have no room for and remembers
+whose it is, `Arrivals` puts what has come in order. Used by `links.py`, on the loop thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Departures:
     def open(self, id: RequestId) -> None:
         self._boxes[id] = Outbox(id, self._offer)
 
-    def send(self, id: RequestId, payload: Payload | None, mark: Mark, event: torch.cuda.Event | None) -> bool:
+    def send(
+        self, id: RequestId, payload: Payload | None, mark: Mark, event: torch.cuda.Event | None
+    ) -> bool:
         sent = self._boxes[id].send(payload, self._slot_bytes, mark, event)
         if not sent:
             self.full[id] = None
@@ -73,7 +75,9 @@ class Arrivals:
 
     def __init__(self, ended: Callable[[RequestId], None]) -> None:
         self._ended = ended
-        self._announced: list[RequestId] = []  # since the last `receive`: chunks of theirs may have come early
+        self._announced: list[
+            RequestId
+        ] = []  # since the last `receive`: chunks of theirs may have come early
         self._courier: Incoming | None = None
         self._boxes = Inboxes()
 
@@ -99,8 +103,8 @@ class Arrivals:
             self._courier.purge(id)
 
     def receive(self) -> Iterator[tuple[RequestId, Chunk | StrettoError]]:
-        """What has arrived: chunks, which are released when the next one is asked for, and what went wrong with a
-        request."""
+        """What has arrived: chunks, which are released when the next one is asked for, and what
+        went wrong with a request."""
         announced, self._announced = self._announced, []
         for id in announced:
             yield from self._take(id)

@@ -1,7 +1,8 @@
 """What the runner needs of a model: one adapter per autoregressive stage.
 
-The runner knows rows, steps and graphs; a adapter knows what an input row is, how to run the model, and how to pick.
-`device_input`, `forward` without extras, and `pick` make up a decode step: fixed shapes, device data only."""
+The runner knows rows, steps and graphs; a adapter knows what an input row is, how to run the model,
+and how to pick. `device_input`, `forward` without extras, and `pick` make up a decode step: fixed
+shapes, device data only."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostInput(Generic[E]):
-    """Input rows that come from the host's side: a run of a prompt, or rows to be computed again."""
+    """Input rows that come from the host's side: a run of a prompt, or rows to be computed
+    again."""
 
     x: torch.Tensor  # [rows, hidden]
     positions: torch.Tensor  # [3, rows] float32
@@ -42,7 +44,8 @@ class Picked:
 
 @dataclass(slots=True, eq=False)
 class SideRows:
-    """Rows that a step hands out beside its tokens, by span index: places in the sequence, and their values."""
+    """Rows that a step hands out beside its tokens, by span index: places in the sequence, and
+    their values."""
 
     places: dict[int, list[int]] = field(default_factory=dict)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -76,20 +79,30 @@ class ModelAdapter(Protocol[E]):
         ...
 
     def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[E]:
-        """Input rows [start, stop) of a request from what the host knows; output is wanted from `fresh` on."""
+        """Input rows [start, stop) of a request from what the host knows; output is wanted from
+        `fresh` on."""
         ...
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, E]]
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        paging: Paging,
+        extras: list[tuple[int, int, E]],
     ) -> tuple[torch.Tensor, SideRows]:
         """Run the model. `extras`: (span index, first row of the pass, extra)."""
         ...
 
-    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
-        """Pick for rows at `positions` (their last computed ones) and leave the pick in their device rows."""
+    def pick(
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+    ) -> Picked:
+        """Pick for rows at `positions` (their last computed ones) and leave the pick in their
+        device rows."""
         ...
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
+    def fused_step(
+        self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+    ) -> Picked:
         """All of a decode step (`device_input`, `forward`, `pick`) as fused kernels."""
         ...
 

@@ -1,5 +1,6 @@
-"""What some requests ask of their logits beside sampling parameters, by device row: a grammar's masks, a least
-likelihood, biases. Written as a request joins, or before each of a guided one's steps; applied by every step."""
+"""What some requests ask of their logits beside sampling parameters, by device row: a grammar's
+masks, a least likelihood, biases. Written as a request joins, or before each of a guided one's
+steps; applied by every step."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from stretto.stage.runner.rows import DeviceRows, SamplingColumns
 
 
-def write_guides(rows: DeviceRows, spans: Sequence[RowSpan], requests: Sequence[StageRequest]) -> None:
-    """What guided requests may pick in this step. Their last tokens are known: they run one step at a time."""
+def write_guides(
+    rows: DeviceRows, spans: Sequence[RowSpan], requests: Sequence[StageRequest]
+) -> None:
+    """What guided requests may pick in this step. Their last tokens are known: they run one step at
+    a time."""
     for span, request in zip(spans, requests, strict=True):
         guide = request.spec.guide
         if guide is not None and span.samples:
@@ -34,8 +38,8 @@ def write_guides(rows: DeviceRows, spans: Sequence[RowSpan], requests: Sequence[
 
 
 class MaskColumns:
-    """Which tokens guided requests may pick next, by row: written before each of their steps, applied by every step of
-    a captured graph, where rows without a mask cost nothing."""
+    """Which tokens guided requests may pick next, by row: written before each of their steps,
+    applied by every step of a captured graph, where rows without a mask cost nothing."""
 
     def __init__(self, num_rows: int, vocab: int, device: torch.device, fused: bool) -> None:
         self.bits = torch.zeros(num_rows, -(-vocab // 32), dtype=torch.int32, device=device)
@@ -50,13 +54,16 @@ class MaskColumns:
             self.masked[row].fill_(False)
 
     def write(self, row: int, bits: npt.NDArray[np.int32]) -> None:
-        self.bits[row] = to_device(bits.copy(), self.bits.device, torch.int32)  # a guide writes over its own
+        self.bits[row] = to_device(
+            bits.copy(), self.bits.device, torch.int32
+        )  # a guide writes over its own
         if row not in self._used:
             self._used.add(row)
             self.masked[row].fill_(True)
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
+        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there
+        is any."""
         if self._fused:
             from stretto.kernels.triton.masks import mask_rows as fast
 
@@ -70,8 +77,8 @@ class MaskColumns:
 
 
 class FloorColumns:
-    """How likely a token must be at least, as a share of the best one's likelihood (min_p), by row. Where a row has
-    none it costs a captured step nothing but the launch."""
+    """How likely a token must be at least, as a share of the best one's likelihood (min_p), by row.
+    Where a row has none it costs a captured step nothing but the launch."""
 
     def __init__(self, num_rows: int, device: torch.device, fused: bool) -> None:
         self.least = torch.zeros(num_rows, device=device)
@@ -84,11 +91,12 @@ class FloorColumns:
         (self._used.add if least else self._used.discard)(row)
 
     def apply(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, params: SamplingColumns,
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
+        params: SamplingColumns,
         state: DeviceRows, end: int,
     ) -> None:  # fmt: skip
-        """To the logits of these rows, in place, `end` held back where it is. On a CPU, where nothing is captured, only
-        if there is any."""
+        """To the logits of these rows, in place, `end` held back where it is. On a CPU, where
+        nothing is captured, only if there is any."""
         given = logits, rows, self.least, params.floats[0], params.floats[2], state.seen
         if self._fused:
             from stretto.kernels.triton.masks import floor_rows as fast
@@ -99,8 +107,8 @@ class FloorColumns:
 
 
 class BiasColumns:
-    """What requests add to the logits of some tokens, by row; a row without any costs a captured step nothing but the
-    launch."""
+    """What requests add to the logits of some tokens, by row; a row without any costs a captured
+    step nothing but the launch."""
 
     def __init__(self, num_rows: int, most: int, device: torch.device, fused: bool) -> None:
         self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -112,7 +120,10 @@ class BiasColumns:
     def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
         """Each token once."""
         if bias:
-            ids, values = np.array([i for i, _ in bias]), np.array([v for _, v in bias], dtype=np.float32)
+            ids, values = (
+                np.array([i for i, _ in bias]),
+                np.array([v for _, v in bias], dtype=np.float32),
+            )
             self.ids[row, : len(bias)] = to_device(ids, self.ids.device, torch.int64)
             self.values[row, : len(bias)] = to_device(values, self.values.device, torch.float32)
         if bias or row in self._used:
@@ -120,7 +131,8 @@ class BiasColumns:
         (self._used.add if bias else self._used.discard)(row)
 
     def add(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there is any."""
+        """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there
+        is any."""
         given = logits, rows, self.counts, self.ids, self.values
         if self._fused:
             from stretto.kernels.triton.masks import bias_rows as fast

@@ -1,7 +1,8 @@
 """Captured decode steps, one per batch size and way of picking.
 
-A graph runs the same functions as the eager path, over static inputs (row, position, one host value per row). A batch
-is padded up to the next captured size with the sink row, which belongs to nobody. Captured once at start."""
+A graph runs the same functions as the eager path, over static inputs (row, position, one host value
+per row). A batch is padded up to the next captured size with the sink row, which belongs to nobody.
+Captured once at start."""
 
 from __future__ import annotations
 
@@ -21,32 +22,41 @@ STAGED = 8
 
 
 def sizes_for(max_rows: int) -> list[int]:
-    """Rows of the steps that are captured for batches of up to `max_rows`: the largest batch has one, too."""
+    """Rows of the steps that are captured for batches of up to `max_rows`: the largest batch has
+    one, too."""
     return sorted({min(size, max_rows) for size in SIZES})
 
 
 class DecodeGraphs:
     def __init__(
-        self, adapter: ModelAdapter[Any], sizes: Sequence[int] = SIZES, ways: Sequence[How] | None = None
+        self,
+        adapter: ModelAdapter[Any],
+        sizes: Sequence[int] = SIZES,
+        ways: Sequence[How] | None = None,
     ) -> None:
         self.adapter = adapter
         limit = adapter.rows.num_rows
         self.sizes = sorted({min(s, limit) for s in sizes})
-        # One way for batches without chance or penalty, one that serves all others. Fused steps have one for all.
+        # One way for batches without chance or penalty, one that serves all others. Fused steps
+        # have one for all.
         self.ways = list(ways) if ways is not None else [How(True, True)]
         if ways is None and not adapter.fused:
             self.ways.insert(0, How(False, False))
         self._graphs: dict[tuple[int, How], Captured[tuple[torch.Tensor, Picked]]] = {}
-        # Inputs on their way to the device. A slot comes up again only after STAGED more steps, when the step that
-        # read it has long been retired (there are never that many in flight).
+        # Inputs on their way to the device. A slot comes up again only after STAGED more steps,
+        # when the step that read it has long been retired (there are never that many in flight).
         self._staged: dict[int, list[torch.Tensor]] = {}
         self._turn = 0
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         todo = [(size, how) for how in self.ways for size in reversed(self.sizes)]
-        self._graphs = capture_graphs(todo, self._prepare, stream, warmups=1 if self.adapter.fused else 2)
+        self._graphs = capture_graphs(
+            todo, self._prepare, stream, warmups=1 if self.adapter.fused else 2
+        )
         for size in self.sizes:
-            self._staged[size] = [torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)]
+            self._staged[size] = [
+                torch.zeros(3, size, dtype=torch.int64, pin_memory=True) for _ in range(STAGED)
+            ]
 
     def _prepare(self, key: tuple[int, How]) -> Callable[[], tuple[torch.Tensor, Picked]]:
         """A step that is all padding: -> its inputs, what it picked."""
@@ -64,11 +74,13 @@ class DecodeGraphs:
         graph.replay()
 
     def replay(self, host: np.ndarray, how: How) -> Picked | None:
-        """Run a batch (row, position, value) [3, rows]; None if no graph fits. The tokens are the caller's to keep; the
-        hidden rows stand until the next replay."""
+        """Run a batch (row, position, value) [3, rows]; None if no graph fits. The tokens are the
+        caller's to keep; the hidden rows stand until the next replay."""
         rows = host.shape[1]
         size = next((s for s in self.sizes if s >= rows), None)
-        way = next((w for w in self.ways if w.sampled >= how.sampled and w.penalty >= how.penalty), None)
+        way = next(
+            (w for w in self.ways if w.sampled >= how.sampled and w.penalty >= how.penalty), None
+        )
         found = None if size is None or way is None else self._graphs.get((size, way))
         if found is None or size is None:
             return None
@@ -79,6 +91,7 @@ class DecodeGraphs:
         view[:, :rows], view[1:, rows:], view[0, rows:] = host, 0, self.adapter.rows.sink
         inputs.copy_(staged, non_blocking=True)
         self.run(graph)
-        # The graph's output is overwritten by its next replay, and the copy to the host may still be on its way then.
+        # The graph's output is overwritten by its next replay, and the copy to the host may still
+        # be on its way then.
         hidden = picked.hidden[:rows] if picked.hidden is not None else None
         return Picked(picked.tokens[:rows].to(torch.int32, copy=True), hidden)

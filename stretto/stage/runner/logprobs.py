@@ -1,8 +1,9 @@
-"""How likely the tokens of a step were, for requests that ask: log-softmax of the model's own logits, before biases,
-masks, penalties and temperature.
+"""How likely the tokens of a step were, for requests that ask: log-softmax of the model's own
+logits, before biases, masks, penalties and temperature.
 
-The runner computes it after the step, from the hidden rows that the step left: outside of captured graphs, for the rows
-that ask alone, on the stage's stream. The figures travel to the host with the tokens."""
+The runner computes it after the step, from the hidden rows that the step left: outside of captured
+graphs, for the rows that ask alone, on the stage's stream. The figures travel to the host with the
+tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from stretto.layers.upload import to_device
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden rows [rows, hidden] -> logits [rows, vocabulary]."""
 Scored = tuple[float, tuple[tuple[int, float], ...]]
-"""The log probability of a token, and the likeliest tokens of its place with theirs, the likeliest first."""
+"""The log probability of a token, and the likeliest tokens of its place with theirs, the likeliest
+first."""
 
 SLICE = 16  # rows at once: a row of logits in float32 takes over half a MiB
 LOWEST = -9999.0  # for what cannot come at all: infinity has no form in JSON
@@ -26,7 +28,9 @@ LOWEST = -9999.0  # for what cannot come at all: infinity has no form in JSON
 class StepLogprobs:
     """Of the rows of one step that ask."""
 
-    wanted: dict[int, tuple[int, int]]  # row of the step's tokens -> row here, and how many of the likeliest
+    wanted: dict[
+        int, tuple[int, int]
+    ]  # row of the step's tokens -> row here, and how many of the likeliest
     values: torch.Tensor  # [rows, 1 + most]: of the token, then of the likeliest
     ids: torch.Tensor  # [rows, most]
 
@@ -47,14 +51,19 @@ class StepLogprobs:
         return own, tuple(zip(self.ids[at, :count].tolist(), best, strict=True))
 
 
-def score(head: Head, hidden: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[tuple[int, int]]) -> StepLogprobs:
-    """For rows of a step (their number, how many of the likeliest), from all its hidden rows and tokens [rows]."""
+def score(
+    head: Head, hidden: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[tuple[int, int]]
+) -> StepLogprobs:
+    """For rows of a step (their number, how many of the likeliest), from all its hidden rows and
+    tokens [rows]."""
     most = max(count for _, count in wanted)
     rows = to_device([row for row, _ in wanted], hidden.device, torch.int64)
     values, ids = [], []
     for some in torch.split(rows, SLICE):
         chances = torch.log_softmax(head(hidden[some]).float(), -1)
-        own = chances.gather(1, tokens[some].long().clamp(min=0)[:, None])  # -1 marks numbers that went bad
+        own = chances.gather(
+            1, tokens[some].long().clamp(min=0)[:, None]
+        )  # -1 marks numbers that went bad
         best = chances.topk(most, -1)
         values.append(torch.cat((own, best.values), 1))
         ids.append(best.indices)

@@ -1,10 +1,11 @@
 """Captured passes over prompt rows, one per number of rows.
 
-A pass of some fifty layers is hundreds of launches; for a short prompt the host would need longer for them than the
-device for the work. A graph takes any mix of sequences (prompt chunks, decoding rows) up to its rows and its number of
-sequences; what is missing is padding, which reads nothing and writes nowhere. Inputs are copied into static buffers,
-which all graphs share, on the stage's stream; a replay's results stay valid on that stream until the next one. Owned by
-a adapter, captured once at start, run on the stage's thread."""
+A pass of some fifty layers is hundreds of launches; for a short prompt the host would need longer
+for them than the device for the work. A graph takes any mix of sequences (prompt chunks, decoding
+rows) up to its rows and its number of sequences; what is missing is padding, which reads nothing
+and writes nowhere. Inputs are copied into static buffers, which all graphs share, on the stage's
+stream; a replay's results stay valid on that stream until the next one. Owned by a adapter,
+captured once at start, run on the stage's thread."""
 
 from __future__ import annotations
 
@@ -18,7 +19,22 @@ from stretto.layers.decoder import Decoder
 from stretto.layers.prefill import Ragged, pack_starts, packed_size, run_prefill, split_starts
 from stretto.stage.runner.rows import DeviceRows
 
-SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1152, 1536, 2048, 2560)  # 1152: a full chunk and 128 answers
+SIZES = (
+    16,
+    32,
+    64,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1152,
+    1536,
+    2048,
+    2560,
+)  # 1152: a full chunk and 128 answers
 STAGED = 8
 
 
@@ -32,8 +48,9 @@ class PrefillGraphs:
         sizes: Sequence[int] = SIZES,
         max_sequences: int | None = None,
     ) -> None:
-        """`accept_layer`: after how many layers the residual stream is handed out; None: never. A request is at most
-        once in a pass, so there are never more sequences than rows of requests."""
+        """`accept_layer`: after how many layers the residual stream is handed out; None: never. A
+        request is at most once in a pass, so there are never more sequences than rows of
+        requests."""
         max_sequences = max_sequences or rows.num_rows
         self.decoder, self.cache, self.accept_layer = decoder, cache, accept_layer
         self.sizes, self.max_sequences = sorted(sizes), max_sequences
@@ -42,14 +59,19 @@ class PrefillGraphs:
         self.x = torch.zeros(most, hidden, dtype=cache.data.dtype, device=device)
         self.positions = torch.zeros(3, most, device=device)
         self.slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self.tables = torch.zeros(max_sequences, rows.tables.shape[1], dtype=torch.int32, device=device)
+        self.tables = torch.zeros(
+            max_sequences, rows.tables.shape[1], dtype=torch.int32, device=device
+        )
         self.lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
         self._graphs: dict[int, Captured[tuple[torch.Tensor, torch.Tensor | None]]] = {}
-        # Starts on their way to the device. A slot comes up again only after STAGED more passes, when the pass that
-        # read it has long been retired (there are never that many in flight).
+        # Starts on their way to the device. A slot comes up again only after STAGED more passes,
+        # when the pass that read it has long been retired (there are never that many in flight).
         self.packed = torch.zeros(packed_size(max_sequences), dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self._staged = [torch.zeros(len(self.packed), dtype=torch.int32, pin_memory=pinned) for _ in range(STAGED)]
+        self._staged = [
+            torch.zeros(len(self.packed), dtype=torch.int32, pin_memory=pinned)
+            for _ in range(STAGED)
+        ]
         self._turn = 0
 
     @classmethod
@@ -61,17 +83,25 @@ class PrefillGraphs:
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """All sizes, over empty passes."""
-        self._graphs = capture_graphs(self.sizes[::-1], lambda size: lambda: self.forward(size), stream)
+        self._graphs = capture_graphs(
+            self.sizes[::-1], lambda size: lambda: self.forward(size), stream
+        )
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, paging: Paging
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Hidden rows and the accept layer's rows (if there is one) of one pass; None if no graph fits.
+        """Hidden rows and the accept layer's rows (if there is one) of one pass; None if no graph
+        fits.
 
-        Both are overwritten by the next run: take what is needed from them, on this stream, before it."""
+        Both are overwritten by the next run: take what is needed from them, on this stream, before
+        it."""
         rows = x.shape[0]
         size = next((s for s in self.sizes if s >= rows and s in self._graphs), None)
-        if size is None or paging.lengths.shape[0] > self.max_sequences or torch.cuda.is_current_stream_capturing():
+        if (
+            size is None
+            or paging.lengths.shape[0] > self.max_sequences
+            or torch.cuda.is_current_stream_capturing()
+        ):
             return None
         self.fill(x, positions, paging)
         graph, (hidden, accept) = self._graphs[size]
@@ -79,7 +109,8 @@ class PrefillGraphs:
         return hidden[:rows], None if accept is None else accept[:rows]
 
     def fill(self, x: torch.Tensor, positions: torch.Tensor, paging: Paging) -> None:
-        """Put a pass's inputs where the graphs read them. What is left there of earlier passes is never looked at."""
+        """Put a pass's inputs where the graphs read them. What is left there of earlier passes is
+        never looked at."""
         rows, (sequences, width) = x.shape[0], paging.tables.shape
         staged = self._staged[self._turn % STAGED]
         self._turn += 1

@@ -1,8 +1,9 @@
 """Persistent rows: what each seated request keeps on the device between steps.
 
-A request holds one row from the moment it joins until it leaves, so a decode step needs only row numbers and
-positions from the host; everything else is looked up by row. The last row is the sink: padding of a captured graph
-reads and writes there. Written by the runner on the stage's stream; nothing here waits for the device."""
+A request holds one row from the moment it joins until it leaves, so a decode step needs only row
+numbers and positions from the host; everything else is looked up by row. The last row is the sink:
+padding of a captured graph reads and writes there. Written by the runner on the stage's stream;
+nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ from stretto.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What the picks of a batch need, known on the host: it decides which kernels run (and which graph)."""
+    """What the picks of a batch need, known on the host: it decides which kernels run (and which
+    graph)."""
 
     sampled: bool  # some row draws
     penalty: bool  # some row has a repetition penalty
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> How:
-        return cls(any(not p.greedy for p in params), any(p.repetition_penalty != 1.0 for p in params))
+        return cls(
+            any(not p.greedy for p in params), any(p.repetition_penalty != 1.0 for p in params)
+        )
 
 
 class SamplingColumns:
@@ -54,7 +58,8 @@ class SamplingColumns:
 
 
 class DeviceRows:
-    """Block tables, positions and sampling state by row. What a model keeps beside them is its adapter's."""
+    """Block tables, positions and sampling state by row. What a model keeps beside them is its
+    adapter's."""
 
     def __init__(
         self,
@@ -66,21 +71,30 @@ class DeviceRows:
         bias: BiasColumns | None = None,
         head: Head | None = None,
     ) -> None:
-        """`masks` and `bias` of a adapter that takes guided requests, `head` of one that tells how likely its tokens
-        were."""
+        """`masks` and `bias` of a adapter that takes guided requests, `head` of one that tells how
+        likely its tokens were."""
         self.device, self.cache = cache.data.device, cache
         self.num_rows, self.sink = num_rows, num_rows
         total = num_rows + 1
         self.tables = torch.zeros(total, max_blocks, dtype=torch.int32, device=self.device)
-        self.offset = torch.zeros(total, device=self.device)  # rotary position of a generated row, minus its index
+        self.offset = torch.zeros(
+            total, device=self.device
+        )  # rotary position of a generated row, minus its index
         self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
         # Index of the first token of the answer that may be the end.
         self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
         self.masks, self.bias, self.head = masks, bias, head
 
-    def join(self, row: int, blocks: Sequence[BlockId], offset: float, seen: Sequence[int], floor: int = 0) -> None:
-        """A new request: its table so far, its rotary offset, the tokens that count for its repetition penalty, and
-        where its answer may end."""
+    def join(
+        self,
+        row: int,
+        blocks: Sequence[BlockId],
+        offset: float,
+        seen: Sequence[int],
+        floor: int = 0,
+    ) -> None:
+        """A new request: its table so far, its rotary offset, the tokens that count for its
+        repetition penalty, and where its answer may end."""
         self.put_blocks([(row, 0, blocks)])
         self.offset[row].fill_(offset)
         self.floor[row].fill_(floor)
@@ -92,21 +106,27 @@ class DeviceRows:
             self.seen[row].index_fill_(0, ids, True)
 
     def put_blocks(self, runs: Sequence[tuple[int, int, Sequence[BlockId]]]) -> None:
-        """Blocks (row, first index, ids) for the tables, all in one write. The scheduler counts blocks from 0; on the
-        device block 0 is the sink."""
-        cells = [(row, first + i, b + 1) for row, first, blocks in runs for i, b in enumerate(blocks)]
+        """Blocks (row, first index, ids) for the tables, all in one write. The scheduler counts
+        blocks from 0; on the device block 0 is the sink."""
+        cells = [
+            (row, first + i, b + 1) for row, first, blocks in runs for i, b in enumerate(blocks)
+        ]
         if cells:
             where = to_device(np.array(cells, dtype=np.int64).T, self.device, torch.int64)
             self.tables[where[0], where[1]] = where[2].to(torch.int32)
 
-    def hold_end(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, end: int) -> None:
+    def hold_end(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, end: int
+    ) -> None:
         """Forbid the end token, in place, where the answer is still too short for it."""
         early = positions + 1 < self.floor[rows]
         logits[:, end] = logits[:, end].masked_fill(early, float("-inf"))
 
-    def decode_paging(self, rows: torch.Tensor, positions: torch.Tensor, width: int | None = None) -> Paging:
-        """One query per row. Made of device lookups alone, so it can be captured; `width` blocks of each table are
-        read (all of them by default)."""
+    def decode_paging(
+        self, rows: torch.Tensor, positions: torch.Tensor, width: int | None = None
+    ) -> Paging:
+        """One query per row. Made of device lookups alone, so it can be captured; `width` blocks of
+        each table are read (all of them by default)."""
         tables = self.tables[rows] if width is None else self.tables[rows, :width]
         size = self.cache.block_size
         block = self.tables[rows, positions // size].long()
@@ -124,7 +144,11 @@ class DeviceRows:
         owner = np.repeat([row for row, _, _ in spans], [stop - start for _, start, stop in spans])
         packed = to_device(np.stack([owner, flat]), device, torch.int64)
         rows, positions = packed[0], packed[1]
-        head = to_device(np.array([[row for row, _, _ in spans], [stop for _, _, stop in spans]]), device, torch.int64)
+        head = to_device(
+            np.array([[row for row, _, _ in spans], [stop for _, _, stop in spans]]),
+            device,
+            torch.int64,
+        )
         width = -(-max(stop for _, _, stop in spans) // size)
         num_decode = sum(stop - start == 1 for _, start, stop in spans)
         return Paging(

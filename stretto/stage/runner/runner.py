@@ -1,9 +1,11 @@
-"""Runs batches: `launch` puts a batch on the device and returns at once, `retire` takes its tokens to the host.
+"""Runs batches: `launch` puts a batch on the device and returns at once, `retire` takes its tokens
+to the host.
 
-Owned by a stage, called on its loop thread. Several steps may be in flight; a launch depends on earlier ones only
-through the device rows, in stream order, never through the host. All copies to the host go to pinned memory with an
-event behind them. A batch that only decodes, with its inputs on the device, replays a captured graph if there is one
-of its size; everything else runs eagerly through the same functions, with the same result."""
+Owned by a stage, called on its loop thread. Several steps may be in flight; a launch depends on
+earlier ones only through the device rows, in stream order, never through the host. All copies to
+the host go to pinned memory with an event behind them. A batch that only decodes, with its inputs
+on the device, replays a captured graph if there is one of its size; everything else runs eagerly
+through the same functions, with the same result."""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ Find = Callable[[RequestId], StageRequest]
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """One batch's spans in the order of the pass: those of one position first, of these the ones whose input is on the
-    device."""
+    """One batch's spans in the order of the pass: those of one position first, of these the ones
+    whose input is on the device."""
 
     spans: Sequence[RowSpan]
     index: Sequence[int]  # in the batch
@@ -42,7 +44,9 @@ class _Plan:
 
 
 class Runner:
-    def __init__(self, adapter: ModelAdapter[Any], graphs: DecodeGraphs | None = None, priority: int = 0) -> None:
+    def __init__(
+        self, adapter: ModelAdapter[Any], graphs: DecodeGraphs | None = None, priority: int = 0
+    ) -> None:
         """`priority` of the stage's stream among those of its device: lower goes first."""
         self.adapter, self.graphs = adapter, graphs
         self.device = adapter.rows.device
@@ -52,7 +56,9 @@ class Runner:
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and rows were made there
+            self.stream.wait_stream(
+                torch.cuda.current_stream(self.device)
+            )  # weights and rows were made there
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Everything that touches device rows happens on the stage's own stream."""
@@ -76,12 +82,16 @@ class Runner:
             except StrettoError as e:
                 return self._failed(batch, e)
             except torch.cuda.OutOfMemoryError as e:
-                return self._failed(batch, StageDead(f"out of device memory in a step of {batch.num_tokens} rows: {e}"))
+                return self._failed(
+                    batch,
+                    StageDead(f"out of device memory in a step of {batch.num_tokens} rows: {e}"),
+                )
             except RuntimeError as e:
                 return self._failed(batch, StageDead(f"a step failed to launch: {e}"))
 
     def retire(self, step: Step) -> tuple[StepResult, list[list[int]]]:
-        """The tokens of a step that is done, once; and what its sampling spans picked, all columns of it."""
+        """The tokens of a step that is done, once; and what its sampling spans picked, all columns
+        of it."""
         if step.error is not None:
             return StepResult.failed(step.batch, step.error), []
         tokens, errors = [0] * len(step.batch.spans), {}
@@ -104,7 +114,9 @@ class Runner:
             how = How.of(adapter.sampling(join.request))
             asks = find(join.request).spec.logprobs is not None
             self._ways[join.row] = how.sampled | how.penalty << 1 | asks << 2
-        adapter.rows.put_blocks([(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks])
+        adapter.rows.put_blocks(
+            [(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks]
+        )
         plan = self._plan(batch, find)
         write_guides(adapter.rows, plan.spans, plan.requests)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
@@ -130,7 +142,9 @@ class Runner:
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
         if batch.decode_only and all(s.from_device for s in batch.spans):
-            return _Plan(batch.spans, range(len(batch.spans)), [find(s.request) for s in batch.spans], True)
+            return _Plan(
+                batch.spans, range(len(batch.spans)), [find(s.request) for s in batch.spans], True
+            )
 
         def key(i: int) -> tuple[bool, bool]:
             span = batch.spans[i]
@@ -154,7 +168,10 @@ class Runner:
     def _device_rows(self, plan: _Plan) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
         spans = [s for s in plan.spans if s.from_device]
-        values = [self.adapter.decode_value(r, s.start) for r, s in zip(plan.requests, spans, strict=False)]
+        values = [
+            self.adapter.decode_value(r, s.start)
+            for r, s in zip(plan.requests, spans, strict=False)
+        ]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
     def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[Picked, SideRows]:
@@ -175,14 +192,23 @@ class Runner:
         paging = adapter.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
         hidden, captured = adapter.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
         if not samples:
-            return Picked(torch.empty(0, adapter.columns, dtype=torch.int64, device=self.device)), captured
+            return Picked(
+                torch.empty(0, adapter.columns, dtype=torch.int64, device=self.device)
+            ), captured
         last = paging.last_rows
-        host = np.array([[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64).T
+        host = np.array(
+            [[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64
+        ).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
         return adapter.pick(rows, positions, hidden[pick], how), captured
 
     def _publish(
-        self, batch: Batch, sampling: list[int], tokens: torch.Tensor, captured: SideRows, told: StepLogprobs | None
+        self,
+        batch: Batch,
+        sampling: list[int],
+        tokens: torch.Tensor,
+        captured: SideRows,
+        told: StepLogprobs | None,
     ) -> Step:
         tokens = tokens.to(torch.int32)  # as links carry them
         if self.stream is None:

@@ -1,8 +1,9 @@
 """A launched batch on its way back.
 
-Three things come out of a step, each at its own time: the next token (already on the device, ordered by the stream;
-the next launch needs nothing else), the host's copy of the tokens (`host`), and rows for the next stage
-(`captured`, with an event of their own). A step keeps alive whatever its kernels and copies still read."""
+Three things come out of a step, each at its own time: the next token (already on the device,
+ordered by the stream; the next launch needs nothing else), the host's copy of the tokens (`host`),
+and rows for the next stage (`captured`, with an event of their own). A step keeps alive whatever
+its kernels and copies still read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Tells a sleeping loop that the device has something: one thread that waits for events in order and rings the bell.
+"""Tells a sleeping loop that the device has something: one thread that waits for events in order
+and rings the bell.
 
-The loop cannot wait for an event and for messages at once, so this thread waits for the event (asleep in the driver,
-without the interpreter's lock) and then wakes the loop like any other message would."""
+The loop cannot wait for an event and for messages at once, so this thread waits for the event
+(asleep in the driver, without the interpreter's lock) and then wakes the loop like any other
+message would."""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ import torch
 class Waiter:
     def __init__(self, wake: Callable[[], None], name: str) -> None:
         self._wake = wake
-        self._events: SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = (
+            SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name=f"{name}-waiter", daemon=True)
         self._thread.start()
 

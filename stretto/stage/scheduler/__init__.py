@@ -1,4 +1,5 @@
-"""What runs next in an autoregressive stage. Pure Python: nothing below this package imports torch."""
+"""What runs next in an autoregressive stage. Pure Python: nothing below this package imports
+torch."""
 
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowJoin, RowSpan, StepResult
 from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, prefix_keys

@@ -1,8 +1,8 @@
-"""What requests hold: rows of the device state and blocks of KV. Gives them out and takes them back; never chooses
-who gets or loses them (the scheduler does). Loop thread only.
+"""What requests hold: rows of the device state and blocks of KV. Gives them out and takes them
+back; never chooses who gets or loses them (the scheduler does). Loop thread only.
 
-Whatever a step in flight still uses goes into deferred_free when its request gives it up, filed under the last step
-that uses it, and comes free when that step retires."""
+Whatever a step in flight still uses goes into deferred_free when its request gives it up, filed
+under the last step that uses it, and comes free when that step retires."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Allocation:
             self._free_rows.append(row)
 
     def trim(self, request: StageRequest) -> None:
-        """Gives up the blocks beyond `filled`. (One that is partly filled is never one that others may read.)"""
+        """Gives up the blocks beyond `filled`. (One that is partly filled is never one that others
+        may read.)"""
         keep = self.num_blocks(request.cursor.filled)
         dropped = request.blocks[keep:]
         del request.blocks[keep:]
@@ -100,8 +101,8 @@ class Allocation:
             self.pool.release(blocks)
 
     def _unjoin(self, request: StageRequest, row: RowId) -> bool:
-        """Takes back a join that no batch has told the runner of. What it reused from the cache goes too, or the
-        payload of those rows would be taken for published."""
+        """Takes back a join that no batch has told the runner of. What it reused from the cache
+        goes too, or the payload of those rows would be taken for published."""
         join = next((join for join in self.joined if join.row == row), None)
         if join is None:
             return False

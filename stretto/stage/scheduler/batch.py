@@ -1,9 +1,11 @@
-"""What passes between scheduler and runner: one `Batch` per step on the way there, one `StepResult` on the way
-back. The field comments are the protocol. Made and read on the stage's loop thread; imports no torch.
+"""What passes between scheduler and runner: one `Batch` per step on the way there, one `StepResult`
+on the way back. The field comments are the protocol. Made and read on the stage's loop thread;
+imports no torch.
 
-The runner keeps, per row id, a block table and the last sampled token on the device. For each batch, in this order,
-it sets up the rows in `joined`, then runs `spans`. Batches are launched and retired in
-order; one whose launch fails is retired like any other, with `StepResult.failed`, once those before it are."""
+The runner keeps, per row id, a block table and the last sampled token on the device. For each
+batch, in this order, it sets up the rows in `joined`, then runs `spans`. Batches are launched and
+retired in order; one whose launch fails is retired like any other, with `StepResult.failed`, once
+those before it are."""
 
 from __future__ import annotations
 
@@ -24,18 +26,19 @@ class RowSpan(NamedTuple):
     row: RowId
     start: int
     stop: int
-    samples: bool  # the row at stop - 1 samples token `stop`, into the device row (and later to the host)
-    # True: stop == start + 1, and the input token is the one that the row's previous step sampled, taken from the
-    # device row (the host may not know it yet); or it is the prompt's last row, of a request that is `last_on_device`.
-    # False: the inputs of all rows are on the host, in `StageRequest.ids` or where the stage keeps input that has no
-    # id. After a preemption they are asked for again, generated ones too, so the stage keeps a request's
-    # inputs until it is DONE.
+    # the row at stop - 1 samples token `stop`, into the device row (and later to the host)
+    samples: bool
+    # True: stop == start + 1, and the input token is the one that the row's previous step sampled,
+    # taken from the device row (the host may not know it yet); or it is the prompt's last row, of a
+    # request that is `last_on_device`. False: the inputs of all rows are on the host, in
+    # `StageRequest.ids` or where the stage keeps input that has no id. After a preemption they are
+    # asked for again, generated ones too, so the stage keeps a request's inputs until it is DONE.
     from_device: bool
-    # Rows below this were published before and are only computed again for their KV (after a preemption): publish
-    # payload for [max(start, fresh), stop) alone.
+    # Rows below this were published before and are only computed again for their KV (after a
+    # preemption): publish payload for [max(start, fresh), stop) alone.
     fresh: int
-    # table[first_block : first_block + len(new_blocks)] = new_blocks, before the step runs. What the table holds
-    # beyond the block of row stop - 1 is stale.
+    # table[first_block : first_block + len(new_blocks)] = new_blocks, before the step runs. What
+    # the table holds beyond the block of row stop - 1 is stale.
     first_block: int
     new_blocks: tuple[BlockId, ...]
     epoch: int  # the scheduler's: results of an older epoch are surplus
@@ -46,11 +49,14 @@ class RowJoin(NamedTuple):
 
     request: RequestId
     row: RowId
-    blocks: tuple[BlockId, ...]  # the whole table so far; `new_blocks` of the same batch come on top
+    blocks: tuple[
+        BlockId, ...
+    ]  # the whole table so far; `new_blocks` of the same batch come on top
     filled: int  # rows whose KV is in those blocks
-    # Rows [reused_from, filled) came from the prefix cache and were never launched for this request: their output
-    # is confirmed, and their payload, where they have one and the request needs it, is in `payloads` as (block
-    # index, handle). The handles stay good as long as the request holds its blocks. Often an empty range.
+    # Rows [reused_from, filled) came from the prefix cache and were never launched for this
+    # request: their output is confirmed, and their payload, where they have one and the request
+    # needs it, is in `payloads` as (block index, handle). The handles stay good as long as the
+    # request holds its blocks. Often an empty range.
     reused_from: int
     payloads: tuple[tuple[int, PayloadHandle], ...]
 
@@ -60,7 +66,9 @@ class Batch:
     """One step, as the scheduler wants it."""
 
     step: int  # 0, 1, 2, ... in launch order
-    spans: tuple[RowSpan, ...]  # at most one per row; decodes first, then prefill chunks; most urgent first in each
+    spans: tuple[
+        RowSpan, ...
+    ]  # at most one per row; decodes first, then prefill chunks; most urgent first in each
     num_decodes: int  # spans[:num_decodes] each compute one row and sample
     num_tokens: int  # rows computed by all spans
     joined: tuple[RowJoin, ...]  # since the batch before; no step in flight uses these rows
@@ -76,7 +84,9 @@ class StepResult:
     """What the host learned from one step."""
 
     tokens: Sequence[int]  # one per span, in order; ignored where the span does not sample
-    errors: Mapping[RequestId, StrettoError] = field(default_factory=dict)  # these requests fail, the others stand
+    errors: Mapping[RequestId, StrettoError] = field(
+        default_factory=dict
+    )  # these requests fail, the others stand
 
     @classmethod
     def failed(cls, batch: Batch, error: StrettoError) -> StepResult:

@@ -1,5 +1,6 @@
-"""The pool of KV blocks: who holds which block, and which blocks can be found again by their content. Owned by the
-scheduler, called on the stage's loop thread only. Knows block ids, never device memory.
+"""The pool of KV blocks: who holds which block, and which blocks can be found again by their
+content. Owned by the scheduler, called on the stage's loop thread only. Knows block ids, never
+device memory.
 
 A block is in exactly one of three places:
 
@@ -21,15 +22,16 @@ from stretto.errors import Bug
 from stretto.stage.request import BlockId, Salt, StageRequest
 
 PayloadHandle = NewType("PayloadHandle", int)
-"""Names what the stage keeps beside a cached block (the accept-layer rows of its media), so that a later request
-that finds the block can send those rows on without computing them."""
+"""Names what the stage keeps beside a cached block (the accept-layer rows of its media), so that a
+later request that finds the block can send those rows on without computing them."""
 
 _DIGEST_SIZE = 16
 
 
 def _digest(parent: bytes, ids: bytes, start: int, salts: Sequence[Salt]) -> bytes:
-    """The key of the rows from `start` on with these ids (8 bytes each), after the rows told by `parent`. A salt
-    enters with its place relative to `start`, so that media items side by side cannot be mistaken for one another."""
+    """The key of the rows from `start` on with these ids (8 bytes each), after the rows told by
+    `parent`. A salt enters with its place relative to `start`, so that media items side by side
+    cannot be mistaken for one another."""
     told = parent + ids
     stop = start + len(ids) // 8
     for salt in salts:
@@ -43,8 +45,8 @@ def _root(root: bytes) -> bytes:
 
 
 def prefix_keys(ids: Sequence[int], salts: Sequence[Salt]) -> list[bytes]:
-    """For each salt, which come in order, a key for the whole prefix up to its end, whatever the block size: other
-    stages salt rows with it that depend on this one's."""
+    """For each salt, which come in order, a key for the whole prefix up to its end, whatever the
+    block size: other stages salt rows with it that depend on this one's."""
     told, at, keys = blake2b(digest_size=_DIGEST_SIZE, person=b"prefix"), 0, []
     for salt in salts:
         start, stop = salt.span.start, salt.span.stop
@@ -55,8 +57,8 @@ def prefix_keys(ids: Sequence[int], salts: Sequence[Salt]) -> list[bytes]:
 
 
 def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
-    """Computes the keys of the request's full blocks below `rows` that are not there yet. Each key chains the one
-    before, so a key stands for the whole prefix up to the end of its block."""
+    """Computes the keys of the request's full blocks below `rows` that are not there yet. Each key
+    chains the one before, so a key stands for the whole prefix up to the end of its block."""
     keys = request.keys
     begin, end = len(keys) * block_size, min(rows, request.keyable) // block_size * block_size
     if begin >= end:
@@ -76,7 +78,9 @@ def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, on_drop: Callable[[PayloadHandle], None] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, on_drop: Callable[[PayloadHandle], None] | None = None
+    ) -> None:
         """`on_drop` is told each payload handle whose block can no longer be found."""
         self.num_blocks = num_blocks
         self._on_drop = on_drop
@@ -109,8 +113,8 @@ class BlockPool:
         return blocks
 
     def find(self, keys: Iterable[tuple[bytes, bool]]) -> list[BlockId]:
-        """The longest run of leading blocks found under `keys`, each (key, whether a payload must be kept with it).
-        Nothing is held yet: call `hold` before anything else can evict them."""
+        """The longest run of leading blocks found under `keys`, each (key, whether a payload must
+        be kept with it). Nothing is held yet: call `hold` before anything else can evict them."""
         found = []
         for key, needs_payload in keys:
             block = self._index.get(key)
@@ -129,7 +133,8 @@ class BlockPool:
         return self._refs[block]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Gives up one reference to each. In reverse, so that the end of a prefix is evicted before its start."""
+        """Gives up one reference to each. In reverse, so that the end of a prefix is evicted before
+        its start."""
         for block in reversed(blocks):
             if self._refs[block] <= 0:
                 raise Bug(f"block {block} released twice")
@@ -141,8 +146,8 @@ class BlockPool:
                     self._cached[block] = None
 
     def publish(self, block: BlockId, key: bytes, brings_payload: bool) -> bool:
-        """Makes a full, confirmed block findable. False if an equal block already is; a block that will bring a
-        payload takes the place of one that has none."""
+        """Makes a full, confirmed block findable. False if an equal block already is; a block that
+        will bring a payload takes the place of one that has none."""
         other = self._index.get(key)
         if other == block:
             return True
@@ -156,8 +161,8 @@ class BlockPool:
         return True
 
     def attach(self, block: BlockId, key: bytes, payload: PayloadHandle) -> bool:
-        """Keeps a payload with a published block. False if the block has been evicted or replaced since, or has a
-        payload already: then the caller keeps the handle."""
+        """Keeps a payload with a published block. False if the block has been evicted or replaced
+        since, or has a payload already: then the caller keeps the handle."""
         if self._keys[block] != key or block in self._payloads:
             return False
         self._payloads[block] = payload

@@ -15,9 +15,15 @@ class SchedulerConfig:
     max_waiting: int = 256  # requests never admitted yet; more are refused with Busy
     max_context: int = 32768  # prompt and answer of one request
     max_step_tokens: int = 8192  # rows computed by one step
-    prefill_chunk: int = 1024  # of those, prefill rows while any request is answering: keeps the decodes' cadence
-    lone_prefill_chunk: int = 1 << 30  # the same while none is: so that the next stage can follow a long prompt
-    mixed: bool = True  # prefills and decodes in one step; else they take turns, each in steps of their own
+    prefill_chunk: int = (
+        1024  # of those, prefill rows while any request is answering: keeps the decodes' cadence
+    )
+    lone_prefill_chunk: int = (
+        1 << 30
+    )  # the same while none is: so that the next stage can follow a long prompt
+    mixed: bool = (
+        True  # prefills and decodes in one step; else they take turns, each in steps of their own
+    )
     least_share: int = 64  # a prefill's share of a step is not cut below this for others' sake
     overlap_depth: int = 2  # steps in flight
     prefix_cache: bool = True
@@ -30,7 +36,10 @@ class SchedulerConfig:
             "block_size": (self.block_size, 1),
             "max_rows": (self.max_rows, 1),
             "max_waiting": (self.max_waiting, 1),
-            "max_step_tokens": (self.max_step_tokens, 2),  # one for decodes and one for prefill: neither starves
+            "max_step_tokens": (
+                self.max_step_tokens,
+                2,
+            ),  # one for decodes and one for prefill: neither starves
             "prefill_chunk": (self.prefill_chunk, 1),
             "lone_prefill_chunk": (self.lone_prefill_chunk, 1),
             "least_share": (self.least_share, 1),

@@ -1,5 +1,5 @@
-"""Who gives up memory for whom when there are too few blocks: preemption. Used by the table, on the stage's loop
-thread."""
+"""Who gives up memory for whom when there are too few blocks: preemption. Used by the table, on the
+stage's loop thread."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from stretto.types import RequestId
 
 
 class Preemption:
-    """`settle` puts a request that lost its row and blocks into the state that this calls for. `step` in the methods is
-    that of the batch being made; `idle`: it is empty so far, and nothing is in flight."""
+    """`settle` puts a request that lost its row and blocks into the state that this calls for.
+    `step` in the methods is that of the batch being made; `idle`: it is empty so far, and nothing
+    is in flight."""
 
     def __init__(
         self,
@@ -24,7 +25,12 @@ class Preemption:
         requests: Mapping[RequestId, StageRequest],
         settle: Callable[[StageRequest], None],
     ) -> None:
-        self._config, self._holdings, self._requests, self._settle = config, allocation, requests, settle
+        self._config, self._holdings, self._requests, self._settle = (
+            config,
+            allocation,
+            requests,
+            settle,
+        )
 
     def for_a_row(self, request: StageRequest, step: int, idle: bool) -> None:
         """One more block for a running request, from those that are less urgent."""
@@ -32,11 +38,17 @@ class Preemption:
         self._make_room(victims, lambda _: 1)
 
     def for_newcomer(
-        self, head: StageRequest, found: list[BlockId], step: int, idle: bool, new: Collection[StageRequest]
+        self,
+        head: StageRequest,
+        found: list[BlockId],
+        step: int,
+        idle: bool,
+        new: Collection[StageRequest],
     ) -> bool:
-        """Whether all known rows of `head` fit beside what the running requests need now, with a block to spare for
-        each of those: otherwise it would be preempted, or preempt, at once, and a running request that lacks a block
-        could lack it for ever. Running requests of a lower priority make room for it."""
+        """Whether all known rows of `head` fit beside what the running requests need now, with a
+        block to spare for each of those: otherwise it would be preempted, or preempt, at once, and
+        a running request that lacks a block could lack it for ever. Running requests of a lower
+        priority make room for it."""
         running = {r for r in self._holdings.seated.values() if r.state is State.RUNNING}
         victims = self._victims(
             head,
@@ -54,9 +66,12 @@ class Preemption:
 
         return self._make_room(victims, need)
 
-    def _make_room(self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]) -> bool:
-        """Preempts as few of `victims` as possible, in order, to have the blocks needed once they are gone; nobody,
-        if all of them would not do. False if there is no room, or only when the steps in flight have retired."""
+    def _make_room(
+        self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]
+    ) -> bool:
+        """Preempts as few of `victims` as possible, in order, to have the blocks needed once they
+        are gone; nobody, if all of them would not do. False if there is no room, or only when the
+        steps in flight have retired."""
         have = self._holdings.pool.num_available + self._holdings.num_limbo
         counts: Counter[BlockId] = Counter()
         for num_gone in range(len(victims) + 1):
@@ -68,7 +83,9 @@ class Preemption:
             if num_gone < len(victims):
                 for block in victims[num_gone].blocks:
                     counts[block] += 1
-                    have += counts[block] == self._holdings.pool.num_refs(block)  # the last to hold it
+                    have += counts[block] == self._holdings.pool.num_refs(
+                        block
+                    )  # the last to hold it
         return False
 
     def _victims(
@@ -79,20 +96,28 @@ class Preemption:
         may_lose: Callable[[StageRequest], bool],
         new: Collection[StageRequest] = (),
     ) -> list[StageRequest]:
-        """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first. If nothing can move
-        before input arrives (`stuck`), then also those that wait for input, however urgent they are; but not those that
-        have just been seated (`new`). Never one whose span is in the batch being made already."""
-        holders = [r for r in self._requests.values() if r.blocks and r is not request and r.last_step != step]
+        """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first.
+        If nothing can move before input arrives (`stuck`), then also those that wait for input,
+        however urgent they are; but not those that have just been seated (`new`). Never one whose
+        span is in the batch being made already."""
+        holders = [
+            r
+            for r in self._requests.values()
+            if r.blocks and r is not request and r.last_step != step
+        ]
         holders.sort(key=by_order, reverse=True)
         losers = [r for r in holders if may_lose(r)]
         resting = (State.STARVED, State.WAITING)
-        last = [r for r in holders if stuck and r.state in resting and r not in losers and r not in new]
+        last = [
+            r for r in holders if stuck and r.state in resting and r not in losers and r not in new
+        ]
         return losers + last
 
     def _preempt(self, victim: StageRequest) -> None:
-        """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks (in deferred_free)
-        and their tokens count. All confirmed tokens become input to be computed again when it is admitted again, which
-        is only when nothing of it is in flight, so that the host knows them all."""
+        """Takes a request's row and blocks. Its steps in flight stand: they still have the blocks
+        (in deferred_free) and their tokens count. All confirmed tokens become input to be computed
+        again when it is admitted again, which is only when nothing of it is in flight, so that the
+        host knows them all."""
         self._holdings.unseat(victim)
         self._holdings.drop(victim)
         if victim.state is State.RUNNING:

@@ -1,5 +1,5 @@
-"""The prefix cache, as the scheduler uses it: which blocks the beginning of a request is in already, and which of its
-own others may find from now on. On the stage's loop thread."""
+"""The prefix cache, as the scheduler uses it: which blocks the beginning of a request is in
+already, and which of its own others may find from now on. On the stage's loop thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from stretto.stage.scheduler.blocks import BlockPool, chain_keys
 
 
 def search(pool: BlockPool, request: StageRequest, size: int) -> list[BlockId]:
-    """Cached blocks for the start of a request that has none. At least the last known row is left to compute, because
-    its output is not in the cache."""
+    """Cached blocks for the start of a request that has none. At least the last known row is left
+    to compute, because its output is not in the cache."""
     cursor = request.cursor
     chain_keys(request, cursor.known - 1, size)
     # Rows that were confirmed before need no payload: it has been published.
     needs = request.spec.needs_payload
-    # A generator, because most searches end early and one that finds no room is repeated at every step.
+    # A generator, because most searches end early and one that finds no room is repeated at every
+    # step.
     wanted = (
         (key, needs and media and (i + 1) * size > cursor.confirmed)
         for i, (key, media) in enumerate(islice(request.keys, (cursor.known - 1) // size))
@@ -26,9 +27,9 @@ def search(pool: BlockPool, request: StageRequest, size: int) -> list[BlockId]:
 
 
 def publish(pool: BlockPool, request: StageRequest, stop: int, size: int) -> tuple[Published, ...]:
-    """Makes blocks findable that are full with the step that computed rows up to `stop`. (`confirmed` may be ahead of
-    it: then these rows are computed for a second time, and those after them are not there yet.) Returns those that
-    await their payload."""
+    """Makes blocks findable that are full with the step that computed rows up to `stop`.
+    (`confirmed` may be ahead of it: then these rows are computed for a second time, and those after
+    them are not there yet.) Returns those that await their payload."""
     # A request that was preempted while the step was in flight has no blocks left to offer.
     rows = min(stop, request.keyable, len(request.blocks) * size)
     chain_keys(request, rows, size)

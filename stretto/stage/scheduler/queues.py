@@ -1,8 +1,9 @@
-"""Who goes next: the waiting queue and the split of a step's prefill rows. Pure policy, no resources; called by the
-scheduler on the stage's loop thread.
+"""Who goes next: the waiting queue and the split of a step's prefill rows. Pure policy, no
+resources; called by the scheduler on the stage's loop thread.
 
-Order is `StageRequest.order`: priority, then playback deadline, then arrival. Age overrides it: a request that has
-been left out for more than `patience` steps goes before all that have not, the longest left out first."""
+Order is `StageRequest.order`: priority, then playback deadline, then arrival. Age overrides it: a
+request that has been left out for more than `patience` steps goes before all that have not, the
+longest left out first."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ by_age = attrgetter("since")
 
 
 class Waiting:
-    """Requests in state WAITING. Only the head may leave for a row, so nobody overtakes a request that does not fit
-    yet, and a large one is served as soon as enough others have ended."""
+    """Requests in state WAITING. Only the head may leave for a row, so nobody overtakes a request
+    that does not fit yet, and a large one is served as soon as enough others have ended."""
 
     def __init__(self) -> None:
         self._requests: dict[int, StageRequest] = {}  # by arrival
@@ -40,8 +41,11 @@ class Waiting:
         return min(self._requests.values(), key=by_order)
 
 
-def aged_first(requests: list[StageRequest], step: int, patience: int) -> tuple[list[StageRequest], int]:
-    """Moves the requests left out for more than `patience` steps to the front; also says how many they are."""
+def aged_first(
+    requests: list[StageRequest], step: int, patience: int
+) -> tuple[list[StageRequest], int]:
+    """Moves the requests left out for more than `patience` steps to the front; also says how many
+    they are."""
     aged = [r for r in requests if step - r.since > patience]
     if not aged:
         return requests, 0
@@ -50,9 +54,10 @@ def aged_first(requests: list[StageRequest], step: int, patience: int) -> tuple[
 
 
 def split(budget: int, wants: Sequence[int], least: int) -> list[int]:
-    """How many rows each prefill may compute. In order, each takes what it wants, but no more than half of what is
-    left (or `least`, if that is more) while others wait: a long prompt cannot keep a short one behind it waiting,
-    and small leftovers are not ground to dust. What remains goes out again in order, so no row is wasted."""
+    """How many rows each prefill may compute. In order, each takes what it wants, but no more than
+    half of what is left (or `least`, if that is more) while others wait: a long prompt cannot keep
+    a short one behind it waiting, and small leftovers are not ground to dust. What remains goes out
+    again in order, so no row is wasted."""
     shares = [0] * len(wants)
     left = budget
     for i, want in enumerate(wants):

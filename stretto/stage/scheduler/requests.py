@@ -1,6 +1,6 @@
-"""The scheduler's books: every live request and its state. (Who gives up memory for whom: `preemption.py`.) `Scheduler`
-is the only caller, on the stage's loop thread. Each public method leaves states, queue, rows and blocks in agreement
-(`tests/stage/invariants.py`)."""
+"""The scheduler's books: every live request and its state. (Who gives up memory for whom:
+`preemption.py`.) `Scheduler` is the only caller, on the stage's loop thread. Each public method
+leaves states, queue, rows and blocks in agreement (`tests/stage/invariants.py`)."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ class RequestTable:
     # -- rows and blocks
 
     def admit(self, idle: bool) -> None:
-        """Gives rows to waiting requests, strictly in order, while rows and blocks last. `idle`: nothing is in
-        flight."""
+        """Gives rows to waiting requests, strictly in order, while rows and blocks last. `idle`:
+        nothing is in flight."""
         new: set[StageRequest] = set()
-        # Two that wait for input right behind what was found for them could else take it from each other for ever.
+        # Two that wait for input right behind what was found for them could else take it from each
+        # other for ever.
         while (head := self.waiting.head(self.step, self.config.patience)) is not None:
             if head.in_flight or not self._has_row():
                 return
@@ -79,9 +80,9 @@ class RequestTable:
             self.settle(head)  # what it lacks input of may begin right behind what was found
 
     def grow(self, request: StageRequest, stop: int, idle: bool) -> int:
-        """Blocks for rows up to `stop`, or for as many as there are; others are preempted only if not even one more
-        row fits. Returns where the rows with blocks end. `idle`: the batch is empty so far, and nothing is in
-        flight."""
+        """Blocks for rows up to `stop`, or for as many as there are; others are preempted only if
+        not even one more row fits. Returns where the rows with blocks end. `idle`: the batch is
+        empty so far, and nothing is in flight."""
         size = self.config.block_size
         want = self.allocation.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
@@ -90,8 +91,8 @@ class RequestTable:
         return min(stop, len(request.blocks) * size)
 
     def _has_row(self) -> bool:
-        """Whether a row is free. If not, the request that has been starved for longest gives up its row, but keeps
-        its blocks."""
+        """Whether a row is free. If not, the request that has been starved for longest gives up its
+        row, but keeps its blocks."""
         if not self.allocation.num_free_rows:
             new = {
                 join.request for join in self.allocation.joined

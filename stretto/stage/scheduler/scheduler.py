@@ -1,7 +1,8 @@
-"""Decides what runs next. `schedule` makes one `Batch` (up to `overlap_depth` of them may be in flight, so it works
-with placeholders for tokens that the host does not know yet), `retire` takes in what a batch gave, in order. The
-other methods are how input, credit, deadlines and cancellations arrive, at any moment in between. Called by the
-stage on its loop thread; nothing here blocks, and nothing imports torch."""
+"""Decides what runs next. `schedule` makes one `Batch` (up to `overlap_depth` of them may be in
+flight, so it works with placeholders for tokens that the host does not know yet), `retire` takes in
+what a batch gave, in order. The other methods are how input, credit, deadlines and cancellations
+arrive, at any moment in between. Called by the stage on its loop thread; nothing here blocks, and
+nothing imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ Rows = int | Sequence[int]
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, on_drop: Callable[[PayloadHandle], None] | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, on_drop: Callable[[PayloadHandle], None] | None = None
+    ) -> None:
         """`on_drop` is told each payload handle that the prefix cache no longer needs."""
         self.config = config
         self.pool = BlockPool(config.num_blocks, on_drop)
@@ -31,7 +34,9 @@ class Scheduler:
         self._size = config.block_size
         self._in_flight: deque[tuple[Batch, list[StageRequest]]] = deque()
         self._arrivals = 0
-        self._left_out = False  # the last batch had to leave ready requests out, so some may be ageing
+        self._left_out = (
+            False  # the last batch had to leave ready requests out, so some may be ageing
+        )
         self._prefilled = False  # the last batch held prefills
 
     # -- what others may ask
@@ -42,8 +47,8 @@ class Scheduler:
 
     @property
     def only_decodes_wait(self) -> bool:
-        """Whether there is something to run, and nothing of it is a prompt, as far as that can be told without making
-        the batch."""
+        """Whether there is something to run, and nothing of it is a prompt, as far as that can be
+        told without making the batch."""
         allocation = self._table.allocation
         if self._table.waiting and allocation.num_free_rows:
             return False
@@ -79,11 +84,14 @@ class Scheduler:
         salts: Sequence[Salt] = (),
         missing: Sequence[Span] = (),
     ) -> StageRequest:
-        """A new request. With `closed=False` its prompt grows by `append_rows`; it may start empty (an announced
-        request, whose first input is still to come). `missing`: see `set_missing`."""
+        """A new request. With `closed=False` its prompt grows by `append_rows`; it may start empty
+        (an announced request, whose first input is still to come). `missing`: see `set_missing`."""
         if spec.id in self._table.requests:
             raise Bug(f"request {spec.id} submitted twice")
-        if sum(not r.was_admitted for r in self._table.requests.values()) >= self.config.max_waiting:
+        if (
+            sum(not r.was_admitted for r in self._table.requests.values())
+            >= self.config.max_waiting
+        ):
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
         request = StageRequest(spec, self._arrivals, since=self._table.step)
         request.refresh_order(self.config.max_preemptions)
@@ -97,9 +105,11 @@ class Scheduler:
         self._table.add(request)
         return request
 
-    def append_rows(self, id: RequestId, rows: Rows, *, last: bool = False, salts: Sequence[Salt] = ()) -> None:
-        """More rows of an open prompt. `last` closes it in the same move. Raises TooLong and changes nothing if
-        they do not fit. A salt's span counts from the start of the sequence."""
+    def append_rows(
+        self, id: RequestId, rows: Rows, *, last: bool = False, salts: Sequence[Salt] = ()
+    ) -> None:
+        """More rows of an open prompt. `last` closes it in the same move. Raises TooLong and
+        changes nothing if they do not fit. A salt's span counts from the start of the sequence."""
         request = self.request(id)
         if request.closed:
             raise Bug(f"{id}: rows for a closed prompt")
@@ -111,22 +121,24 @@ class Scheduler:
         self._table.settle(request)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
-        """The prompt rows whose input is not here yet, in order; all others' is. They are not computed until it comes,
-        unless the prefix cache has them: then it need not come at all."""
+        """The prompt rows whose input is not here yet, in order; all others' is. They are not
+        computed until it comes, unless the prefix cache has them: then it need not come at all."""
         request = self.request(id)
         request.missing = missing
         request.refresh_limit()
         self._table.settle(request)
 
     def num_found(self, id: RequestId) -> int:
-        """Leading rows that need not be computed: those with KV or, before it is seated, those in the prefix cache."""
+        """Leading rows that need not be computed: those with KV or, before it is seated, those in
+        the prefix cache."""
         request = self.request(id)
         if request.row is not None or request.blocks or not self.config.prefix_cache:
             return request.cursor.filled
         return len(search(self.pool, request, self._size)) * self._size
 
     def append_text(self, id: RequestId, count: int = 1) -> None:
-        """`count` more text tokens arrived for a paced request: as many more decode steps may run."""
+        """`count` more text tokens arrived for a paced request: as many more decode steps may
+        run."""
         request = self.request(id)
         if not request.spec.paced or request.text_ended:
             raise Bug(f"{id}: text that nobody waits for")
@@ -151,15 +163,15 @@ class Scheduler:
         return True
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
-        """When the output that has left runs out at the listener, on any clock that all requests share. None:
-        nothing has left yet, which goes before every deadline."""
+        """When the output that has left runs out at the listener, on any clock that all requests
+        share. None: nothing has left yet, which goes before every deadline."""
         request = self.request(id)
         request.deadline = deadline
         request.refresh_order(self.config.max_preemptions)
 
     def set_blocked(self, id: RequestId, blocked: bool) -> None:
-        """Whether downstream has no room for this request's output. Up to `overlap_depth` steps that are in flight
-        still give theirs: keep as much credit back."""
+        """Whether downstream has no room for this request's output. Up to `overlap_depth` steps
+        that are in flight still give theirs: keep as much credit back."""
         request = self.request(id)
         request.blocked_downstream = blocked
         self._table.settle(request)
@@ -218,13 +230,16 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0][0] is not batch:
             raise Bug(f"step {batch.step} retired out of order")
         if len(result.tokens) != len(batch.spans):
-            raise Bug(f"step {batch.step}: {len(result.tokens)} tokens for {len(batch.spans)} spans")
+            raise Bug(
+                f"step {batch.step}: {len(result.tokens)} tokens for {len(batch.spans)} spans"
+            )
         _, requests = self._in_flight.popleft()
         outcomes = []
         for index, (request, span, token) in enumerate(zip(requests, batch.spans, result.tokens)):
             request.in_flight -= 1
             if span.epoch != request.epoch:
-                continue  # surplus: the request has stopped, ended or been cut back since this was launched
+                # surplus: the request has stopped, ended or been cut back since this was launched
+                continue
             if result.errors and span.request in result.errors:
                 outcomes.append(self._fail_span(request, index, result.errors[span.request]))
             else:
@@ -237,15 +252,17 @@ class Scheduler:
     def _turns(
         self, decodes: list[StageRequest], prefills: list[StageRequest]
     ) -> list[tuple[list[StageRequest], list[StageRequest]]]:
-        """What may share a step; the second choice is for when nothing of the first gets the blocks that it needs."""
+        """What may share a step; the second choice is for when nothing of the first gets the blocks
+        that it needs."""
         if self.config.mixed or not decodes or not prefills:
             return [(decodes, prefills)]
         alone: list[tuple[list[StageRequest], list[StageRequest]]] = [([], prefills), (decodes, [])]
         return alone[::-1] if self._prefilled else alone
 
     def _ready(self) -> tuple[list[StageRequest], list[StageRequest], bool]:
-        """Seated requests that can compute now: those that decode, those with more than one row or none to sample,
-        each most urgent first; and whether any request is in the middle of its answer."""
+        """Seated requests that can compute now: those that decode, those with more than one row or
+        none to sample, each most urgent first; and whether any request is in the middle of its
+        answer."""
         decodes, prefills, answering = [], [], False
         running = State.RUNNING
         for request in sorted(self._table.allocation.seated.values(), key=by_order):
@@ -253,7 +270,11 @@ class Scheduler:
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
             # A guided request waits until the host knows what its next step goes on from.
-            if request.spec.guide is not None and request.in_flight and cursor.known > cursor.prompt:
+            if (
+                request.spec.guide is not None
+                and request.in_flight
+                and cursor.known > cursor.prompt
+            ):
                 continue
             if request.state is not running:
                 continue
@@ -276,7 +297,11 @@ class Scheduler:
         return rows - 1 if apart and rows > 1 else rows
 
     def _place_prefills(
-        self, prefills: list[StageRequest], budget: int, spans: list[RowSpan], placed: list[StageRequest]
+        self,
+        prefills: list[StageRequest],
+        budget: int,
+        spans: list[RowSpan],
+        placed: list[StageRequest],
     ) -> None:
         wants = [self._num_rows(r) for r in prefills]
         for request, share in zip(prefills, split(budget, wants, self.config.least_share)):
@@ -285,7 +310,9 @@ class Scheduler:
             else:
                 self._left_out = True
 
-    def _place(self, request: StageRequest, stop: int, spans: list[RowSpan], placed: list[StageRequest]) -> None:
+    def _place(
+        self, request: StageRequest, stop: int, spans: list[RowSpan], placed: list[StageRequest]
+    ) -> None:
         """Puts a request's rows up to `stop` into the batch, or as many of them as get blocks."""
         if request.state is not State.RUNNING:
             return  # preempted for a more urgent one in this very pass
@@ -335,11 +362,18 @@ class Scheduler:
             request.proven = True
         published: tuple[Published, ...] = ()
         next_full = (request.published + 1) * self._size
-        if request.proven and next_full <= span.stop and next_full <= request.keyable and self.config.prefix_cache:
+        if (
+            request.proven
+            and next_full <= span.stop
+            and next_full <= request.keyable
+            and self.config.prefix_cache
+        ):
             published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
             self._table.end(request, reason)
-        return Outcome(request, index, confirmed, token if span.samples else None, reason, published)
+        return Outcome(
+            request, index, confirmed, token if span.samples else None, reason, published
+        )
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
         confirmed = request.cursor.confirm(0)  # nothing new
@@ -357,17 +391,24 @@ class Scheduler:
             raise Invalid("the prompt is empty", param="prompt")
         if prompt + max_new > self.config.max_context:
             limit = self.config.max_context
-            raise TooLong(f"{prompt} tokens of prompt and {max_new} of answer exceed the context of {limit} tokens")
+            raise TooLong(
+                f"{prompt} tokens of prompt and {max_new} of answer exceed the context of {limit} "
+                f"tokens"
+            )
         if self._table.allocation.num_blocks(prompt + max_new - 1) > self.config.num_blocks:
-            raise Invalid(f"{prompt + max_new} tokens can never fit this stage's {self.config.num_blocks} KV blocks")
+            raise Invalid(
+                f"{prompt + max_new} tokens can never fit this stage's {self.config.num_blocks} KV "
+                f"blocks"
+            )
         return ids
 
     def _close_prompt(self, request: StageRequest) -> None:
         cursor = request.cursor
         request.closed = True
         if cursor.filled == cursor.known:
-            # All rows ran before anyone knew that the last of them should sample: it runs again. What of them is
-            # still in flight is given up and runs again too, so that no block is written by two steps at once.
+            # All rows ran before anyone knew that the last of them should sample: it runs again.
+            # What of them is still in flight is given up and runs again too, so that no block is
+            # written by two steps at once.
             request.epoch += 1
             cursor.recall()
             cursor.vacate(cursor.known - 1)

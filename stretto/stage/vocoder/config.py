@@ -10,17 +10,26 @@ class CodecConfig:
     slots: int = 128  # streams at once
     max_waiting: int = 256  # announced streams without a slot
     max_pending: int = 4096  # frames that one stream may have waiting
-    frame_sizes: tuple[int, ...] = (1, 2, 4, 8)  # frames per step; packets grow to no more by default
+    frame_sizes: tuple[int, ...] = (
+        1,
+        2,
+        4,
+        8,
+    )  # frames per step; packets grow to no more by default
     stream_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)  # streams per step
     overlap_depth: int = 2
-    max_cells: int = 256  # streams x frames of a step (unless it is of one frame): larger ones save nothing more
+    max_cells: int = (
+        256  # streams x frames of a step (unless it is of one frame): larger ones save nothing more
+    )
     urgent_s: float = 0.1  # a stream that runs dry within this time goes before others
     primers: int = 32  # states behind primers that are kept
-    spare_cells: int = 0  # streams x frames by which a step may be padded to a size that there is already
+    spare_cells: int = (
+        0  # streams x frames by which a step may be padded to a size that there is already
+    )
 
     def sizes_for(self, streams: int) -> tuple[int, ...]:
-        """Frames per step that steps of so many streams come in, smallest first. The smallest is never padded: it is a
-        stream's first packet."""
+        """Frames per step that steps of so many streams come in, smallest first. The smallest is
+        never padded: it is a stream's first packet."""
         first, *more = sorted(self.frame_sizes)
         kept: list[int] = []
         for frames in reversed([f for f in more if f * streams <= self.max_cells]):
@@ -34,8 +43,9 @@ class CodecConfig:
         return [(streams, frames) for streams in widths for frames in self.sizes_for(streams)]
 
     def captured(self) -> CodecConfig:
-        """The same in fewer shapes, for steps that are captured. Each shape costs a second or more at start, as the
-        library tries its convolutions anew. On an H200 a captured step takes about 0.6 ms and 0.016 ms more per stream
-        and frame: 48 of them are 0.8 ms, of the 160 ms or more that a packet to be padded plays. On a CPU, where a step
-        takes as long as its cells, padding would not be cheap."""
+        """The same in fewer shapes, for steps that are captured. Each shape costs a second or more
+        at start, as the library tries its convolutions anew. On an H200 a captured step takes about
+        0.6 ms and 0.016 ms more per stream and frame: 48 of them are 0.8 ms, of the 160 ms or more
+        that a packet to be padded plays. On a CPU, where a step takes as long as its cells, padding
+        would not be cheap."""
         return replace(self, stream_sizes=(1, 8, 16, 32, 64, 128), spare_cells=48)

@@ -1,12 +1,13 @@
 """The core of a vocoder's stage: codec frames in, samples out, many streams in step.
 
-There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first frame to its last
-sample; frames that arrive wait in a bounded queue. Each step takes the waiting frames of all streams that have some
-(up to a captured size, the most urgent streams deciding), runs these streams alone, and copies the samples to the host
-behind it. All methods belong to the loop thread, and none waits.
+There are no blocks and no tokens here. A stream holds a slot of the vocoder's state from its first
+frame to its last sample; frames that arrive wait in a bounded queue. Each step takes the waiting
+frames of all streams that have some (up to a captured size, the most urgent streams deciding), runs
+these streams alone, and copies the samples to the host behind it. All methods belong to the loop
+thread, and none waits.
 
-Streams that have not sounded yet, or will soon run dry, do not wait for those that have much in hand: they get a step
-of just their size, and no step is so large that the next would be late."""
+Streams that have not sounded yet, or will soon run dry, do not wait for those that have much in
+hand: they get a step of just their size, and no step is so large that the next would be late."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class CodecStep:
     ended_ns: int = 0
 
     def end(self) -> None:
-        """The device is done with it. Called by whoever learns of it first, also on another thread."""
+        """The device is done with it. Called by whoever learns of it first, also on another
+        thread."""
         self.ended_ns = self.ended_ns or time.perf_counter_ns()
 
     @property
@@ -85,7 +87,9 @@ class VocoderCore:
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
         self.stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":  # the listener waits for this stage: its kernels go before all others
+        if (
+            self.device.type == "cuda"
+        ):  # the listener waits for this stage: its kernels go before all others
             self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.stats = CodecStats()
@@ -96,15 +100,19 @@ class VocoderCore:
         self._outputs: list[AudioOutput] = []  # that `poll` returns next
         self._arrivals = 0
         self.primers = Primers(self.state, c.primers)
-        self._sizes = {streams: c.sizes_for(streams) for streams, _ in c.shapes()}  # by number, the smallest first
+        self._sizes = {
+            streams: c.sizes_for(streams) for streams, _ in c.shapes()
+        }  # by number, the smallest first
         self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._staging = Staging(c, model.config.num_quantizers, model.config.samples_per_frame, self.device)
+        self._staging = Staging(
+            c, model.config.num_quantizers, model.config.samples_per_frame, self.device
+        )
 
     # -- streams
 
     def open(self, id: RequestId, primer: Primer | None = None) -> None:
-        """Announce a stream. It gets a slot when its first frames are there (or its primer is to be heard) and a slot
-        is free."""
+        """Announce a stream. It gets a slot when its first frames are there (or its primer is to be
+        heard) and a slot is free."""
         if id in self._streams:
             raise Bug(f"stream {id} opened twice")
         if len(self._slots.waiting) >= self.config.max_waiting:
@@ -120,15 +128,18 @@ class VocoderCore:
         return self.config.max_pending - self._stream(id).num_pending
 
     def push(self, id: RequestId, codes: torch.Tensor, last: Reason | None = None) -> None:
-        """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with it. They are
-        best on the host: a step takes the frames of all its streams to the device in one copy."""
+        """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with
+        it. They are best on the host: a step takes the frames of all its streams to the device in
+        one copy."""
         stream = self._stream(id)
         if stream.ended is not None:
             raise Bug(f"stream {id}: frames after its end")
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            stream.add(codes.cpu().numpy().astype(np.int64))  # a copy: the sender's memory goes back
+            stream.add(
+                codes.cpu().numpy().astype(np.int64)
+            )  # a copy: the sender's memory goes back
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
             self._pass_on(stream, NOTHING, stream.done, last)
@@ -181,8 +192,9 @@ class VocoderCore:
         return outputs
 
     def launch(self) -> bool:
-        """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one was launched. On a
-        CPU the launch is the work, so that `poll` returns what came of it at once."""
+        """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one
+        was launched. On a CPU the launch is the work, so that `poll` returns what came of it at
+        once."""
         if len(self._steps) >= self.config.overlap_depth:
             return False
         start = time.perf_counter_ns()
@@ -204,7 +216,11 @@ class VocoderCore:
         begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
         self._free_ns = step.ended_ns
         self.stats.device.observe((step.ended_ns - begun) / 1e9)
-        name = f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames" if self.recorder.trace else ""
+        name = (
+            f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames"
+            if self.recorder.trace
+            else ""
+        )
         self.recorder.span(self.name, name, begun, step.ended_ns)
 
     def schedule(self) -> list[tuple[Stream, int]]:
@@ -218,12 +234,17 @@ class VocoderCore:
             return []
         dry = self.clock() + self.config.urgent_s
         urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
-        # A first packet goes out in the smallest step that holds it; then come those that are about to run dry.
-        most = max(s.num_ready for s in ([s for s in urgent if s.deadline is None] or urgent or ready))
+        # A first packet goes out in the smallest step that holds it; then come those that are about
+        # to run dry.
+        most = max(
+            s.num_ready for s in ([s for s in urgent if s.deadline is None] or urgent or ready)
+        )
         size = next((f for f in self.config.frame_sizes if f >= most), self.config.frame_sizes[-1])
         chosen = ready
         if urgent:
-            chosen = [s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry]
+            chosen = [
+                s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry
+            ]
         size = self._num_frames(self._num_streams(len(chosen)), size)
         return [(s, min(s.num_ready, size)) for s in chosen]
 
@@ -256,7 +277,9 @@ class VocoderCore:
                     if before < stream.primed == before + n:
                         self.primers.keep(stream)
             except RuntimeError as e:
-                step = CodecStep(taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}"))
+                step = CodecStep(
+                    taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}")
+                )
         self._steps.append(step)
         self.stats.steps += 1
         self.stats.frames += sum(n for _, n in parts)
@@ -293,13 +316,16 @@ class VocoderCore:
             else:
                 self._take_samples(stream, before, n, wav[i])
 
-    def _take_samples(self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]) -> None:
+    def _take_samples(
+        self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]
+    ) -> None:
         """Of a step that took `n` frames of a stream behind `before` others."""
         stream.done = before + n
         last = stream.ended is not None and not stream.num_pending and not stream.in_flight
         if before >= stream.primed:
             span = self.model.valid(before, n)
-            # Copied: the step's buffer is shared by all streams and must not be kept alive by a slow reader.
+            # Copied: the step's buffer is shared by all streams and must not be kept alive by a
+            # slow reader.
             samples = wav[span.start : span.stop].copy()
             self._pass_on(stream, samples, before, stream.ended if last else None)
         elif last:  # nothing came behind its primer
@@ -313,14 +339,17 @@ class VocoderCore:
         reason: Reason | None,
         error: StrettoError | None = None,
     ) -> None:
-        """Samples that begin behind the first `before` frames; with a reason, the last of the stream."""
+        """Samples that begin behind the first `before` frames; with a reason, the last of the
+        stream."""
         if reason is not None:
             del self._streams[stream.request]
             stream.gone = True
             self._slots.give_up(stream)
         unheard = self.model.num_samples(stream.primed) if stream.primed else 0
         start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
-        self._outputs.append(AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error))
+        self._outputs.append(
+            AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error)
+        )
 
     def _stream(self, id: RequestId) -> Stream:
         try:
@@ -341,10 +370,13 @@ class VocoderCore:
         self.graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
 
     def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """A step that is all padding, so that the state stays as it is: -> what it is given, its samples."""
+        """A step that is all padding, so that the state stays as it is: -> what it is given, its
+        samples."""
         streams, frames = shape
         given = torch.zeros(
-            numbers(streams, self.model.config.num_quantizers, frames), dtype=torch.int64, device=self.device
+            numbers(streams, self.model.config.num_quantizers, frames),
+            dtype=torch.int64,
+            device=self.device,
         )
         codes, counts, slots = split(given, streams, frames)
         slots.fill_(-1)

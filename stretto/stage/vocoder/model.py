@@ -30,8 +30,8 @@ class VocoderState(Protocol):
 
 
 class Vocoder(Protocol):
-    """A model that makes samples of frames, stream by stream. If its streams have primers (`codec/primers.py`), its
-    state has `save` and `load` too."""
+    """A model that makes samples of frames, stream by stream. If its streams have primers
+    (`codec/primers.py`), its state has `save` and `load` too."""
 
     @property
     def config(self) -> VocoderConfig: ...
@@ -40,13 +40,16 @@ class Vocoder(Protocol):
         """A `VocoderState` for `slots` streams, and steps of at most `max_frames`."""
         ...
 
-    def step(self, state: Any, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Push `lengths[i]` frames to the stream in slot `slots[i]` (-1: to none, and `lengths[i]` is 0); the samples
-        they give. `slots` has no other number twice."""
+    def step(
+        self, state: Any, codes: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Push `lengths[i]` frames to the stream in slot `slots[i]` (-1: to none, and `lengths[i]`
+        is 0); the samples they give. `slots` has no other number twice."""
         ...
 
     def valid(self, before: int, length: int) -> Span:
-        """Which of a step's samples are a stream's that had `before` frames and was given `length` more."""
+        """Which of a step's samples are a stream's that had `before` frames and was given `length`
+        more."""
         ...
 
     def num_samples(self, frames: int) -> int:

@@ -1,5 +1,5 @@
-"""What streams have heard before their first frame: a cloned voice's reference, say. Used by `stage.py`, on the loop
-thread, inside the stage's stream."""
+"""What streams have heard before their first frame: a cloned voice's reference, say. Used by
+`stage.py`, on the loop thread, inside the stage's stream."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Primer:
-    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder then remembers is
-    kept by `key`, for the next stream with the same."""
+    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder
+    then remembers is kept by `key`, for the next stream with the same."""
 
     key: bytes
     codes: npt.NDArray[np.int64]  # [n, 16]
 
 
 class Primers:
-    """The vocoder's `state` in the slots of streams that begin, and what is kept of it behind primers."""
+    """The vocoder's `state` in the slots of streams that begin, and what is kept of it behind
+    primers."""
 
     def __init__(self, state: Any, most: int) -> None:
         self._state, self.most = state, most

@@ -12,23 +12,28 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Staging:
-    """Host memory that steps read their frames from and write their samples to, pinned where there is a GPU. It goes
-    round: a place comes up again when the step that used it has long been retired."""
+    """Host memory that steps read their frames from and write their samples to, pinned where there
+    is a GPU. It goes round: a place comes up again when the step that used it has long been
+    retired."""
 
     def __init__(self, config: CodecConfig, groups: int, rate: int, device: torch.device) -> None:
         self._groups, self._pin = groups, device.type == "cuda"
         self._places = config.overlap_depth + 2
         frames = config.slots * max(config.frame_sizes)
         size = frames * groups + 2 * config.slots
-        self._in = [torch.zeros(size, dtype=torch.int64, pin_memory=self._pin) for _ in range(self._places)]
-        # At once: to pin so much takes milliseconds, and a stream's first packets would wait for that.
+        self._in = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=self._pin) for _ in range(self._places)
+        ]
+        # At once: to pin so much takes milliseconds, and a stream's first packets would wait for
+        # that.
         out = rate * max(streams * size for streams, size in config.shapes()) if self._pin else 0
         self._out = [torch.empty(out, pin_memory=self._pin) for _ in range(self._places)]
         self._turn = 0
 
     def inputs(self, streams: int, size: int) -> tuple[Numbers, Numbers, Numbers]:
-        """The next place: codes [streams, groups, size] to be filled in, counts [streams], all 0, and slots [streams],
-        all -1. (What older steps left in the codes is never used, and is always a valid index of a table.)"""
+        """The next place: codes [streams, groups, size] to be filled in, counts [streams], all 0,
+        and slots [streams], all -1. (What older steps left in the codes is never used, and is
+        always a valid index of a table.)"""
         self._turn = (self._turn + 1) % self._places
         codes, counts, slots = split(self.host(streams, size), streams, size)
         counts.zero_()
@@ -49,7 +54,14 @@ def numbers(streams: int, groups: int, size: int) -> int:
     return streams * (groups * size + 2)
 
 
-def split(given: torch.Tensor, streams: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [streams, groups, size], counts [streams] and slots [streams] in one piece of memory, as views."""
+def split(
+    given: torch.Tensor, streams: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [streams, groups, size], counts [streams] and slots [streams] in one piece of memory,
+    as views."""
     codes = given.numel() - 2 * streams
-    return given[:codes].view(streams, -1, size), given[codes : codes + streams], given[codes + streams :]
+    return (
+        given[:codes].view(streams, -1, size),
+        given[codes : codes + streams],
+        given[codes + streams :],
+    )

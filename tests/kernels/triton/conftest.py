@@ -1,6 +1,7 @@
 """Kernels run for real on a CUDA device, and in Triton's interpreter on the CPU elsewhere.
 
-The interpreter is chosen when a kernel is defined, so this must come before any of them is imported."""
+The interpreter is chosen when a kernel is defined, so this must come before any of them is
+imported."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ pytest.importorskip("triton")
 
 
 def _mend_interpreter() -> None:
-    """Three things it cannot do by itself. It keeps scalars as arrays of one element, which newer versions of numpy no
-    longer take for an int, so no loop's bounds could depend on an argument; it keeps bfloat16 as its bits, which a dot
-    would multiply as integers; and it cuts float32 to bfloat16 where the hardware rounds to nearest."""
+    """Three things it cannot do by itself. It keeps scalars as arrays of one element, which newer
+    versions of numpy no longer take for an int, so no loop's bounds could depend on an argument; it
+    keeps bfloat16 as its bits, which a dot would multiply as integers; and it cuts float32 to
+    bfloat16 where the hardware rounds to nearest."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -64,8 +66,8 @@ def device() -> torch.device:
 
 @pytest.fixture
 def narrow() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Weights [experts, outputs, inputs] as float8 with their scales. Rows differ much in size, so that a scale at
-    the wrong place shows, and one is all zeros."""
+    """Weights [experts, outputs, inputs] as float8 with their scales. Rows differ much in size, so
+    that a scale at the wrong place shows, and one is all zeros."""
 
     def narrowed(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sizes = 2.0 ** (torch.arange(wide.shape[1], device=wide.device) % 3)

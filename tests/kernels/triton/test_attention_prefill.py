@@ -18,7 +18,14 @@ def starts_of(spans: Spans, device: torch.device, empty: int = 0) -> torch.Tenso
 
 
 def paged(
-    spans: Spans, heads: int, kv_heads: int, dim: int, block: int, device: torch.device, dtype: torch.dtype, seed: int
+    spans: Spans,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, Paging]:
     g = torch.Generator().manual_seed(seed)
     needed = [-(-(start + n) // block) for start, n in spans]
@@ -73,15 +80,20 @@ UNEVEN = [(200, 1), (90, 3), (0, 9), (47, 20)]
 
 
 @pytest.mark.parametrize(
-    ("spans", "splits"), [(UNEVEN, 4), *((spans, splits) for spans in (*MIXES, UNEVEN, MANY) for splits in (2, 8))]
+    ("spans", "splits"),
+    [(UNEVEN, 4), *((spans, splits) for spans in (*MIXES, UNEVEN, MANY) for splits in (2, 8))],
 )
-def test_keys_in_splits_equal_the_plain_version(spans: Spans, splits: int, device: torch.device) -> None:
+def test_keys_in_splits_equal_the_plain_version(
+    spans: Spans, splits: int, device: torch.device
+) -> None:
     """Some tiles with one split and some with several; queries that see nothing of the last one."""
     q, cache, paging = paged(spans, 4, 2, 16, 16, device, torch.float32, seed=splits)
     launch = {"QUERIES": 8, "N": 16, "KEYS": 16, "SPLITS": splits}
     counters = torch.zeros(2 * len(q), dtype=torch.int32, device=device)
     for _ in range(2):
-        out = attend(q, cache, starts_of(spans, device), paging.lengths, paging.tables, launch, counters)
+        out = attend(
+            q, cache, starts_of(spans, device), paging.lengths, paging.tables, launch, counters
+        )
         close(out, expected(q, cache, paging), 1e-5)
         assert not counters.any()  # for the next call
 
@@ -101,23 +113,36 @@ def test_padding_changes_nothing_and_comes_out_as_zeros(splits: int, device: tor
     bad = torch.full((14, 8, 16), float("nan"), device=device)
     lengths = torch.cat((paging.lengths, torch.full((2,), 77, dtype=torch.int32, device=device)))
     tables = torch.cat((paging.tables, torch.zeros_like(paging.tables[:2])))
-    out = attend(torch.cat((q, bad)), cache, starts_of(spans, device, empty=2), lengths, tables, launch)
+    out = attend(
+        torch.cat((q, bad)), cache, starts_of(spans, device, empty=2), lengths, tables, launch
+    )
     assert torch.equal(out[: len(q)], alone)
     assert not out[len(q) :].any()
 
 
 def test_chunks_and_neighbours_do_not_matter(device: torch.device) -> None:
-    """A prompt in one pass, in chunks, and beside others: the same rows, up to the order of sums."""
+    """A prompt in one pass, in chunks, and beside others: the same rows, up to the order of
+    sums."""
     q, cache, paging = paged([(0, 50)], 4, 2, 16, 16, device, torch.float32, seed=5)
     whole = attend(q, cache, starts_of([(0, 50)], device), paging.lengths, paging.tables)
     parts = []
     for start, stop in ((0, 1), (1, 16), (16, 33), (33, 50)):
         length = torch.tensor([stop], dtype=torch.int32, device=device)
-        parts.append(attend(q[start:stop], cache, starts_of([(start, stop - start)], device), length, paging.tables))
+        parts.append(
+            attend(
+                q[start:stop],
+                cache,
+                starts_of([(start, stop - start)], device),
+                length,
+                paging.tables,
+            )
+        )
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=0)
     both = torch.cat((q[49:], q[16:33]))
     lengths = torch.tensor([50, 33], dtype=torch.int32, device=device)
-    mixed = attend(both, cache, starts_of([(49, 1), (16, 17)], device), lengths, paging.tables.repeat(2, 1))
+    mixed = attend(
+        both, cache, starts_of([(49, 1), (16, 17)], device), lengths, paging.tables.repeat(2, 1)
+    )
     torch.testing.assert_close(mixed, torch.cat((whole[49:], whole[16:33])), atol=1e-5, rtol=0)
 
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from stretto.layers import streaming
-from stretto.layers.streaming import CausalConv, Joint, OverlapUpConv, Push, Silence, Snake, Tail, residual
+from stretto.layers.streaming import (
+    CausalConv,
+    Joint,
+    OverlapUpConv,
+    Push,
+    Silence,
+    Snake,
+    Tail,
+    residual,
+)
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.weights import build
@@ -30,7 +39,8 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Layers are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
+    """Layers are the reference here, whatever is usable, and convolutions are not rounded to
+    TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if device.type == "cpu":  # the interpreter takes as long as there are programs
@@ -44,9 +54,12 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 class Behind:
-    """The next convolution: its activation, its tails with noise in them, and some rows before the beginning."""
+    """The next convolution: its activation, its tails with noise in them, and some rows before the
+    beginning."""
 
-    def __init__(self, slots: int, time: int, channels: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, slots: int, time: int, channels: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         act = Snake(channels)
         for i, p in enumerate(act.parameters()):
             p.data.copy_(noise(channels, seed=20 + i, scale=0.5))
@@ -62,7 +75,8 @@ class Behind:
         return Push([self.held], [self.ends])
 
     def check(self, x: torch.Tensor, buffer: torch.Tensor, held: torch.Tensor) -> None:
-        """Is `buffer` what the kernels' own join makes of x, to the bit, and did `held` become the tail?"""
+        """Is `buffer` what the kernels' own join makes of x, to the bit, and did `held` become the
+        tail?"""
         curve, wanted = self.joint.act.curve, self.held.clone()
         assert torch.equal(buffer, snakes.join(wanted, self.ends, x, curve, self.silence.rows))
         assert torch.equal(held, wanted)
@@ -72,7 +86,9 @@ class Behind:
 class Unit:
     """The layers of a residual unit, and inputs to its end."""
 
-    def __init__(self, channels: int, dilation: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, channels: int, dilation: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.act, self.conv = Snake(channels), CausalConv(channels, channels, 7, dilation)
         self.mix = CausalConv(channels, channels, 1)
         for i, layer in enumerate((self.act, self.conv, self.mix)):
@@ -90,7 +106,9 @@ class Unit:
 
     def wide(self) -> Unit:
         """The same weights in float64."""
-        other = Unit(self.mix.conv.bias.numel(), self.conv.dilation, self.mix.conv.bias.device, torch.float64)
+        other = Unit(
+            self.mix.conv.bias.numel(), self.conv.dilation, self.mix.conv.bias.device, torch.float64
+        )
         for mine, theirs in zip(self.layers(), other.layers(), strict=True):
             for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
                 q.data.copy_(p)
@@ -100,24 +118,41 @@ class Unit:
     def layers(self) -> tuple[torch.nn.Module, ...]:
         return self.act, self.conv, self.mix
 
-    def run(self, x: torch.Tensor, buffer: torch.Tensor, behind: Behind | None = None) -> torch.Tensor:
+    def run(
+        self, x: torch.Tensor, buffer: torch.Tensor, behind: Behind | None = None
+    ) -> torch.Tensor:
         behind = Behind(*x.shape, x.device, x.dtype) if behind is None else behind
         return residual(x, buffer, self.conv, self.act, self.mix, behind.push(), behind.joint)[0]
 
 
-def finish(unit: Unit, x: torch.Tensor, y: torch.Tensor, behind: Behind) -> tuple[torch.Tensor, torch.Tensor]:
+def finish(
+    unit: Unit, x: torch.Tensor, y: torch.Tensor, behind: Behind
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What follows on the convolution, by kernels."""
     shift, mix = unit.conv.conv.bias, unit.mix.conv
-    x, buffer = kernels.finish(x, y, shift, unit.act.curve, mix.weight[:, 0], mix.bias, behind.joint.after())
+    x, buffer = kernels.finish(
+        x, y, shift, unit.act.curve, mix.weight[:, 0], mix.bias, behind.joint.after()
+    )
     return x, buffer
 
 
 @BOTH
 @pytest.mark.parametrize(
     ("channels", "slots", "time"),
-    [(96, 1, 1), (96, 3, 43), (96, 1, 64), (192, 2, 33), (192, 1, 5), (384, 3, 31), (768, 1, 7), (128, 5, 13)],
+    [
+        (96, 1, 1),
+        (96, 3, 43),
+        (96, 1, 64),
+        (192, 2, 33),
+        (192, 1, 5),
+        (384, 3, 31),
+        (768, 1, 7),
+        (128, 5, 13),
+    ],
 )
-def test_the_end_of_a_unit(channels: int, slots: int, time: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_end_of_a_unit(
+    channels: int, slots: int, time: int, dtype: torch.dtype, device: torch.device
+) -> None:
     unit, behind = Unit(channels, 3, device, dtype), Behind(slots, time, channels, device, dtype)
     x, buffer = unit.inputs(slots, time)
     given = x.clone()
@@ -128,7 +163,9 @@ def test_the_end_of_a_unit(channels: int, slots: int, time: int, dtype: torch.dt
     if dtype == torch.float32:
         assert error(found, truth) < 1e-6
     else:
-        assert error(found, truth) < min(5e-3, error(unit.run(x, buffer), truth))  # closer than the plain way
+        assert error(found, truth) < min(
+            5e-3, error(unit.run(x, buffer), truth)
+        )  # closer than the plain way
     held = behind.held.clone()
     snakes.advance(held, behind.ends, after)
     behind.check(found, after, held)
@@ -138,11 +175,18 @@ def test_the_end_of_a_unit(channels: int, slots: int, time: int, dtype: torch.dt
 @pytest.mark.parametrize("tile", kernels.TILES, ids=lambda t: str(t.size))
 @pytest.mark.parametrize("rows", [1, 131])
 def test_products_in_tiles_of_every_size(
-    rows: int, tile: object, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    tile: object,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "pick", lambda rows, channels: tile)
     x, y = (noise(1, rows, 256, seed=i).to(device, dtype) for i in (1, 2))
-    weight, bias = noise(256, 256, seed=3, scale=1 / 16).to(device, dtype), noise(256, seed=4).to(device, dtype)
+    weight, bias = (
+        noise(256, 256, seed=3, scale=1 / 16).to(device, dtype),
+        noise(256, seed=4).to(device, dtype),
+    )
     truth = x.double() + bias.double() + y.double() @ weight.double().T
     behind = Behind(1, rows, 256, device, dtype)
     found, after = kernels.add_product(x, y, weight, bias, behind.joint.after())
@@ -162,12 +206,15 @@ def test_small_steps_get_small_tiles() -> None:
 def test_snake_of_a_shifted_input(shape: tuple[int, int, int], device: torch.device) -> None:
     act = Unit(shape[2], 1, device, torch.float32).act
     x, shift = noise(*shape, seed=5).to(device), noise(shape[2], seed=6).to(device)
-    torch.testing.assert_close(snakes.snake(x, act.curve, shift), snakes.snake(x + shift, act.curve), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        snakes.snake(x, act.curve, shift), snakes.snake(x + shift, act.curve), rtol=0, atol=1e-6
+    )
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("slots", "time", "outputs", "rate"), [(1, 1, 768, 8), (3, 5, 96, 3), (2, 33, 192, 4), (2, 34, 5, 3)]
+    ("slots", "time", "outputs", "rate"),
+    [(1, 1, 768, 8), (3, 5, 96, 3), (2, 33, 192, 4), (2, 34, 5, 3)],
 )
 def test_halves_add_up_to_the_very_bits(
     slots: int, time: int, outputs: int, rate: int, dtype: torch.dtype, device: torch.device
@@ -184,7 +231,8 @@ def test_halves_add_up_to_the_very_bits(
 
 @BOTH
 @pytest.mark.parametrize(
-    ("slots", "time", "channels", "dilation"), [(1, 1, 7, 1), (2, 33, 64, 3), (3, 16, 100, 9), (1, 5, 768, 1)]
+    ("slots", "time", "channels", "dilation"),
+    [(1, 1, 7, 1), (2, 33, 64, 3), (3, 16, 100, 9), (1, 5, 768, 1)],
 )
 def test_windows_are_the_rows_of_the_buffer(
     slots: int, time: int, channels: int, dilation: int, dtype: torch.dtype, device: torch.device
@@ -196,7 +244,8 @@ def test_windows_are_the_rows_of_the_buffer(
 
 @BOTH
 @pytest.mark.parametrize(
-    ("slots", "time", "channels", "dilation"), [(1, 1, 7, 1), (2, 129, 96, 1), (3, 16, 100, 3), (1, 7, 192, 9)]
+    ("slots", "time", "channels", "dilation"),
+    [(1, 1, 7, 1), (2, 129, 96, 1), (3, 16, 100, 3), (1, 7, 192, 9)],
 )
 def test_a_convolution_to_one_channel(
     slots: int, time: int, channels: int, dilation: int, dtype: torch.dtype, device: torch.device
@@ -208,13 +257,17 @@ def test_a_convolution_to_one_channel(
     conv.to(device, dtype)
     found = kernels.single(buffer, conv.conv.weight, conv.conv.bias, dilation)
     assert found.shape == (slots, time, 1)
-    assert error(found, conv.double()(buffer.double())) < 1e-6  # in bfloat16 too: nothing is rounded on the way
+    assert (
+        error(found, conv.double()(buffer.double())) < 1e-6
+    )  # in bfloat16 too: nothing is rounded on the way
 
 
 @BOTH
-def test_layers_choose_the_kernels(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what they choose equals the plain way, the moved tail too; channels that do not fit take the plain way's
-    end."""
+def test_layers_choose_the_kernels(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what they choose equals the plain way, the moved tail too; channels that do not fit take
+    the plain way's end."""
     up, last = OverlapUpConv(64, 96, 3), CausalConv(64, 1, 7)
     for i, p in enumerate([*up.parameters(), *last.parameters()]):
         p.data.copy_(noise(*p.shape, seed=30 + i, scale=0.1))
@@ -275,8 +328,12 @@ def test_streams_in_pieces_equal_one_decode_without_kernels(
 def test_a_step_in_bfloat16_is_no_further_from_the_truth_than_the_plain_way(
     vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of weights that are rounded for the truth, too. Over 96 samples: a few alone may fall either way."""
-    half, exact = (build(lambda: Code2Wav(vocoder.config), device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    """Of weights that are rounded for the truth, too. Over 96 samples: a few alone may fall either
+    way."""
+    half, exact = (
+        build(lambda: Code2Wav(vocoder.config), device, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     given, rounded = targets(vocoder, ""), targets(exact, "")
     for name, view in targets(half, "").items():
         view.copy_(given[name])
@@ -284,14 +341,18 @@ def test_a_step_in_bfloat16_is_no_further_from_the_truth_than_the_plain_way(
     half.prepare()
     exact.prepare()
     streams = [random_stream(vocoder, 4, i) for i in range(4)]
-    truth, plain = (torch.cat(play(m, m.state(4, 4), streams, [(4, [4] * 4)])) for m in (exact, half))
+    truth, plain = (
+        torch.cat(play(m, m.state(4, 4), streams, [(4, [4] * 4)])) for m in (exact, half)
+    )
     use_kernels(monkeypatch, device)
     found = torch.cat(play(half, half.state(4, 4), streams, [(4, [4] * 4)]))
     assert error(plain, truth) < 0.1
     assert error(found, truth) < error(plain, truth)
 
 
-def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_slot_keeps_every_bit(
+    vocoder: Code2Wav, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = vocoder.state(2, 1)
     state.tails.copy_(noise(*state.tails.shape, seed=1))
     state.frames.fill_(5)
@@ -305,10 +366,14 @@ def test_an_idle_slot_keeps_every_bit(vocoder: Code2Wav, device: torch.device, m
 @pytest.mark.gpu
 @pytest.mark.parametrize(("channels", "rows"), [(768, 32), (384, 160), (192, 640), (96, 1920)])
 @pytest.mark.parametrize(("slots", "frames"), [(1, 1), (8, 1), (3, 8), (32, 4)])
-def test_real_sizes(slots: int, frames: int, channels: int, rows: int, device: torch.device) -> None:
+def test_real_sizes(
+    slots: int, frames: int, channels: int, rows: int, device: torch.device
+) -> None:
     """The end of a unit in bfloat16, each row against the truth, and the same bits twice."""
     unit = Unit(channels, 1, device, torch.bfloat16)
-    x, y = (noise(slots, frames * rows, channels, seed=i).to(device, torch.bfloat16) for i in (1, 2))
+    x, y = (
+        noise(slots, frames * rows, channels, seed=i).to(device, torch.bfloat16) for i in (1, 2)
+    )
     behind = Behind(*x.shape, device, torch.bfloat16)
     found, after = finish(unit, x, y, behind)
     exact = unit.wide()

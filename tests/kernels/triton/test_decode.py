@@ -1,4 +1,5 @@
-"""Decode kernels against the plain versions: projections, experts, attention. Fresh random inputs, relative error."""
+"""Decode kernels against the plain versions: projections, experts, attention. Fresh random inputs,
+relative error."""
 
 from __future__ import annotations
 
@@ -94,8 +95,11 @@ def test_rows_on_their_way_into_a_norm(device: torch.device, dtype: torch.dtype,
 @both
 @pytest.mark.parametrize("rows", [2, 7, 17, 40])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, splits: int) -> None:
-    """The same chain with K cut into parts: twice, so that the counters must be zero again in between."""
+def test_products_in_parts(
+    device: torch.device, dtype: torch.dtype, rows: int, splits: int
+) -> None:
+    """The same chain with K cut into parts: twice, so that the counters must be zero again in
+    between."""
     r = Random(device, dtype, rows + splits)
     sizes = {"SPLITS": splits, "BN": 32, "BK": 16, "warps": 4, "stages": 2}
     one = {"SPLITS": 1, "BN": 16, "BK": 32, "warps": 4, "stages": 3}
@@ -111,7 +115,10 @@ def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, 
         assert error(normed_by(gained), normed) < ERROR[dtype]
         wanted = F.linear(normed.float(), v.float())
         for glu, want in ((False, wanted), (True, moe.swiglu(wanted))):
-            assert error(fast_linear.project(gained, v, glu=glu, counters=counters, tuned=one), want) < ERROR[dtype]
+            assert (
+                error(fast_linear.project(gained, v, glu=glu, counters=counters, tuned=one), want)
+                < ERROR[dtype]
+            )
         plain = fast_linear.project(y, w, counters=counters, tuned=sizes)
         assert error(plain, F.linear(y.float(), w.float())) < ERROR[dtype]
         apart = wide[:, :64]  # normalised by a kernel of its own first
@@ -122,7 +129,9 @@ def test_products_in_parts(device: torch.device, dtype: torch.dtype, rows: int, 
 
 
 @both
-def test_many_rows_of_widths_that_nobody_tuned_are_cut_into_parts(device: torch.device, dtype: torch.dtype) -> None:
+def test_many_rows_of_widths_that_nobody_tuned_are_cut_into_parts(
+    device: torch.device, dtype: torch.dtype
+) -> None:
     r = Random(device, dtype, 70)
     x, w, gain = r(70, 512), r(192, 512, scale=0.05), r.gain(512)
     counters = torch.zeros(fast_linear.COUNTERS, dtype=torch.int32, device=device)
@@ -156,17 +165,20 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def mixtures() -> Iterator[Any]:
-    """All of one row; of more, where a case takes seconds in the interpreter, each pair of two choices."""
+    """All of one row; of more, where a case takes seconds in the interpreter, each pair of two
+    choices."""
     for rows, kind, renorm, dtype in product(
         (1, 20, 40), ("alone", "shared", "float8"), (False, True), (torch.float32, torch.bfloat16)
     ):
         if rows == 1 or renorm == ((kind == "shared") ^ (rows == 40) ^ (dtype is torch.bfloat16)):
-            name = f"{'renorm' if renorm else 'raw'}-{kind}-{rows}-{'f32' if dtype is torch.float32 else 'bf16'}"
+            name = f"{'renorm' if renorm else 'raw'}-{kind}-{rows}-{'f32' if dtype is torch.float32 else 'bf16'}"  # noqa: E501
             yield pytest.param(rows, kind, renorm, dtype, id=name)
 
 
 @pytest.mark.parametrize(("rows", "kind", "renorm", "dtype"), mixtures())
-def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str, renorm: bool, narrow: Narrow) -> None:
+def test_mixture(
+    device: torch.device, dtype: torch.dtype, rows: int, kind: str, renorm: bool, narrow: Narrow
+) -> None:
     """At 40 rows with three experts of sixteen each, some experts have more rows than a tile."""
     shared = kind == "shared"
     r = Random(device, dtype, rows + 100)
@@ -188,7 +200,9 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
     x = r(rows, hidden)
     normed = rms_norm(x, w.gain, EPS)
     weights, ids = moe.route(F.linear(normed, w.router[:experts]), top_k, renorm)
-    wanted = moe.experts(normed.float(), w.gate_up.float(), w.down.float(), weights.float(), ids, w.scales)
+    wanted = moe.experts(
+        normed.float(), w.gate_up.float(), w.down.float(), weights.float(), ids, w.scales
+    )
     if shared:
         h = moe.swiglu(F.linear(normed.float(), w.shared_gate_up.float()))
         gate = torch.sigmoid(F.linear(normed.float(), w.router[experts:].float()))
@@ -213,10 +227,12 @@ def test_mixture(device: torch.device, dtype: torch.dtype, rows: int, kind: str,
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("shared", [False, True])
 def test_padding_goes_to_no_expert(device: torch.device, rows: int, shared: bool) -> None:
-    """Whatever it is: other rows have the very same results, and no expert is read that they do not go to."""
+    """Whatever it is: other rows have the very same results, and no expert is read that they do not
+    go to."""
     r = Random(device, torch.float32, rows)
     w = fast_experts.ExpertWeights(
-        r.gain(64), EPS, r(16 + shared, 64), r(16, 64, 64, scale=0.1), r(16, 64, 32, scale=0.1), top_k=3,
+        r.gain(64), EPS, r(16 + shared, 64), r(16, 64, 64, scale=0.1), r(16, 64, 32, scale=0.1),
+        top_k=3,
         norm_topk=True, shared_gate_up=r(64, 64, scale=0.1) if shared else None,
         shared_down=r(64, 32, scale=0.1) if shared else None,
     )  # fmt: skip
@@ -238,18 +254,30 @@ def test_padding_goes_to_no_expert(device: torch.device, rows: int, shared: bool
 
 @both
 @pytest.mark.parametrize("rows", [1, 3])
-def test_of_equal_logits_the_lower_number_goes_first(device: torch.device, dtype: torch.dtype, rows: int) -> None:
+def test_of_equal_logits_the_lower_number_goes_first(
+    device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
     r = Random(device, dtype, 8)
     x = r(rows, 64)
     router = torch.zeros(16, 64, device=device, dtype=dtype)
     router[5] = -0.0
     w = fast_experts.ExpertWeights(
-        r.gain(64), EPS, router, r(16, 64, 64, scale=0.1), r(16, 64, 32, scale=0.1), top_k=7, norm_topk=True
+        r.gain(64),
+        EPS,
+        router,
+        r(16, 64, 64, scale=0.1),
+        r(16, 64, 32, scale=0.1),
+        top_k=7,
+        norm_topk=True,
     )
     normed = rms_norm(x, w.gain, EPS)
     ids = torch.arange(7, device=device).expand(rows, -1)
     wanted = moe.experts(
-        normed.float(), w.gate_up.float(), w.down.float(), torch.full_like(ids, 1 / 7, dtype=torch.float32), ids
+        normed.float(),
+        w.gate_up.float(),
+        w.down.float(),
+        torch.full_like(ids, 1 / 7, dtype=torch.float32),
+        ids,
     )
     found = x.clone()
     if rows == 1:
@@ -262,10 +290,17 @@ def test_of_equal_logits_the_lower_number_goes_first(device: torch.device, dtype
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_that_are_no_numbers_stay_within_bounds(device: torch.device, rows: int) -> None:
-    """Addresses are made from what the router chose: it must choose experts that exist, whatever it was given."""
+    """Addresses are made from what the router chose: it must choose experts that exist, whatever it
+    was given."""
     r = Random(device, torch.bfloat16, 9)
     w = fast_experts.ExpertWeights(
-        r.gain(64), EPS, r(16, 64), r(16, 64, 64, scale=0.1), r(16, 64, 32, scale=0.1), top_k=3, norm_topk=True
+        r.gain(64),
+        EPS,
+        r(16, 64),
+        r(16, 64, 64, scale=0.1),
+        r(16, 64, 32, scale=0.1),
+        top_k=3,
+        norm_topk=True,
     )
     x = r(rows, 64)
     x[0] = float("nan")
@@ -288,7 +323,14 @@ def test_decode_attention(
     dim, size = 32, 16
     cache = KVCache(2, 40, kv_heads, size, dim, device, dtype)
     cache.data.copy_(r(*cache.data.shape))
-    lengths = [1, 2, 16, 17, 65, 150]  # first token, within a block, at its edges, over several tiles
+    lengths = [
+        1,
+        2,
+        16,
+        17,
+        65,
+        150,
+    ]  # first token, within a block, at its edges, over several tiles
     free = iter(range(1, 40))
     tables = [[next(free) for _ in range(-(-n // size))] for n in lengths]
     paging = cache.page([(table, n - 1, 1) for table, n in zip(tables, lengths, strict=True)])
@@ -299,18 +341,24 @@ def test_decode_attention(
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     copy = cache.data[1].clone()
-    q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+    q, k, v = (
+        t.unflatten(-1, (-1, dim))
+        for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    )
     q, k = rotate(rms_norm(q, q_gain, EPS), cos, sin), rotate(rms_norm(k, k_gain, EPS), cos, sin)
     write_kv(copy, k, v, paging.slots)
     wanted = paged_attention(q, copy, paging).flatten(1)
 
     counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
     found = fast_attention.decode(
-        qkv, (q_gain, k_gain, EPS), cos, sin, cache.data[1], paging.slots, paging.tables, paging.lengths, counters,
+        qkv, (q_gain, k_gain, EPS), cos, sin, cache.data[1], paging.slots, paging.tables,
+        paging.lengths, counters,
         heads, tuned={"BLOCK": 16, "SPLITS": splits, "warps": 4, "soon": soon},
     )  # fmt: skip
     assert error(found, wanted) < ERROR[dtype]
-    assert error(cache.data[1], copy) < ERROR[dtype] / 3  # the new keys and values, and nothing else
+    assert (
+        error(cache.data[1], copy) < ERROR[dtype] / 3
+    )  # the new keys and values, and nothing else
     assert not counters.any()
 
 
@@ -327,9 +375,17 @@ def test_frame_attention(device: torch.device, dtype: torch.dtype) -> None:
     for start, queries in [(0, 2), (2, 1), (3, 1), (4, 1)]:
         qkv = r(rows * queries, (heads + 2 * kv_heads) * dim)
         at = torch.arange(start, start + queries).repeat(rows).to(device)
-        q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
-        q, k = rotate(rms_norm(q, q_gain, EPS), cos[at], sin[at]), rotate(rms_norm(k, k_gain, EPS), cos[at], sin[at])
+        q, k, v = (
+            t.unflatten(-1, (-1, dim))
+            for t in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+        )
+        q, k = (
+            rotate(rms_norm(q, q_gain, EPS), cos[at], sin[at]),
+            rotate(rms_norm(k, k_gain, EPS), cos[at], sin[at]),
+        )
         wanted = FramePass(plain, rows, start, queries)(0, q, k, v).flatten(1)
-        found = fast_attention.frame(qkv, (q_gain, k_gain, EPS), cos, sin, ours.data[0], start, queries, heads)
+        found = fast_attention.frame(
+            qkv, (q_gain, k_gain, EPS), cos, sin, ours.data[0], start, queries, heads
+        )
         assert error(found, wanted) < ERROR[dtype]
     assert error(ours.data, plain.data) < ERROR[dtype]

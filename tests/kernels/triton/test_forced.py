@@ -1,5 +1,5 @@
-"""What the bfloat16 comparisons rely on: `tests.rows.Forced` sends rows to the experts it is given on every path, and
-changes nothing else; and the share of rows that are off is what counts."""
+"""What the bfloat16 comparisons rely on: `tests.rows.Forced` sends rows to the experts it is given
+on every path, and changes nothing else; and the share of rows that are off is what counts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ ROWS = 5
 
 def given(rows: int) -> list[torch.Tensor]:
     """Experts that no router chose."""
-    return [torch.tensor([[(3 * r + layer) % 8, (3 * r + layer + 4) % 8] for r in range(rows)]) for layer in range(2)]
+    return [
+        torch.tensor([[(3 * r + layer) % 8, (3 * r + layer + 4) % 8] for r in range(rows)])
+        for layer in range(2)
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 0], ids=["one row", "rows", "prompt"])
 @pytest.mark.parametrize("moe", [MOE, SHARED], ids=["alone", "shared"])
 @torch.inference_mode()
-def test_every_path_goes_to_the_given_experts(moe: MoeConfig, rows: int, device: torch.device) -> None:
+def test_every_path_goes_to_the_given_experts(
+    moe: MoeConfig, rows: int, device: torch.device
+) -> None:
     bed = Bed(config(moe, hidden=64), device, torch.float32, rows=3, length=16)
     bed.decoder.fused = None  # the plain way, whatever is usable here
     spans = [(row, 0, 1) for row in range(rows)] or [(0, 0, ROWS)]
@@ -43,7 +48,9 @@ def test_every_path_goes_to_the_given_experts(moe: MoeConfig, rows: int, device:
     forced.give(ids)
     with forced(), chosen() as found:
         want = bed.plain(spans)
-    assert [set(r.tolist()) for layer in found for r in layer] == [set(r.tolist()) for layer in ids for r in layer]
+    assert [set(r.tolist()) for layer in found for r in layer] == [
+        set(r.tolist()) for layer in ids for r in layer
+    ]
     forced.give(ids)
     with forced():
         got = fast()
@@ -55,7 +62,9 @@ def test_every_path_goes_to_the_given_experts(moe: MoeConfig, rows: int, device:
 @torch.inference_mode()
 def test_rows_in_parts(device: torch.device) -> None:
     bed = Bed(config(MOE, hidden=64), device, torch.float32, rows=1, length=16)
-    bed.decoder.fused = bed.decoder.host = None  # the layers for few rows on a CPU route by themselves
+    bed.decoder.fused = bed.decoder.host = (
+        None  # the layers for few rows on a CPU route by themselves
+    )
     ids = [i.to(device) for i in given(ROWS)]
     forced = Forced(2, ROWS, 8, device, in_parts=True)
     forced.give(ids)

@@ -26,7 +26,11 @@ linear = pytest.importorskip("stretto.kernels.triton.linear")
 
 DENSE = DecoderConfig(64, 64, 2, 4, 2, 32, 1e-6, 1e4, None, 256, 96, None)
 MOE = dataclasses.replace(
-    DENSE, num_kv_heads=1, mrope_section=(6, 5, 5), dense_size=None, moe=MoeConfig(8, 2, 32, True, None)
+    DENSE,
+    num_kv_heads=1,
+    mrope_section=(6, 5, 5),
+    dense_size=None,
+    moe=MoeConfig(8, 2, 32, True, None),
 )
 SHARED = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, 64))
 FLOAT8 = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, None, float8=True))
@@ -46,9 +50,13 @@ def close(found: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-4) -> boo
     return float((found.float() - wanted.float()).norm() / wanted.float().norm()) < limit
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE, SHARED, FLOAT8], ids=["dense", "moe", "shared", "float8"])
+@pytest.mark.parametrize(
+    "config", [DENSE, MOE, SHARED, FLOAT8], ids=["dense", "moe", "shared", "float8"]
+)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_layers_equal_the_plain_decoder(device: torch.device, config: DecoderConfig, rows: int) -> None:
+def test_layers_equal_the_plain_decoder(
+    device: torch.device, config: DecoderConfig, rows: int
+) -> None:
     assert fused.fits(config)
     decoder = build(lambda: Decoder(config), device, torch.float32)
     filled(decoder, device, rows)
@@ -89,7 +97,10 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
     state.tables.copy_(torch.randperm(30, generator=generator).view(5, 6))
     state.offset.copy_(torch.tensor([0.0, 3.0, -2.0, 100.0, 0.0]))
     words = torch.randn(50, 64, generator=generator).to(device)
-    rows, positions = torch.tensor([3, 0, 4], device=device), torch.tensor([0, 95, 16], device=device)
+    rows, positions = (
+        torch.tensor([3, 0, 4], device=device),
+        torch.tensor([0, 95, 16], device=device),
+    )
     values = torch.tensor([7, 49, 0], device=device)
     if summed:
         own = torch.randn(5, 64, generator=generator).to(device)
@@ -98,7 +109,9 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
         own = torch.tensor([1, 2, 3, 4, 5], device=device)
         x = words[own[rows]]
     assert decoder.rope.inv_freq is not None
-    begun = begin(rows, positions, values, words, own, state.tables, state.offset, decoder.rope.inv_freq, 16)
+    begun = begin(
+        rows, positions, values, words, own, state.tables, state.offset, decoder.rope.inv_freq, 16
+    )
     paging = state.decode_paging(rows, positions)
     cos, sin = decoder.rope((positions + state.offset[rows]).expand(3, -1), torch.float32)
     assert torch.equal(begun.x, x)
@@ -112,7 +125,9 @@ def test_begin_equals_the_plain_lookups(device: torch.device, summed: bool) -> N
     assert torch.allclose(begun.sin, sin, atol=1e-5)
 
 
-def test_a_padded_step_reads_no_expert_for_its_padding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padded_step_reads_no_expert_for_its_padding(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the other rows come out as without it."""
     generator = torch.Generator().manual_seed(6)
     decoder = build(lambda: Decoder(MOE), device, torch.float32)
@@ -134,11 +149,17 @@ def test_a_padded_step_reads_no_expert_for_its_padding(device: torch.device, mon
     own = torch.tensor([1, 2, 3, 4, 5], device=device)
     found = []
     for rows in ([2, 0], [2, 0, state.sink, state.sink]):
-        state.cache.data.copy_(torch.randn(state.cache.data.shape, generator=torch.Generator().manual_seed(7)))
+        state.cache.data.copy_(
+            torch.randn(state.cache.data.shape, generator=torch.Generator().manual_seed(7))
+        )
         at = torch.tensor(rows, device=device)
         positions = torch.where(at == state.sink, 0, 30)
         zeros = torch.zeros_like(at)
-        found.append(decoder.fused_step(at, positions, zeros, words, own, state.tables, state.offset, state.cache))
+        found.append(
+            decoder.fused_step(
+                at, positions, zeros, words, own, state.tables, state.offset, state.cache
+            )
+        )
     few, many = tables[: len(tables) // 2], tables[len(tables) // 2 :]
     assert all((t[:, 2:] == -1).all() for t in many)
     assert all(torch.equal(t[:, :2], alone) for t, alone in zip(many, few, strict=True))
@@ -161,8 +182,12 @@ def omni_talker(config: OmniConfig, device: torch.device) -> FrameTalker:
 
 def projecting_talker(device: torch.device) -> FrameTalker:
     """Whose predictor is narrower than itself, as that of Qwen3-TTS's larger size."""
-    wide = dataclasses.replace(DENSE, hidden_size=128, head_dim=16, vocab_size=1100, mrope_section=(3, 3, 2))
-    frames = FrameConfig(wide, dataclasses.replace(DENSE, head_dim=16), 4, bos=80, eos=90, text_end=1, text_pad=2)
+    wide = dataclasses.replace(
+        DENSE, hidden_size=128, head_dim=16, vocab_size=1100, mrope_section=(3, 3, 2)
+    )
+    frames = FrameConfig(
+        wide, dataclasses.replace(DENSE, head_dim=16), 4, bos=80, eos=90, text_end=1, text_pad=2
+    )
     model = build(lambda: FrameTalker(frames, TalkerModel(wide)), device, torch.float32)
     filled(model, device, 1)
     assert model.code_predictor.small_to_mtp_projection is not None
@@ -173,7 +198,11 @@ def projecting_talker(device: torch.device) -> FrameTalker:
 @pytest.mark.parametrize("kind", ["alike", "projected"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_frame_equals_the_plain_talker(
-    device: torch.device, tiny_config: OmniConfig, batch: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    tiny_config: OmniConfig,
+    batch: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All codes, greedy and drawn, and the sum of their embeddings."""
     model = omni_talker(tiny_config, device) if kind == "alike" else projecting_talker(device)
@@ -187,22 +216,37 @@ def test_a_frame_of_many_rows_takes_its_first_two_positions_apart(
     check_frame(device, projecting_talker(device), 3, monkeypatch)
 
 
-def check_frame(device: torch.device, model: FrameTalker, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_frame(
+    device: torch.device, model: FrameTalker, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device.type == "cpu":  # the interpreter takes its time for each program: a few large ones
         defaults = linear.matrix_defaults
-        monkeypatch.setattr(linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128})
+        monkeypatch.setattr(
+            linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128}
+        )
     from stretto.kernels.triton.sampling import Columns
     from stretto.models.speech.fused_frame import FusedFrame
 
     c = model.frames.decoder
     assert fused.fits(model.frames.predictor)
     assert fused.fits(c)
-    hidden = torch.randn(batch, c.hidden_size, generator=torch.Generator().manual_seed(batch)).to(device)
+    hidden = torch.randn(batch, c.hidden_size, generator=torch.Generator().manual_seed(batch)).to(
+        device
+    )
     at = [2, 0, 1][:batch]  # rows of the persistent state
-    picks = [SamplingParams(temperature=0.0), SamplingParams(0.9, top_k=5, seed=3), SamplingParams(1.0, seed=4)]
+    picks = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(0.9, top_k=5, seed=3),
+        SamplingParams(1.0, seed=4),
+    ]
     params = SamplingRows.of([picks[i] for i in range(batch)], device)
     positions = torch.tensor([7, 11, 30][:batch], device=device)
-    rows = FrameRows(params, params, positions + 1, torch.zeros(batch, c.vocab_size, dtype=torch.bool, device=device))
+    rows = FrameRows(
+        params,
+        params,
+        positions + 1,
+        torch.zeros(batch, c.vocab_size, dtype=torch.bool, device=device),
+    )
     wanted = model.frame(hidden, rows, model.frame_cache(4))
 
     floats = torch.ones(3, 4, device=device)
@@ -219,17 +263,26 @@ def check_frame(device: torch.device, model: FrameTalker, batch: int, monkeypatc
     place, pair = frame.places(batch)
     pair.fill_(float("nan"))
     place.copy_(hidden)
-    codes = frame(place, pair, torch.tensor(at, device=device), positions, model.frame_cache(4), total)
+    codes = frame(
+        place, pair, torch.tensor(at, device=device), positions, model.frame_cache(4), total
+    )
     assert codes.tolist() == wanted.codes.tolist()
     assert close(total[at], wanted.embedding)
-    assert [seen[row].nonzero().flatten().tolist() for row in at] == [[c] for c in codes[:, 0].tolist()]
+    assert [seen[row].nonzero().flatten().tolist() for row in at] == [
+        [c] for c in codes[:, 0].tolist()
+    ]
 
 
-def test_a_lane_steps_as_the_plain_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole step of rows of persistent state, with a projecting predictor; and a pick behind a plain pass."""
+def test_a_lane_steps_as_the_plain_one(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole step of rows of persistent state, with a projecting predictor; and a pick behind a
+    plain pass."""
     if device.type == "cpu":
         defaults = linear.matrix_defaults
-        monkeypatch.setattr(linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128})
+        monkeypatch.setattr(
+            linear, "matrix_defaults", lambda *sizes: defaults(*sizes) | {"BN": 128}
+        )
     model = projecting_talker(device)
     model.text_table = torch.randn(8, 128, generator=torch.Generator().manual_seed(2)).to(device)
     model.model.fused = model.code_predictor.model.fused = None
@@ -255,6 +308,9 @@ def test_a_lane_steps_as_the_plain_one(device: torch.device, monkeypatch: pytest
     hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(4)).to(device)
     for adapter in (plain, fast):
         adapter.rows.seen.zero_()
-    again = [adapter.pick(rows, positions + 1, hidden, How(True, True)).tokens for adapter in (plain, fast)]
+    again = [
+        adapter.pick(rows, positions + 1, hidden, How(True, True)).tokens
+        for adapter in (plain, fast)
+    ]
     assert again[0].tolist() == again[1].tolist()
     assert close(fast.embedding, plain.embedding)

@@ -21,7 +21,9 @@ def close(a: torch.Tensor, b: torch.Tensor, limit: float) -> None:
     assert error < limit, f"relative error {error}"
 
 
-def logits_for(kind: str, rows: int, experts: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def logits_for(
+    kind: str, rows: int, experts: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     """Router logits without ties. `one`: all rows agree; `few`: some experts get nothing."""
     g = torch.Generator().manual_seed(rows)
     steps = torch.stack([torch.randperm(experts, generator=g) for _ in range(rows)]).float() / 8
@@ -35,7 +37,12 @@ def logits_for(kind: str, rows: int, experts: int, device: torch.device, dtype: 
 @pytest.mark.parametrize("kind", ["all", "one", "few"])
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 8, 2), (50, 8, 6)])
 def test_routing_and_sorting(
-    kind: str, rows: int, experts: int, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    rows: int,
+    experts: int,
+    top_k: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grouped, "SCANS", (128, 128))  # several steps
     top_k = min(top_k, experts // 2) if kind == "few" else top_k
@@ -43,7 +50,9 @@ def test_routing_and_sorting(
     got = grouped.route(logits, top_k, True, scalar(rows, device))
     weights, ids = moe.route(logits, top_k, True)
     assert torch.equal(got.ids.long(), ids)
-    torch.testing.assert_close(got.weights, weights.float(), atol=4e-3, rtol=0)  # one step of bfloat16
+    torch.testing.assert_close(
+        got.weights, weights.float(), atol=4e-3, rtol=0
+    )  # one step of bfloat16
     flat = ids.reshape(-1)
     assert torch.equal(got.order.long(), flat.argsort(stable=True))
     assert torch.equal(got.order[got.places.long()].long(), torch.arange(len(flat), device=device))
@@ -70,8 +79,11 @@ def test_padding_rows_go_nowhere(device: torch.device) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole row", "one score"])
-def test_rows_that_are_no_numbers_have_their_places_too(device: torch.device, bad: float, whole: bool) -> None:
-    """Addresses are made from a row's places: none may be left as the memory was found. And it shows."""
+def test_rows_that_are_no_numbers_have_their_places_too(
+    device: torch.device, bad: float, whole: bool
+) -> None:
+    """Addresses are made from a row's places: none may be left as the memory was found. And it
+    shows."""
     logits = logits_for("all", 9, 8, device, torch.float32)
     fine = [0, 1, 2, 3, 5, 6, 7, 8]
     alone = grouped.route(logits[fine], 3, True, scalar(8, device))
@@ -92,13 +104,17 @@ LAUNCHES = [
 ]
 
 
-def weights_for(experts: int, hidden: int, size: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+def weights_for(
+    experts: int, hidden: int, size: int, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
     g = torch.Generator(device).manual_seed(size)
     shapes = ((experts, 2 * size, hidden), (experts, hidden, size))
     return [(torch.randn(s, generator=g, device=device) * s[-1] ** -0.5).to(dtype) for s in shapes]
 
 
-@pytest.mark.parametrize(("launch", "hidden", "size"), [(LAUNCHES[0], 48, 24), (LAUNCHES[1], 64, 32)])
+@pytest.mark.parametrize(
+    ("launch", "hidden", "size"), [(LAUNCHES[0], 48, 24), (LAUNCHES[1], 64, 32)]
+)
 @pytest.mark.parametrize("kind", ["all", "one", "few"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("float8", [False, True], ids=["wide", "float8"])
@@ -131,7 +147,8 @@ def test_experts_equal_the_plain_version(
 
 
 def test_experts_of_padded_rows(device: torch.device) -> None:
-    """Rows behind the last real one are never looked at, and the real ones come out the same bits."""
+    """Rows behind the last real one are never looked at, and the real ones come out the same
+    bits."""
     gate_up, down = weights_for(8, 64, 32, device, torch.float32)
     x = torch.randn(24, 64, generator=torch.Generator().manual_seed(2)).to(device)
     logits = logits_for("all", 24, 8, device, torch.float32)
@@ -149,12 +166,16 @@ REAL = [(128, 8, 2048, 768), (128, 6, 1024, 384)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("experts", "top_k", "hidden", "size"), REAL)
-def test_real_sizes(experts: int, top_k: int, hidden: int, size: int, device: torch.device, narrow: Narrow) -> None:
+def test_real_sizes(
+    experts: int, top_k: int, hidden: int, size: int, device: torch.device, narrow: Narrow
+) -> None:
     """Both ways of the product, at numbers of rows that take every default launch."""
     gate_up, down = weights_for(experts, hidden, size, device, torch.bfloat16)
     norm = torch.ones(hidden, device=device, dtype=torch.bfloat16)
     for rows in (2, 16, 100, 300, 512, 1000, 2500):
-        x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+        x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1)).to(
+            device, torch.bfloat16
+        )
         logits = logits_for("all", rows, experts, device, torch.float32)
         count = scalar(rows, device)
         routed = grouped.route(logits, top_k, True, count)
@@ -166,7 +187,14 @@ def test_real_sizes(experts: int, top_k: int, hidden: int, size: int, device: to
             total, _ = combine(torch.zeros_like(x), y, routed.weights, norm, 1e-6, count, places)
             close(total, want, 1e-2)
         (gate_up8, of_gate_up), (down8, of_down) = narrow(gate_up), narrow(down)
-        want = moe.experts(x, gate_up8.to(x.dtype), down8.to(x.dtype), weights.bfloat16(), ids, (of_gate_up, of_down))
+        want = moe.experts(
+            x,
+            gate_up8.to(x.dtype),
+            down8.to(x.dtype),
+            weights.bfloat16(),
+            ids,
+            (of_gate_up, of_down),
+        )
         y, _ = grouped.experts(x, gate_up8, down8, routed, (of_gate_up, of_down))
         total, _ = combine(torch.zeros_like(x), y, routed.weights, norm, 1e-6, count)
         close(total, want, 1e-2)

@@ -16,7 +16,9 @@ def test_the_kernel_adds_what_the_reference_does(device: torch.device, dtype: to
     size, most = 3000, 300
     counts = torch.tensor([0, 1, 300, 129, 0, 7], dtype=torch.int32)
     ids = torch.stack([torch.randperm(size, generator=draw)[:most] for _ in counts])
-    values = 10 * torch.randn(len(counts), most, generator=draw)  # those behind the count are of earlier requests
+    values = 10 * torch.randn(
+        len(counts), most, generator=draw
+    )  # those behind the count are of earlier requests
     rows = torch.tensor([5, 0, 3, 2])
     logits = torch.randn(len(rows), size, generator=draw).to(dtype)
     expected = logits.clone()
@@ -32,7 +34,9 @@ def test_the_kernel_adds_what_the_reference_does(device: torch.device, dtype: to
 @pytest.mark.parametrize("size", [70, 1920, 5000])
 def test_the_kernel_forbids_what_the_reference_does(device: torch.device, size: int) -> None:
     draw = torch.Generator().manual_seed(size)
-    bits = torch.randint(-(2**31), 2**31, (6, -(-size // 32)), generator=draw, dtype=torch.int64).to(torch.int32)
+    bits = torch.randint(
+        -(2**31), 2**31, (6, -(-size // 32)), generator=draw, dtype=torch.int64
+    ).to(torch.int32)
     masked = torch.tensor([True, False, True, False, False, True])
     rows = torch.tensor([5, 1, 0, 3])
     logits = torch.randn(4, size, generator=draw)
@@ -42,9 +46,13 @@ def test_the_kernel_forbids_what_the_reference_does(device: torch.device, size: 
     fast.mask_rows(ours, rows, masked, bits)
     assert torch.equal(plain, ours)
     for at, row in enumerate(rows.tolist()):
-        allowed = [bool(int(bits[row, t // 32]) >> t % 32 & 1) or not masked[row] for t in range(size)]
+        allowed = [
+            bool(int(bits[row, t // 32]) >> t % 32 & 1) or not masked[row] for t in range(size)
+        ]
         assert torch.equal(plain[at].isfinite().cpu(), torch.tensor(allowed))
-        assert torch.equal(plain[at][plain[at].isfinite()], logits[at][torch.tensor(allowed, device=device)])
+        assert torch.equal(
+            plain[at][plain[at].isfinite()], logits[at][torch.tensor(allowed, device=device)]
+        )
 
 
 @pytest.mark.parametrize("size", [70, 5000])

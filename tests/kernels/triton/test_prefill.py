@@ -30,7 +30,10 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 @BOTH
 @pytest.mark.parametrize("size", [64, 48])
 def test_add_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    x, add, weight = (rows_of(s, *n, device=device, dtype=dtype) for s, n in enumerate([(7, size), (7, size), (size,)]))
+    x, add, weight = (
+        rows_of(s, *n, device=device, dtype=dtype)
+        for s, n in enumerate([(7, size), (7, size), (size,)])
+    )
     x[5:], add[5:] = float("nan"), float("nan")
     total, normed = add_norm(x, add, weight, EPS, scalar(5, device))
     assert torch.equal(total[:5], x[:5] + add[:5])
@@ -45,7 +48,9 @@ def test_add_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
 
 @BOTH
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 16), (4, 2, 32), (6, 2, 16)])
-def test_norm_rope_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_norm_rope_and_write(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
     rows, real, block = 9, 7, 4
     qkv = rows_of(0, rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
     q_weight, k_weight = (rows_of(s, dim, device=device, dtype=dtype) for s in (1, 2))
@@ -55,7 +60,10 @@ def test_norm_rope_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.d
     before = rows_of(5, 2, 6, kv_heads, block, dim, device=device, dtype=dtype)
     cache, expected = before.clone(), before.clone()
     out = qkv_write(qkv, q_weight, k_weight, EPS, cos, sin, cache, slots, scalar(real, device))
-    q, k, v = (t.unflatten(-1, (-1, dim)) for t in qkv[:real].split([n * dim for n in (heads, kv_heads, kv_heads)], -1))
+    q, k, v = (
+        t.unflatten(-1, (-1, dim))
+        for t in qkv[:real].split([n * dim for n in (heads, kv_heads, kv_heads)], -1)
+    )
     close(out[:real], rotate(rms_norm(q, q_weight, EPS), cos[:real], sin[:real]))
     assert not out[real:].any()
     write_kv(expected, rotate(rms_norm(k, k_weight, EPS), cos[:real], sin[:real]), v, slots[:real])
@@ -66,7 +74,10 @@ def test_norm_rope_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.d
 @BOTH
 def test_swiglu_and_gate(dtype: torch.dtype, device: torch.device) -> None:
     both = rows_of(0, 6, 2 * 24, device=device, dtype=dtype)
-    x, weight = rows_of(1, 6, 48, device=device, dtype=dtype), rows_of(2, 1, 48, device=device, dtype=dtype)
+    x, weight = (
+        rows_of(1, 6, 48, device=device, dtype=dtype),
+        rows_of(2, 1, 48, device=device, dtype=dtype),
+    )
     both[4:], x[4:] = float("nan"), float("nan")
     h, gate = swiglu(both, scalar(4, device), x, weight)
     close(h[:4], plain_swiglu(both[:4]))
@@ -89,7 +100,10 @@ def test_combine(shared: bool, sorted_rows: bool, dtype: torch.dtype, device: to
     )
     weights = rows_of(2, rows, top_k, device=device, dtype=dtype)
     norm = rows_of(3, size, device=device, dtype=dtype)
-    extra, gate = rows_of(4, rows, size, device=device, dtype=dtype), rows_of(5, rows, device=device, dtype=dtype)
+    extra, gate = (
+        rows_of(4, rows, size, device=device, dtype=dtype),
+        rows_of(5, rows, device=device, dtype=dtype),
+    )
     x[real:], y[real * top_k :] = float("nan"), float("nan")
     mixed = (y.view(rows, top_k, size).float() * weights.float()[..., None]).sum(1).to(dtype)
     if shared:

@@ -1,4 +1,5 @@
-"""A decoder's pass with the fast kernels against the plain one, whole, in chunks, mixed and padded; and in graphs."""
+"""A decoder's pass with the fast kernels against the plain one, whole, in chunks, mixed and padded;
+and in graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ Span = tuple[int, int, int]  # row, start, stop
 
 
 def config(
-    moe: MoeConfig | None, hidden: int = 48, heads: int = 4, kv: int = 2, dim: int = 16, layers: int = 2
+    moe: MoeConfig | None,
+    hidden: int = 48,
+    heads: int = 4,
+    kv: int = 2,
+    dim: int = 16,
+    layers: int = 2,
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=8,
@@ -37,7 +43,9 @@ def config(
 
 MOE = MoeConfig(num_experts=8, top_k=2, expert_size=24, norm_topk=True, shared_size=None)
 SHARED = MoeConfig(num_experts=8, top_k=3, expert_size=32, norm_topk=True, shared_size=40)
-FLOAT8 = MoeConfig(num_experts=8, top_k=2, expert_size=32, norm_topk=True, shared_size=None, float8=True)
+FLOAT8 = MoeConfig(
+    num_experts=8, top_k=2, expert_size=32, norm_topk=True, shared_size=None, float8=True
+)
 
 
 def build(c: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Decoder:
@@ -51,7 +59,11 @@ def build(c: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int 
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5, generator=g)
         else:
-            p.data.copy_(torch.empty(p.shape, device=device, dtype=dtype).normal_(0, p.shape[-1] ** -0.5, generator=g))
+            p.data.copy_(
+                torch.empty(p.shape, device=device, dtype=dtype).normal_(
+                    0, p.shape[-1] ** -0.5, generator=g
+                )
+            )
         assert name
     for name, b in decoder.named_buffers():
         if name.endswith("_scale"):  # of float8 weights
@@ -64,7 +76,13 @@ class Bed:
     """A decoder, its cache with scattered tables, and rows of input by sequence."""
 
     def __init__(
-        self, c: DecoderConfig, device: torch.device, dtype: torch.dtype, rows: int, length: int, block: int = 8
+        self,
+        c: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: int,
+        length: int,
+        block: int = 8,
     ) -> None:
         self.decoder = build(c, device, dtype)
         width = -(-length // block)
@@ -103,11 +121,15 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("moe", [SHARED, None, FLOAT8])
-def test_equals_the_plain_pass_however_it_is_cut(moe: MoeConfig | None, device: torch.device) -> None:
+def test_equals_the_plain_pass_however_it_is_cut(
+    moe: MoeConfig | None, device: torch.device
+) -> None:
     bed = Bed(config(moe), device, torch.float32, rows=3, length=16)
     whole = {row: bed.plain([(row, 0, n)]) for row, n in enumerate((13, 5, 9))}
     kept = bed.cache.data.clone()
-    bed.cache.data[:, :, 1:].fill_(float("nan"))  # what the pass does not write itself, it must not read
+    bed.cache.data[:, :, 1:].fill_(
+        float("nan")
+    )  # what the pass does not write itself, it must not read
     got = [
         bed.fast([(0, 0, 8), (1, 0, 3)]),
         bed.fast([(1, 3, 4), (0, 8, 13), (2, 0, 8)]),
@@ -175,14 +197,19 @@ def test_padding_changes_nothing(device: torch.device) -> None:
 
 
 def test_the_pass_that_is_captured(device: torch.device) -> None:
-    """What a graph runs, over its static buffers, for two passes in a row of which the first leaves more behind."""
+    """What a graph runs, over its static buffers, for two passes in a row of which the first leaves
+    more behind."""
     bed = Bed(config(MOE), device, torch.float32, rows=3, length=24)
-    graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, accept_layer=1, sizes=(12,), max_sequences=4)
+    graphs = PrefillGraphs(
+        bed.decoder, bed.cache, bed.rows, accept_layer=1, sizes=(12,), max_sequences=4
+    )
     for spans in ([(0, 0, 6), (1, 0, 4)], [(1, 4, 5), (0, 6, 9)]):
         x, positions, paging = bed.inputs(spans)
         streams: list[torch.Tensor] = []
 
-        def after(layer: int, stream: torch.Tensor, streams: list[torch.Tensor] = streams) -> torch.Tensor:
+        def after(
+            layer: int, stream: torch.Tensor, streams: list[torch.Tensor] = streams
+        ) -> torch.Tensor:
             streams.append(stream)
             return stream
 
@@ -199,7 +226,9 @@ def test_the_pass_that_is_captured(device: torch.device) -> None:
 def test_accept_layers_at_both_ends(accept_layer: int, device: torch.device) -> None:
     """Before the first layer it is the input; after the last, the normed rows."""
     bed = Bed(config(None), device, torch.float32, rows=1, length=8)
-    graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, accept_layer, sizes=(4,), max_sequences=1)
+    graphs = PrefillGraphs(
+        bed.decoder, bed.cache, bed.rows, accept_layer, sizes=(4,), max_sequences=1
+    )
     x, positions, paging = bed.inputs([(0, 0, 3)])
     graphs.fill(x, positions, paging)
     hidden, accept = graphs.forward(4)
@@ -230,9 +259,9 @@ REAL: list[list[Span]] = [
 
 
 ROUNDING = 2e-2
-"""Of a row, three or four layers deep, in bfloat16 and with the same experts on both sides. In Triton's interpreter
-(three layers, widths 256 and 512) half of the rows were 0.007 off and 95 % within 0.009, and just as far from
-float32."""
+"""Of a row, three or four layers deep, in bfloat16 and with the same experts on both sides. In
+Triton's interpreter (three layers, widths 256 and 512) half of the rows were 0.007 off and 95 %
+within 0.009, and just as far from float32."""
 
 
 @pytest.mark.gpu
@@ -244,7 +273,9 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
     forced = Forced(c.num_layers, 768, c.moe.num_experts, device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    graphs = PrefillGraphs(bed.decoder, bed.cache, bed.rows, accept_layer=2, sizes=(16, 128, 256, 768), max_sequences=8)
+    graphs = PrefillGraphs(
+        bed.decoder, bed.cache, bed.rows, accept_layer=2, sizes=(16, 128, 256, 768), max_sequences=8
+    )
     with forced():
         graphs.capture(stream)
     with torch.cuda.stream(stream):
@@ -255,7 +286,9 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
             forced.give(ids)
             streams: list[torch.Tensor] = []
 
-            def after(layer: int, s: torch.Tensor, streams: list[torch.Tensor] = streams) -> torch.Tensor:
+            def after(
+                layer: int, s: torch.Tensor, streams: list[torch.Tensor] = streams
+            ) -> torch.Tensor:
                 streams.append(s)
                 return s
 
@@ -271,7 +304,12 @@ def test_real_widths_and_graphs(c: DecoderConfig, device: torch.device) -> None:
             check_rows(accept, streams[1], ROUNDING)
             again = graphs.run(x, positions, paging)
             assert again is not None
-        assert graphs.run(bed.x[0, :800], bed.positions[:, 0, :800], bed.rows.mixed_paging([(0, 0, 800)])) is None
+        assert (
+            graphs.run(
+                bed.x[0, :800], bed.positions[:, 0, :800], bed.rows.mixed_paging([(0, 0, 800)])
+            )
+            is None
+        )
     stream.synchronize()
 
 

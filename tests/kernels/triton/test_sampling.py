@@ -1,5 +1,6 @@
-"""The picks of the kernels are those of the reference, token for token: the noise is the same, so nothing is left to
-chance but the rounding of a sum at the very border of top_p, which no seeded case here sits on."""
+"""The picks of the kernels are those of the reference, token for token: the noise is the same, so
+nothing is left to chance but the rounding of a sum at the very border of top_p, which no seeded
+case here sits on."""
 
 from __future__ import annotations
 
@@ -49,10 +50,14 @@ class Case:
 
     def only(self, i: int) -> Case:
         one = slice(i, i + 1)
-        return replace(self, logits=self.logits[one], rows=self.rows[one], positions=self.positions[one])
+        return replace(
+            self, logits=self.logits[one], rows=self.rows[one], positions=self.positions[one]
+        )
 
 
-def case(params: list[SamplingParams], logits: torch.Tensor, seed: int, device: torch.device) -> Case:
+def case(
+    params: list[SamplingParams], logits: torch.Tensor, seed: int, device: torch.device
+) -> Case:
     rng = np.random.default_rng(seed)
     batch, size = logits.shape
     columns = SamplingColumns(ROWS, device)
@@ -74,7 +79,9 @@ def case(params: list[SamplingParams], logits: torch.Tensor, seed: int, device: 
     )
 
 
-def mixed(rng: np.random.Generator, size: int, batch: int, penalties: bool = True) -> list[SamplingParams]:
+def mixed(
+    rng: np.random.Generator, size: int, batch: int, penalties: bool = True
+) -> list[SamplingParams]:
     """Every kind of row: greedy, pure temperature, top_k, top_p, both."""
 
     def one() -> SamplingParams:
@@ -89,14 +96,18 @@ def mixed(rng: np.random.Generator, size: int, batch: int, penalties: bool = Tru
     return [one() for _ in range(batch)]
 
 
-def random_logits(batch: int, size: int, seed: int, dtype: torch.dtype, spread: float = 3.0) -> torch.Tensor:
+def random_logits(
+    batch: int, size: int, seed: int, dtype: torch.dtype, spread: float = 3.0
+) -> torch.Tensor:
     gen = torch.Generator().manual_seed(seed)
     return (torch.randn(batch, size, generator=gen) * spread).to(dtype)
 
 
-def ending_logits(batch: int, size: int, seed: int, dtype: torch.dtype, spread: float = 3.0) -> torch.Tensor:
-    """Random logits whose first row has its best one at END. The end token is a constant of the kernels: another one in
-    each case, and each would be compiled anew."""
+def ending_logits(
+    batch: int, size: int, seed: int, dtype: torch.dtype, spread: float = 3.0
+) -> torch.Tensor:
+    """Random logits whose first row has its best one at END. The end token is a constant of the
+    kernels: another one in each case, and each would be compiled anew."""
     logits = random_logits(batch, size, seed, dtype, spread)
     best = int(logits[0].argmax())
     logits[0, [END, best]] = logits[0, [best, END]]
@@ -136,7 +147,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_blocks")
 def test_text_is_the_references(device: torch.device, dtype: torch.dtype) -> None:
-    """Blocks of 256: some rows are decided among candidates, others (flat, or much of them kept) need all logits."""
+    """Blocks of 256: some rows are decided among candidates, others (flat, or much of them kept)
+    need all logits."""
     rng = np.random.default_rng(1)
     for seed in range(6 * MANY):
         size = [2000, 257, 1024][seed % 3]
@@ -154,7 +166,9 @@ def test_masked_text_is_the_references(device: torch.device) -> None:
         c.floor[:] = 0
         allowed = torch.zeros(3, size, dtype=torch.bool, device=device)
         for row in range(3):
-            allowed[row, torch.from_numpy(rng.choice(size, [1, 5, 40][row], replace=False)).to(device)] = True
+            allowed[
+                row, torch.from_numpy(rng.choice(size, [1, 5, 40][row], replace=False)).to(device)
+            ] = True
         c.logits.masked_fill_(~allowed, float("-inf"))
         got = check_text(c)
         assert all(allowed[i, t] for i, t in enumerate(got))
@@ -215,14 +229,18 @@ def test_bad_logits_give_no_token(device: torch.device, dtype: torch.dtype) -> N
     logits[2] = float("-inf")
     logits[3, :299] = float("-inf")  # one is left: fine
     logits[4] = float("nan")
-    params = [SamplingParams(temperature=t, top_k=k, top_p=0.9) for t in (0.0, 1.0) for k in (0, 3, 400)]
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=0.9) for t in (0.0, 1.0) for k in (0, 3, 400)
+    ]
     c = case(params, logits, 6, device)
     c.floor[:] = 0
     next = torch.full((ROWS,), -7, device=device)
     got = fast.pick_text(c.logits, c.rows, c.positions, c.params, c.answer, next).tolist()
     assert [t < 0 for t in got] == [True, True, True, False, True, False]
     assert got[3] == 299
-    assert ((next[c.rows] >= 0) & (next[c.rows] < 300)).all()  # the next step must be able to look it up
+    assert (
+        (next[c.rows] >= 0) & (next[c.rows] < 300)
+    ).all()  # the next step must be able to look it up
     out = frame_out(6, device)
     table, x = torch.ones(300, HIDDEN, device=device), torch.empty(6, HIDDEN, device=device)
     suppress = torch.zeros(300, dtype=torch.bool, device=device)
@@ -247,20 +265,27 @@ def test_code0_is_the_references(device: torch.device, dtype: torch.dtype) -> No
     rng = np.random.default_rng(7)
     for seed in range(4 * MANY):
         size = [300, 128][seed % 2]
-        params = [SamplingParams(0.9, 50, 1.0, 1.05), *mixed(rng, size, 3)]  # as the released talker draws, and others
+        params = [
+            SamplingParams(0.9, 50, 1.0, 1.05),
+            *mixed(rng, size, 3),
+        ]  # as the released talker draws, and others
         c = case(params, ending_logits(4, size, 50 + seed, dtype), seed, device)
         suppress = torch.zeros(size, dtype=torch.bool, device=device)
         suppress[-40:] = True
         suppress[c.end] = False
         c.logits[:, -1] = 30.0  # tempting, and forbidden
         rows = c.columns.pick(c.rows, ALWAYS)
-        want = sample(c.scores(), rows, (c.positions + 1) * GROUPS, seen=c.seen[c.rows], suppress=suppress)
+        want = sample(
+            c.scores(), rows, (c.positions + 1) * GROUPS, seen=c.seen[c.rows], suppress=suppress
+        )
         seen = c.seen.clone()
         seen[c.rows, want] = True
 
         table, out, answer = table_of(size, seed, device), frame_out(4, device), c.answer
         x = torch.full((4, 2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-        fast.pick_code0(c.logits, c.rows, c.positions, c.params, answer, suppress, table, x[:, 1], out)
+        fast.pick_code0(
+            c.logits, c.rows, c.positions, c.params, answer, suppress, table, x[:, 1], out
+        )
         assert out.codes[:, 0].tolist() == want.tolist()
         assert (out.codes[:, 1:] == -99).all()
         assert torch.equal(answer.seen, seen)
@@ -275,7 +300,12 @@ def test_residual_codes_are_the_references(device: torch.device, dtype: torch.dt
     rng = np.random.default_rng(8)
     size = 256
     for seed in range(MANY):
-        c = case([RESIDUAL, *mixed(rng, size, 1, penalties=False)], random_logits(2, size, seed, dtype), seed, device)
+        c = case(
+            [RESIDUAL, *mixed(rng, size, 1, penalties=False)],
+            random_logits(2, size, seed, dtype),
+            seed,
+            device,
+        )
         rows = c.columns.pick(c.rows, ALWAYS)
         out = frame_out(2, device)
         embedding = torch.full((ROWS, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
@@ -283,7 +313,9 @@ def test_residual_codes_are_the_references(device: torch.device, dtype: torch.dt
         out.total.copy_(first)
         total = first.float()
         for group in range(1, GROUPS):
-            logits = random_logits(2, size, 100 * seed + group, dtype, spread=1 + group / 4).to(device)
+            logits = random_logits(2, size, 100 * seed + group, dtype, spread=1 + group / 4).to(
+                device
+            )
             table = table_of(size, group, device)
             want = sample(logits, rows, (c.positions + 1) * GROUPS + group)
             total += table[want]
@@ -306,13 +338,16 @@ def test_more_tied_codes_than_a_shortlist_holds(device: torch.device, tied: int)
     places = torch.randperm(2048, generator=torch.Generator().manual_seed(tied))[:tied]
     logits[:, places] = 5.0
     params = [
-        SamplingParams(temperature=1.0, top_k=k, top_p=p, seed=3) for k, p in ((2, 1.0), (1, 0.5), (50, 0.8), (0, 0.02))
+        SamplingParams(temperature=1.0, top_k=k, top_p=p, seed=3)
+        for k, p in ((2, 1.0), (1, 0.5), (50, 0.8), (0, 0.02))
     ]
     c = case(params, logits, 11, device)
     out, x = frame_out(4, device), torch.empty(4, HIDDEN, dtype=torch.bfloat16, device=device)
     for group in range(1, 4):
         want = sample(c.logits, c.columns.pick(c.rows, ALWAYS), (c.positions + 1) * GROUPS + group)
-        fast.pick_residual(c.logits, c.rows, c.positions, c.params, group, table_of(2048, 1, device), x, out)
+        fast.pick_residual(
+            c.logits, c.rows, c.positions, c.params, group, table_of(2048, 1, device), x, out
+        )
         assert out.codes[:, group].tolist() == want.tolist()
     assert set(out.codes[:3, 1:4].flatten().tolist()) <= set(places.tolist())
     assert out.codes[:3, 1:4].unique().numel() > 5
@@ -338,8 +373,8 @@ def seed_with_largest_bits(index: int) -> int:
 
 
 def test_the_largest_bits_are_noise_like_any_other(device: torch.device) -> None:
-    """24 ones round up to 1, whose logarithm is no noise: a token that was dropped must not win by 0 / 0, and one that
-    was kept must win (it has the smallest noise of all)."""
+    """24 ones round up to 1, whose logarithm is no noise: a token that was dropped must not win by
+    0 / 0, and one that was kept must win (it has the smallest noise of all)."""
     index = 200
     p = SamplingParams(temperature=1.0, top_k=5, seed=seed_with_largest_bits(index))
     for value, wins in ((-10.0, False), (10.0, True)):
@@ -353,7 +388,8 @@ def test_the_largest_bits_are_noise_like_any_other(device: torch.device) -> None
 
 
 def steps(size: int, index: int, rank: int) -> torch.Tensor:
-    """Logits that fall in small even steps, in random order, with `index` at a rank (0: the best)."""
+    """Logits that fall in small even steps, in random order, with `index` at a rank (0: the
+    best)."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(size + rank))
     ranks = torch.empty(size, dtype=torch.int64).scatter_(0, order, torch.arange(size))
     there = int(order[rank])
@@ -364,14 +400,18 @@ def steps(size: int, index: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize(("size", "rank"), [(900, 0), (900, 19), (900, 300), (4200, 4100)])
 @pytest.mark.usefixtures("small_blocks")
 def test_the_borders_are_exact(device: torch.device, size: int, rank: int) -> None:
-    """A token whose noise beats all others is picked if it is the last to be kept, and not if it is the first to be
-    dropped; on every path, be it text or code."""
+    """A token whose noise beats all others is picked if it is the last to be kept, and not if it is
+    the first to be dropped; on every path, be it text or code."""
     index = 123
     logits = steps(size, index, rank).to(device)
     mass = (torch.arange(size) * -(2.0**-10)).double().softmax(0)
     middle = float(mass[:rank].sum() + mass[rank] / 2)
     kept = {"top_k": rank + 1}, {"top_p": middle}, {"top_k": rank + 1, "top_p": 0.999999}
-    dropped = {"top_k": rank}, {"top_p": middle - float(mass[rank])}, {"top_k": 0, "top_p": middle * 0.9}
+    dropped = (
+        {"top_k": rank},
+        {"top_p": middle - float(mass[rank])},
+        {"top_k": 0, "top_p": middle * 0.9},
+    )
     table, out = table_of(size, 0, device), frame_out(1, device)
     x = torch.empty(1, HIDDEN, dtype=torch.bfloat16, device=device)
     for wins, truncations in ((True, kept), (False, dropped if rank else ())):
@@ -386,10 +426,13 @@ def test_the_borders_are_exact(device: torch.device, size: int, rank: int) -> No
 
 
 def test_ties_are_dropped_in_order_across_a_whole_row(device: torch.device) -> None:
-    """Three values over more ids than are read at once: of those at the border, exactly the first ones go."""
+    """Three values over more ids than are read at once: of those at the border, exactly the first
+    ones go."""
     size, top_p = 9000, 0.8
     logits = torch.randint(0, 3, (2, size), generator=torch.Generator().manual_seed(12)).float()
-    c = case([SamplingParams(temperature=2.0, top_p=top_p, seed=s) for s in range(2)], logits, 12, device)
+    c = case(
+        [SamplingParams(temperature=2.0, top_p=top_p, seed=s) for s in range(2)], logits, 12, device
+    )
     c.seen[:] = False
     check_text(c)
     for row, seed in ((0, 0), (1, 1)):  # and the first to stay would have been picked
@@ -414,11 +457,20 @@ def test_real_sizes(device: torch.device) -> None:
     rng = np.random.default_rng(10)
     for seed in range(20):
         size = 152_064
-        check_text(case(mixed(rng, size, 8), ending_logits(8, size, seed, torch.bfloat16), seed, device))
+        check_text(
+            case(mixed(rng, size, 8), ending_logits(8, size, seed, torch.bfloat16), seed, device)
+        )
     for seed in range(20):
-        c = case([RESIDUAL, *mixed(rng, 2048, 7, False)], random_logits(8, 2048, seed, torch.bfloat16), seed, device)
+        c = case(
+            [RESIDUAL, *mixed(rng, 2048, 7, False)],
+            random_logits(8, 2048, seed, torch.bfloat16),
+            seed,
+            device,
+        )
         out = frame_out(8, device)
         x = torch.empty(8, HIDDEN, dtype=torch.bfloat16, device=device)
-        fast.pick_residual(c.logits, c.rows, c.positions, c.params, 4, table_of(2048, seed, device), x, out)
+        fast.pick_residual(
+            c.logits, c.rows, c.positions, c.params, 4, table_of(2048, seed, device), x, out
+        )
         want = sample(c.logits, c.columns.pick(c.rows, ALWAYS), (c.positions + 1) * GROUPS + 4)
         assert out.codes[:, 4].tolist() == want.tolist()

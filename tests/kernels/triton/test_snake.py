@@ -1,4 +1,5 @@
-"""The vocoder's activation and joins against plain PyTorch; a whole vocoder with them against one decode without."""
+"""The vocoder's activation and joins against plain PyTorch; a whole vocoder with them against one
+decode without."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from stretto.layers import streaming
 from stretto.layers.streaming import Push, Silence, Snake, Tail
 from stretto.models.speech import vocoder as vocoding
 from tests.kernels.triton import vocoders
-from tests.kernels.triton.vocoders import CONFIG, check_captured, play, random_codes, random_stream, small_vocoder
+from tests.kernels.triton.vocoders import (
+    CONFIG,
+    check_captured,
+    play,
+    random_codes,
+    random_stream,
+    small_vocoder,
+)
 
 kernels = pytest.importorskip("stretto.kernels.triton.snake")
 
@@ -32,13 +40,16 @@ def made(channels: int, device: torch.device, dtype: torch.dtype = torch.float32
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Snake` and `Push` are the reference here, whatever is usable, and convolutions are not rounded to TF32."""
+    """`Snake` and `Push` are the reference here, whatever is usable, and convolutions are not
+    rounded to TF32."""
     monkeypatch.setattr(streaming, "usable", lambda x: False)
     monkeypatch.setattr(vocoding, "usable", lambda x: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 33, 96), (3, 5, 7), (2, 31, 40), (1, 130, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 33, 96), (3, 5, 7), (2, 31, 40), (1, 130, 32)], ids=str
+)
 def test_snake_equals_the_reference(shape: tuple[int, int, int], device: torch.device) -> None:
     act, x = made(shape[2], device), noise(*shape, seed=1).to(device)
     torch.testing.assert_close(kernels.snake(x, act.curve), act(x), rtol=0, atol=1e-6)
@@ -51,7 +62,9 @@ def test_snake_of_all_phases(largest: float, device: torch.device) -> None:
     curve = torch.ones(2, 32, device=device)
     truth = x.double() + x.double().sin().square()
     error = (kernels.snake(x, curve).double() - truth).abs()
-    assert float((error - torch.finfo(torch.float32).eps * x.abs()).max()) < 5e-7  # but for the rounding of the sum
+    assert (
+        float((error - torch.finfo(torch.float32).eps * x.abs()).max()) < 5e-7
+    )  # but for the rounding of the sum
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -78,7 +91,9 @@ def test_bfloat16_is_closer_to_the_truth_than_the_plain_way(device: torch.device
     exact.prepare()
     x = noise(2, 40, 96, seed=3).to(device, torch.bfloat16)
     truth = exact(x.float())
-    ours, plain = (float((y.float() - truth).norm()) for y in (kernels.snake(x, half.curve), half(x)))
+    ours, plain = (
+        float((y.float() - truth).norm()) for y in (kernels.snake(x, half.curve), half(x))
+    )
     rounded = float((truth.bfloat16().float() - truth).norm())  # as close as bfloat16 can be
     assert ours < 1.001 * rounded
     assert plain > 1.5 * ours  # though most of either is the rounding of the result
@@ -88,7 +103,13 @@ class Held:
     """Tails of some slots, between others in one buffer, as in the vocoder's state."""
 
     def __init__(
-        self, slots: int, rows: int, channels: int, seed: int, dtype: torch.dtype, device: torch.device
+        self,
+        slots: int,
+        rows: int,
+        channels: int,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.flat = noise(slots, 16 + rows * channels + 5, seed=seed).to(device, dtype)
         self.tail = Tail(0, rows, channels, 1)
@@ -113,7 +134,13 @@ class Held:
     ],
 )
 def test_join_equals_the_reference(
-    rows: int, channels: int, time: int, shifts: list[int], way: str, dtype: torch.dtype, device: torch.device
+    rows: int,
+    channels: int,
+    time: int,
+    shifts: list[int],
+    way: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     slots = len(shifts)
     ours, reference = (Held(slots, rows, channels, 5, dtype, device) for _ in range(2))
@@ -122,10 +149,16 @@ def test_join_equals_the_reference(
     silence = Silence(torch.tensor([-40, 3, 20], device=device), 20) if way == "silent" else None
     push = ours.push(torch.tensor(shifts, device=device))
     given = x.clone()
-    wanted = reference.push(torch.tensor(shifts, device=device)).join(reference.tail, x, act, silence)
+    wanted = reference.push(torch.tensor(shifts, device=device)).join(
+        reference.tail, x, act, silence
+    )
     rest = ours.flat.clone()
     found = kernels.join(
-        ours.view, push.ends[0], x, None if act is None else act.curve, None if silence is None else silence.rows
+        ours.view,
+        push.ends[0],
+        x,
+        None if act is None else act.curve,
+        None if silence is None else silence.rows,
     )
     limit = 1e-6 if dtype == torch.float32 else (0.0 if way == "bare" else 0.2)
     torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
@@ -146,7 +179,10 @@ def test_joins_of_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "MANY_VALUES", 1)
     ours, reference = (Held(2, 18, 33, 7, torch.float32, device) for _ in range(2))
     x, act = noise(2, 300, 33, seed=8).to(device), made(33, device)
-    silence, shifts = Silence(torch.tensor([0, 140], device=device), 200), torch.tensor([300, 7], device=device)
+    silence, shifts = (
+        Silence(torch.tensor([0, 140], device=device), 200),
+        torch.tensor([300, 7], device=device),
+    )
     wanted = reference.push(shifts).join(reference.tail, x, act, silence)
     found = kernels.join(ours.view, ours.push(shifts).ends[0], x, act.curve, silence.rows)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
@@ -157,7 +193,10 @@ def test_joins_of_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatc
 def pieces() -> list[tuple[int, list[int]]]:
     """Random ones of two streams, of which the first begins late."""
     rng = random.Random(7)
-    return [(3, [0 if i < 2 else rng.choice((0, 1, 1, 2, 3)), rng.choice((0, 1, 1, 2, 3))]) for i in range(20)]
+    return [
+        (3, [0 if i < 2 else rng.choice((0, 1, 1, 2, 3)), rng.choice((0, 1, 1, 2, 3))])
+        for i in range(20)
+    ]
 
 
 def test_a_stream_in_pieces_equals_one_decode_without_kernels(
@@ -171,14 +210,18 @@ def test_a_stream_in_pieces_equals_one_decode_without_kernels(
     monkeypatch.setattr(streaming, "usable", lambda x: True)
     monkeypatch.setattr(Snake, "into", None)  # nobody takes the plain way
     found = play(model, state, streams, pieces())
-    assert [len(f) for f in found] == [model.num_samples(len(s)) for s in streams]  # all frames were played
+    assert [len(f) for f in found] == [
+        model.num_samples(len(s)) for s in streams
+    ]  # all frames were played
     for mine, wanted in zip(found, whole, strict=True):
         assert 0.01 < float(wanted.abs().max()) < 1.0
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
     torch.testing.assert_close(state.tails, slow.tails, rtol=0, atol=1e-5)
 
 
-def test_an_idle_slot_keeps_every_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_slot_keeps_every_bit(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small_vocoder(CONFIG, device)
     state = model.state(2, 2)
     state.tails.copy_(noise(*state.tails.shape, seed=1))
@@ -191,9 +234,14 @@ def test_an_idle_slot_keeps_every_bit(device: torch.device, monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "channels", "time"), [(1, 1536, 4), (54, 768, 32), (54, 96, 1920), (6, 96, 7680)])
-def test_real_sizes_over_and_over(rows: int, channels: int, time: int, device: torch.device) -> None:
-    """A thread that wrote a row of the tail before another had read it would show as different bits sometime."""
+@pytest.mark.parametrize(
+    ("rows", "channels", "time"), [(1, 1536, 4), (54, 768, 32), (54, 96, 1920), (6, 96, 7680)]
+)
+def test_real_sizes_over_and_over(
+    rows: int, channels: int, time: int, device: torch.device
+) -> None:
+    """A thread that wrote a row of the tail before another had read it would show as different bits
+    sometime."""
     slots, act = 32, made(channels, device, torch.bfloat16)
     held = Held(slots, rows, channels, 1, torch.bfloat16, device)
     g = torch.Generator().manual_seed(2)
@@ -210,6 +258,8 @@ def test_real_sizes_over_and_over(rows: int, channels: int, time: int, device: t
 
 
 @pytest.mark.gpu
-def test_a_captured_step_equals_an_eager_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_equals_an_eager_one(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "usable", lambda x: True)
     check_captured(small_vocoder(CONFIG, device))

@@ -1,4 +1,5 @@
-"""The tuner of whole steps, on a tiny model: what a step asks for, what its output is compared with, what is saved."""
+"""The tuner of whole steps, on a tiny model: what a step asks for, what its output is compared
+with, what is saved."""
 
 from __future__ import annotations
 
@@ -25,29 +26,40 @@ def test_a_whole_descent(brief: None, tmp_path: Path, monkeypatch: pytest.Monkey
     out, report = tmp_path / "out.json", tmp_path / "report.json"
     # Anything that runs is better: times mean nothing here.
     monkeypatch.setattr("bench.kernels.descent.LEAST_GAIN", -10.0)
-    options = "--tiny --layers 1 --jobs 0 --context 20 --replays 1 --per-kernel 2 --kernels decode,pick --limit 1e9"
+    options = (
+        "--tiny --layers 1 --jobs 0 --context 20 --replays 1 --per-kernel 2 --kernels decode,pick "
+        "--limit 1e9"
+    )
     found = tune_steps.tuned([*options.split(), "--tuned", str(out), "--out", str(report)])
     assert {name.split("/")[0] for name in found.changes} == {"decode"}, "picks have no candidates"
     assert json.loads(out.read_text()) == found.changes
     told = json.loads(report.read_text())
     assert told["changes"] == found.changes
     assert [r["current"] for r in told["rows"]] == [True, False]
-    limit = MOST_ERROR if torch.cuda.is_available() else 1e-4  # float32: another cut changes next to nothing
+    limit = (
+        MOST_ERROR if torch.cuda.is_available() else 1e-4
+    )  # float32: another cut changes next to nothing
     assert all(r["error"] < limit for r in told["rows"])
     assert told["env"]["commit"] is not None
 
 
 @torch.inference_mode()
 def test_the_output_is_what_is_compared(brief: None) -> None:
-    step = tune_steps.WholeStep(tune_steps.What("thinker", 1, context=20, layers=1, tiny=True), replays=1)
+    step = tune_steps.WholeStep(
+        tune_steps.What("thinker", 1, context=20, layers=1, tiny=True), replays=1
+    )
     asked = step.asked({})
-    assert {"vector", "decode", "up_vector", "down_vector", "pick_text"} <= {a.kernel for a in asked.values()}
+    assert {"vector", "decode", "up_vector", "down_vector", "pick_text"} <= {
+        a.kernel for a in asked.values()
+    }
     assert step.error({}) == 0.0
     with step.on_stream():
         step.model.model.fused.layers[0].o.mul_(1.5)  # as a kernel would that adds up wrongly
     assert step.error({}) > MOST_ERROR
     with pytest.raises(tune_steps.Failed):
-        step.error({name: a.found | {"BLOCK": 48} for name, a in asked.items() if a.kernel == "decode"})
+        step.error(
+            {name: a.found | {"BLOCK": 48} for name, a in asked.items() if a.kernel == "decode"}
+        )
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])

@@ -1,4 +1,5 @@
-"""Processes that compile ahead may fail in any way, and the note that they are done is believed only if it is whole."""
+"""Processes that compile ahead may fail in any way, and the note that they are done is believed
+only if it is whole."""
 
 import logging
 import sys
@@ -28,7 +29,14 @@ from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.rows import How
 from stretto.types import ExpertWeights
 
-ABOUT = {"sources": "a", "tuning": "b", "torch": "2", "triton": "3", "gpu": "x", "tasks": [["thinker", [1, 2]]]}
+ABOUT = {
+    "sources": "a",
+    "tuning": "b",
+    "torch": "2",
+    "triton": "3",
+    "gpu": "x",
+    "tasks": [["thinker", [1, 2]]],
+}
 
 
 def code(text: str) -> list[str]:
@@ -55,7 +63,9 @@ def test_a_broken_marker_counts_for_nothing_and_is_replaced(text: bytes, tmp_pat
     assert [p.name for p in marker.path.parent.iterdir()] == [marker.path.name]
 
 
-def test_a_marker_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_marker_that_cannot_be_written_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     marker = Marker.of(tmp_path / "file" / "cache", ABOUT)
     marker.write()
@@ -78,7 +88,14 @@ def test_digest_sees_content_names_and_absence(tmp_path: Path) -> None:
 def test_sources_are_there() -> None:
     found = sources()
     assert all(p.is_file() for p in found)
-    assert {"warm.py", "linear.py", "fused.py", "fused_frame.py", "adapter.py", "warming.py"} <= {p.name for p in found}
+    assert {
+        "compile_ahead.py",
+        "linear.py",
+        "fused.py",
+        "fused_frame.py",
+        "adapter.py",
+        "warming.py",
+    } <= {p.name for p in found}
 
 
 def test_all_is_well_if_all_end_well() -> None:
@@ -121,8 +138,8 @@ def test_python_runs_modules() -> None:
 
 
 def kind_of(value: object) -> object:
-    """What a kernel is specialised by: of a number, whether it is 1 or divisible by 16; of a tensor, its type and
-    whether it is aligned."""
+    """What a kernel is specialised by: of a number, whether it is 1 or divisible by 16; of a
+    tensor, its type and whether it is aligned."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int) and not isinstance(value, bool):
@@ -140,7 +157,10 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[object]:
 
     def launch(self: Any, *args: object, grid: object, warmup: bool, **constants: object) -> None:
         plain = self.kwargs["do_not_specialize"] or ()
-        given = [None if name in plain else kind_of(a) for name, a in zip(self.arg_names, args, strict=False)]
+        given = [
+            None if name in plain else kind_of(a)
+            for name, a in zip(self.arg_names, args, strict=False)
+        ]
         found.add((self.fn.__name__, tuple(given), tuple(sorted(constants.items()))))
 
     monkeypatch.setattr(interpreted, "run", launch)
@@ -152,13 +172,20 @@ def wide(c: OmniConfig, layers: int) -> OmniConfig:
     """A configuration that there are kernels for."""
     text, talker, predictor = c.thinker.text, c.talker.text, c.talker.predictor
     assert talker.moe is not None
-    speech = replace(talker, hidden_size=64, num_layers=layers, moe=replace(talker.moe, expert_size=32, shared_size=64))
+    speech = replace(
+        talker,
+        hidden_size=64,
+        num_layers=layers,
+        moe=replace(talker.moe, expert_size=32, shared_size=64),
+    )
     predictor = replace(predictor, hidden_size=64, num_layers=layers)
     thinker = replace(c.thinker, text=replace(text, num_layers=layers))
     return replace(c, thinker=thinker, talker=replace(c.talker, text=speech, predictor=predictor))
 
 
-@pytest.mark.parametrize(("stage", "experts"), [("thinker", "full"), ("thinker", "float8"), ("talker", "full")])
+@pytest.mark.parametrize(
+    ("stage", "experts"), [("thinker", "full"), ("thinker", "float8"), ("talker", "full")]
+)
 @pytest.mark.parametrize(("blocks", "rows"), [(1000, 33), (1023, 32)])
 def test_no_captured_step_launches_anything_else(
     stage: str,
@@ -169,18 +196,23 @@ def test_no_captured_step_launches_anything_else(
     tiny_config: OmniConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Deep models with a large pool launch the variants that the processes launched before them, and no others."""
+    """Deep models with a large pool launch the variants that the processes launched before them,
+    and no others."""
     config = wide(tiny_config, 5)
     monkeypatch.setattr(OmniConfig, "read", lambda model: config)
     sizes = [n for n in graphs.SIZES if n <= rows]
     tasks = shared.tasks_of(stage, sizes, prefill_graphs.SIZES)
     for share in shared.share_out(tasks, 3):
         pool = shared.blocks_alike(blocks)
-        warming.run(shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts))
+        warming.run(
+            shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts)
+        )
     ahead = set(variants)
     variants.clear()
 
-    source = Source.open(config, "cpu", torch.bfloat16, "dummy", progress=False, expert_weights=experts)
+    source = Source.open(
+        config, "cpu", torch.bfloat16, "dummy", progress=False, expert_weights=experts
+    )
     adapter: Any
     if stage == "thinker":
         thinker = source.thinker()
@@ -196,13 +228,20 @@ def test_no_captured_step_launches_anything_else(
 @pytest.mark.parametrize(("blocks", "rows"), [(1000, 33), (1023, 32)])
 @pytest.mark.parametrize("width", [64, 128], ids=["alike", "projected"])
 def test_nor_does_one_of_a_speech_model(
-    width: int, blocks: int, rows: int, variants: set[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    width: int,
+    blocks: int,
+    rows: int,
+    variants: set[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     speaking.write_tiny(tmp_path)
     small = TtsConfig.read(tmp_path)
     t = small.talker
     decoder, predictor = (
-        replace(c, hidden_size=size, head_dim=16, num_layers=5, dense_size=96, mrope_section=section)
+        replace(
+            c, hidden_size=size, head_dim=16, num_layers=5, dense_size=96, mrope_section=section
+        )
         for c, size, section in ((t.decoder, width, (3, 3, 2)), (t.predictor, 64, None))
     )
     config = replace(small, talker=replace(t, decoder=decoder, predictor=predictor))
@@ -210,7 +249,9 @@ def test_nor_does_one_of_a_speech_model(
     sizes = [n for n in graphs.SIZES if n <= rows]
     for share in shared.share_out(shared.tasks_of("talker", sizes, prefill_graphs.SIZES), 3):
         pool = shared.blocks_alike(blocks)
-        speech_warming.run(shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share)))
+        speech_warming.run(
+            shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share))
+        )
     ahead = set(variants)
     variants.clear()
     talker = SpeechSource.open("", "cpu", torch.bfloat16, "dummy", progress=False).talker()
@@ -224,7 +265,9 @@ def capture(adapter: Any, sizes: list[int], accept: int | None) -> None:
     """All that a host captures of a adapter, and what its runner launches beside that."""
     assert adapter.fused
     decoding = graphs.DecodeGraphs(adapter, sizes)
-    prompts = prefill_graphs.PrefillGraphs.where_usable(adapter.model.model, adapter.cache, adapter.rows, accept)
+    prompts = prefill_graphs.PrefillGraphs.where_usable(
+        adapter.model.model, adapter.cache, adapter.rows, accept
+    )
     assert prompts is not None
     with torch.inference_mode():
         for size in decoding.sizes:

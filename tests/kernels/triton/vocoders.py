@@ -1,4 +1,5 @@
-"""Small vocoders, and streams played through them: for the tests of the kernels that a vocoder is made of."""
+"""Small vocoders, and streams played through them: for the tests of the kernels that a vocoder is
+made of."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def small_vocoder(config: VocoderConfig, device: torch.device) -> Code2Wav:
-    """With weights that do not amplify what is rounded, and samples far from where they are clipped."""
+    """With weights that do not amplify what is rounded, and samples far from where they are
+    clipped."""
     model = build(lambda: Code2Wav(config), device, torch.float32)
     g = torch.Generator().manual_seed(4)
     for name, view in targets(model, "").items():
@@ -52,7 +54,9 @@ def small_vocoder(config: VocoderConfig, device: torch.device) -> Code2Wav:
 
 def random_codes(model: Code2Wav, *shape: int, seed: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.codebook_size, shape, generator=g).to(model.code_embedding.weight.device)
+    return torch.randint(0, model.config.codebook_size, shape, generator=g).to(
+        model.code_embedding.weight.device
+    )
 
 
 def random_stream(model: Code2Wav, frames: int, seed: int) -> torch.Tensor:
@@ -60,10 +64,13 @@ def random_stream(model: Code2Wav, frames: int, seed: int) -> torch.Tensor:
 
 
 def play(
-    model: Code2Wav, state: VocoderState, streams: list[torch.Tensor], steps: Iterable[tuple[int, Sequence[int]]]
+    model: Code2Wav,
+    state: VocoderState,
+    streams: list[torch.Tensor],
+    steps: Iterable[tuple[int, Sequence[int]]],
 ) -> list[torch.Tensor]:
-    """All streams side by side to their ends. A step is its size, and how many frames each slot would take at most (if
-    it has so many left), with garbage behind them."""
+    """All streams side by side to their ends. A step is its size, and how many frames each slot
+    would take at most (if it has so many left), with garbage behind them."""
     taken = [0] * len(streams)
     parts: list[list[torch.Tensor]] = [[] for _ in streams]
     for i, (size, wanted) in enumerate(steps):
@@ -87,7 +94,9 @@ def check_captured(model: Code2Wav) -> None:
     eager, captured = model.state(3, 2), model.state(3, 2)
     codes = random_codes(model, 3, model.config.num_quantizers, 2, seed=0)
     lengths = torch.zeros(3, dtype=torch.int64, device=codes.device)
-    graphs = capture_graphs([0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream())
+    graphs = capture_graphs(
+        [0], lambda _: lambda: model.step(captured, codes, lengths), torch.cuda.Stream()
+    )
     graph, wav = graphs[0]
     for i in range(20):
         codes.copy_(random_codes(model, *codes.shape, seed=i))

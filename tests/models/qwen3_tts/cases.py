@@ -1,4 +1,5 @@
-"""What the golden files are about: tiny checkpoints of all kinds, and requests in every mode and both layouts."""
+"""What the golden files are about: tiny checkpoints of all kinds, and requests in every mode and
+both layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import numpy as np
 from stretto.models.qwen3_tts.tiny import write_tiny
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = (("custom_voice", "1b7"), ("custom_voice", "0b6"), ("base", "1b7"), ("base", "0b6"), ("voice_design", "1b7"))
+KINDS = (
+    ("custom_voice", "1b7"),
+    ("custom_voice", "0b6"),
+    ("base", "1b7"),
+    ("base", "0b6"),
+    ("voice_design", "1b7"),
+)
 SEED = 7
 NOISE_SAMPLES = 24000 * 3 + 17
 FILES = ("model.safetensors", "speech_tokenizer/model.safetensors")
@@ -31,7 +38,9 @@ def clip(samples: int) -> np.ndarray:
     """A sound that changes: noise under a slow envelope."""
     rng = np.random.default_rng(3)
     noise = rng.standard_normal(samples, dtype=np.float32) * np.float32(0.1)
-    return noise * np.float32(0.2) + noise * np.sin(np.arange(samples, dtype=np.float32) / 9000) ** 2
+    return (
+        noise * np.float32(0.2) + noise * np.sin(np.arange(samples, dtype=np.float32) / 9000) ** 2
+    )
 
 
 def cases(kind: str, size: str) -> list[dict[str, Any]]:
@@ -58,4 +67,8 @@ def cases(kind: str, size: str) -> list[dict[str, Any]]:
         ],
         "voice_design": [{"instruct": words}, {"instruct": words, "language": "japanese"}],
     }
-    return [{"text": text, "whole": whole, "max_new": 12, **c} for c in of[kind] for whole in (False, True)]
+    return [
+        {"text": text, "whole": whole, "max_new": 12, **c}
+        for c in of[kind]
+        for whole in (False, True)
+    ]

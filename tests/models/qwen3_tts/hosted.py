@@ -1,4 +1,5 @@
-"""A host with Qwen3-TTS's stages, driven by hand: requests by ids, all that it reports, no process and no clock."""
+"""A host with Qwen3-TTS's stages, driven by hand: requests by ids, all that it reports, no process
+and no clock."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from stretto.config.engine import HostSettings
 from stretto.messages.hosts import Configure
 from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Say
 from stretto.models.qwen3_tts.family import BUILD, LINKS
-from stretto.models.qwen3_tts.params import MIN_FRAMES, RESIDUAL, ClonedVoice, PrimedParams, TalkerParams
+from stretto.models.qwen3_tts.params import (
+    MIN_FRAMES,
+    RESIDUAL,
+    ClonedVoice,
+    PrimedParams,
+    TalkerParams,
+)
 from stretto.preprocess.pool.packed import PromptMeta
 from stretto.stage.host.host import Host
 from stretto.types import RequestId, SamplingParams
@@ -38,10 +45,14 @@ class Answer:
 
 
 class Hosted:
-    def __init__(self, model: Path, stages: tuple[str, ...] = ("talker", "code2wav"), **settings: Any) -> None:
+    def __init__(
+        self, model: Path, stages: tuple[str, ...] = ("talker", "code2wav"), **settings: Any
+    ) -> None:
         self.answers: dict[str, Answer] = {}
         links = tuple((link.sender, link.receiver) for link in LINKS)
-        self.host = Host(Configure(str(model), BUILD, stages, {}, links), HostSettings(**settings), self.report)
+        self.host = Host(
+            Configure(str(model), BUILD, stages, {}, links), HostSettings(**settings), self.report
+        )
         self.host.load()
 
     def report(self, message: Any, blob: bytes) -> None:
@@ -60,7 +71,13 @@ class Hosted:
                 answer.error = message
 
     def admit(
-        self, id: str, case: dict[str, Any], *, live: bool = False, sampling: Any = GREEDY, min_frames: int = MIN_FRAMES
+        self,
+        id: str,
+        case: dict[str, Any],
+        *,
+        live: bool = False,
+        sampling: Any = GREEDY,
+        min_frames: int = MIN_FRAMES,
     ) -> None:
         """A case of `cases.py`, or a part of its text if it is `live`."""
         cloned = None
@@ -70,19 +87,28 @@ class Hosted:
             cloned = ClonedVoice(vector, codes, tuple(case.get("ref_text", ())))
         talker = TalkerParams(
             *sampling, case["max_new"] - 1, case.get("speaker"), min_frames, want_codes=True,
-            spoken=() if live else tuple(case["text"]), live=live, language=case.get("language"), cloned=cloned,
+            spoken=() if live else tuple(case["text"]), live=live, language=case.get("language"),
+            cloned=cloned,
             whole=case["whole"],
         )  # fmt: skip
         ids = (*(instruct_ids(case["instruct"]) if "instruct" in case else ()), *ROLE)
-        told = {"talker": talker, "code2wav": PrimedParams(cloned.codes if cloned is not None else b"")}
-        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items() if stage in self.host.stages}
+        told = {
+            "talker": talker,
+            "code2wav": PrimedParams(cloned.codes if cloned is not None else b""),
+        }
+        raw = {
+            stage: msgspec.Raw(msgspec.msgpack.encode(p))
+            for stage, p in told.items()
+            if stage in self.host.stages
+        }
         self.host.handle(Admit(RequestId(id), PromptMeta(ids), raw), b"")
 
     def say(self, id: str, tokens: list[int], last: bool = False) -> None:
         self.host.handle(Say(RequestId(id), "talker", tuple(tokens), last), b"")
 
     def run(self, turns: int = 100_000) -> None:
-        """Until nothing more can be done without new input. (Frames may be left that wait for their listener.)"""
+        """Until nothing more can be done without new input. (Frames may be left that wait for their
+        listener.)"""
         for _ in range(turns):
             if not self.turn():
                 return

@@ -1,4 +1,5 @@
-"""The fixed strings around a text, as ids of the tiny tokenizer: as the model's package tokenizes them."""
+"""The fixed strings around a text, as ids of the tiny tokenizer: as the model's package tokenizes
+them."""
 
 from __future__ import annotations
 

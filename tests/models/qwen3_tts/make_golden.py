@@ -1,6 +1,8 @@
-"""Writes the golden files that tests compare with: what the model's own package makes of the tiny checkpoints.
+"""Writes the golden files that tests compare with: what the model's own package makes of the tiny
+checkpoints.
 
-Run by hand, in an environment of its own, where the package's five differences to today's `transformers` are patched:
+Run by hand, in an environment of its own, where the package's five differences to today's
+`transformers` are patched:
 
     pip install --no-deps qwen-tts==0.1.1 && pip install librosa einops
     python -m tests.models.qwen3_tts.make_golden
@@ -23,7 +25,16 @@ import torch
 import transformers  # before the stubs: it looks at import which packages there are
 from safetensors.torch import load_file
 
-from tests.models.qwen3_tts.cases import GOLDEN, KINDS, NOISE_SAMPLES, SEED, cases, clip, digests, write
+from tests.models.qwen3_tts.cases import (
+    GOLDEN,
+    KINDS,
+    NOISE_SAMPLES,
+    SEED,
+    cases,
+    clip,
+    digests,
+    write,
+)
 from tests.models.qwen3_tts.ids import assistant_ids, instruct_ids
 
 PACKETS = 8  # frames whose samples are kept
@@ -31,7 +42,13 @@ PACKETS = 8  # frames whose samples are kept
 
 def stub() -> None:
     """Imported by the package for another of its codecs."""
-    for name in ("sox", "onnxruntime", "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi"):
+    for name in (
+        "sox",
+        "onnxruntime",
+        "torchaudio",
+        "torchaudio.compliance",
+        "torchaudio.compliance.kaldi",
+    ):
         if name not in sys.modules:
             sys.modules[name] = types.ModuleType(name)
             sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -49,13 +66,17 @@ def shim() -> None:
     def default(config: Any, device: Any = None, **_: Any) -> Any:
         theta = getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"]
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim), 1.0
+        return 1.0 / theta ** (
+            torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        ), 1.0
 
     ropes.ROPE_INIT_FUNCTIONS["default"] = default
 
     def renamed(f: Any) -> Any:
         def call(*a: Any, input_embeds: Any = None, cache_position: Any = None, **k: Any) -> Any:
-            return f(*a, **({"inputs_embeds": input_embeds} if input_embeds is not None else {}), **k)
+            return f(
+                *a, **({"inputs_embeds": input_embeds} if input_embeds is not None else {}), **k
+            )
 
         return call
 
@@ -64,12 +85,17 @@ def shim() -> None:
     transformers.PreTrainedConfig.pad_token_id = None
     from qwen_tts.core.models import modeling_qwen3_tts as q
 
-    for cls in (q.Qwen3TTSTalkerForConditionalGeneration, q.Qwen3TTSTalkerCodePredictorModelForConditionalGeneration):
+    for cls in (
+        q.Qwen3TTSTalkerForConditionalGeneration,
+        q.Qwen3TTSTalkerCodePredictorModelForConditionalGeneration,
+    ):
 
         def placed(self: Any, *a: Any, _old: Any = cls.forward, **k: Any) -> Any:
             past, x = k.get("past_key_values"), k.get("inputs_embeds")
             start = 0 if past is None else past.get_seq_length()
-            k["cache_position"] = torch.arange(start, start + (x.shape[1] if x is not None and x.shape[1] > 1 else 1))
+            k["cache_position"] = torch.arange(
+                start, start + (x.shape[1] if x is not None and x.shape[1] > 1 else 1)
+            )
             return _old(self, *a, **k | {"position_ids": None})
 
         cls.forward = functools.wraps(cls.forward)(placed)
@@ -78,12 +104,18 @@ def shim() -> None:
 def load(folder: Path) -> tuple[Any, Any]:
     from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSConfig
     from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSForConditionalGeneration
-    from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Config
-    from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Model
+    from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import (
+        Qwen3TTSTokenizerV2Config,
+    )
+    from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import (
+        Qwen3TTSTokenizerV2Model,
+    )
 
     below = folder / "speech_tokenizer"
     config, codec = (json.loads((f / "config.json").read_text()) for f in (folder, below))
-    model = Qwen3TTSForConditionalGeneration._from_config(Qwen3TTSConfig(**config), attn_implementation="eager").eval()
+    model = Qwen3TTSForConditionalGeneration._from_config(
+        Qwen3TTSConfig(**config), attn_implementation="eager"
+    ).eval()
     vocoder = Qwen3TTSTokenizerV2Model._from_config(
         Qwen3TTSTokenizerV2Config(**codec), attn_implementation="eager"
     ).eval()
@@ -109,7 +141,8 @@ def official(model: Any, case: dict[str, Any], sample: bool = False) -> torch.Te
         input_ids=[ids(assistant_ids(case["text"]))],
         instruct_ids=[ids(instruct_ids(case["instruct"]))] if "instruct" in case else None,
         voice_clone_prompt=clone, ref_ids=ref_ids, languages=[case.get("language", "auto")],
-        speakers=[case.get("speaker")], non_streaming_mode=case["whole"], max_new_tokens=case["max_new"],
+        speakers=[case.get("speaker")], non_streaming_mode=case["whole"],
+        max_new_tokens=case["max_new"],
         do_sample=sample, subtalker_dosample=sample,
     )  # fmt: skip
     return codes[0]
@@ -129,7 +162,12 @@ def main() -> None:
         found = []
         for case in cases(kind, size):
             torch.manual_seed(SEED)
-            found.append({"codes": official(model, case).tolist(), "sampled": official(model, case, True).tolist()})
+            found.append(
+                {
+                    "codes": official(model, case).tolist(),
+                    "sampled": official(model, case, True).tolist(),
+                }
+            )
         golden: dict[str, Any] = {"digests": digests(folder), "cases": found}
         if kind == "base":
             wav = torch.from_numpy(clip(NOISE_SAMPLES))

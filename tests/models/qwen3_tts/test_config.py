@@ -16,7 +16,6 @@ import pytest
 from stretto.errors import CheckpointError, Invalid
 from stretto.family import Wanted
 from stretto.layers.targets import targets
-from stretto.messages.params import Manner, Params
 from stretto.models.qwen3_tts.config import parse
 from stretto.models.qwen3_tts.enroller import Enroller
 from stretto.models.qwen3_tts.params import ClonedVoice
@@ -25,6 +24,7 @@ from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.qwen3_tts.tiny import released_codec, released_config, tiny_codec, tiny_config
 from stretto.models.qwen3_tts.vocoder import CodecDecoder
 from stretto.models.weights import build
+from stretto.params import Params, SpeechStyle
 from stretto.registry import open_model
 from tests.models.qwen3_tts.conftest import Checkpoint
 
@@ -39,7 +39,9 @@ from tests.models.qwen3_tts.conftest import Checkpoint
         ("base", "1b7", 1_928_677_440, 480),
     ],
 )
-def test_released_shapes_are_of_the_published_size(kind: Any, size: str, parameters: int, tensors: int) -> None:
+def test_released_shapes_are_of_the_published_size(
+    kind: Any, size: str, parameters: int, tensors: int
+) -> None:
     config = parse(released_config(kind, size), released_codec())
     shapes, codec = model_shapes(config), codec_shapes(config)
     assert (sum(map(prod, shapes.values())), len(shapes)) == (parameters, tensors)
@@ -101,7 +103,9 @@ def test_languages_and_voices() -> None:
     config = parse(tiny_config(), tiny_codec())
     assert config.language_id(None, "ryan") is None
     assert config.language_id("Chinese", "ryan") == 2055
-    assert config.language_id("auto", "Eric") == config.language_id("chinese", "eric") == 2062, "a dialect of its own"
+    assert config.language_id("auto", "Eric") == config.language_id("chinese", "eric") == 2062, (
+        "a dialect of its own"
+    )
     assert config.language_id("english", "eric") == 2050
     for wrong in ("klingon", "sichuan_dialect"):
         with pytest.raises(Invalid, match="unknown language"):
@@ -114,13 +118,26 @@ def test_languages_and_voices() -> None:
 
 
 def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: Path) -> None:
-    """Of code 0 and of the other codes, where a request says nothing; what it says counts for code 0."""
+    """Of code 0 and of the other codes, where a request says nothing; what it says counts for code
+    0."""
     folder = tmp_path / "changed"
     shutil.copytree(tts("custom_voice"), folder)
     file = folder / "generation_config.json"
-    assert open_model(folder).info.defaults == Params(max_frames=8191), "as released: 8192 picks, the last one the end"
-    told = {"temperature": 0.6, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.2, "max_new_tokens": 100}
-    file.write_text(json.dumps({**told, "subtalker_temperature": 0.3, "subtalker_top_k": 3, "subtalker_top_p": 0.4}))
+    assert open_model(folder).info.defaults == Params(max_frames=8191), (
+        "as released: 8192 picks, the last one the end"
+    )
+    told = {
+        "temperature": 0.6,
+        "top_k": 7,
+        "top_p": 0.8,
+        "repetition_penalty": 1.2,
+        "max_new_tokens": 100,
+    }
+    file.write_text(
+        json.dumps(
+            {**told, "subtalker_temperature": 0.3, "subtalker_top_k": 3, "subtalker_top_p": 0.4}
+        )
+    )
     model = open_model(folder)
     params = talker_params(model, model.info.defaults)
     assert params.max_frames == 99
@@ -131,15 +148,18 @@ def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: 
     file.write_text(json.dumps({"do_sample": False, "subtalker_dosample": False}))
     params = talker_params(model := open_model(folder), model.info.defaults)
     assert (params.code0.temperature, params.residual.temperature) == (0.0, 0.0)
-    for wrong, named in (({"top_p": "high"}, "top_p must be"), ({"subtalker_top_p": 3}, "subtalker_top_p must be")):
+    for wrong, named in (
+        ({"top_p": "high"}, "top_p must be"),
+        ({"subtalker_top_p": 3}, "subtalker_top_p must be"),
+    ):
         file.write_text(json.dumps(wrong))
         with pytest.raises(CheckpointError, match=named):
             open_model(folder)
 
 
 def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
-    """At least two frames, as the model was made; a complete text whole, but for cloned voices; the vocoder hears a
-    cloned voice first."""
+    """At least two frames, as the model was made; a complete text whole, but for cloned voices; the
+    vocoder hears a cloned voice first."""
     for kind, whole in (("custom_voice", True), ("voice_design", True), ("base", False)):
         told = talker_params(open_model(tts(kind)), Params())
         assert (told.min_frames, told.whole) == (2, whole)
@@ -147,7 +167,15 @@ def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
     assert talker_params(model, Params(max_frames=1)).min_frames == 1
     voice = ClonedVoice(bytes(4 * 48), bytes(2 * 16 * 3), (1, 2))
     told = model.stage_params(
-        Wanted("reading", Params(), 3, None, (1,), Manner(voice=msgspec.msgpack.encode(voice)), live=True)
+        Wanted(
+            "reading",
+            Params(),
+            3,
+            None,
+            (1,),
+            SpeechStyle(voice=msgspec.msgpack.encode(voice)),
+            live=True,
+        )
     )
     assert (told["talker"].cloned, told["talker"].whole) == (voice, False)  # type: ignore[attr-defined]
     assert told["code2wav"].codes == voice.codes  # type: ignore[attr-defined]

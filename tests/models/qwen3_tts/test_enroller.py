@@ -1,4 +1,5 @@
-"""A voice that is being made keeps nobody waiting: not while its parts run, and not while it is copied to the host."""
+"""A voice that is being made keeps nobody waiting: not while its parts run, and not while it is
+copied to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Qwen3-TTS in a host: text in pieces, cloned voices that the vocoder has heard before, and what does not fit."""
+"""Qwen3-TTS in a host: text in pieces, cloned voices that the vocoder has heard before, and what
+does not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.stage.stepping import idle
 
 @pytest.mark.parametrize("kind", ["custom_voice", "base"])
 def test_text_in_pieces_equals_text_at_once(tts: Checkpoint, kind: str) -> None:
-    """Whenever the pieces come: before the prompt is read, in its middle, or one by one while it speaks."""
+    """Whenever the pieces come: before the prompt is read, in its middle, or one by one while it
+    speaks."""
     given = [{**c, "max_new": 6} for c in cases(kind, "1b7") if not c["whole"]][-2:]
     host = Hosted(tts(kind), prefill_chunk=3, lone_prefill_chunk=4)
     for n, case in enumerate(given):
@@ -39,15 +41,18 @@ def test_text_in_pieces_equals_text_at_once(tts: Checkpoint, kind: str) -> None:
 
 
 def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
-    """Samples are those of a decode of the reference and the speech, cut behind the reference: for the first request
-    with a voice and for those after it, whose vocoder begins where the reference ended."""
+    """Samples are those of a decode of the reference and the speech, cut behind the reference: for
+    the first request with a voice and for those after it, whose vocoder begins where the reference
+    ended."""
     vocoder = Source.open(tts("base"), progress=False).vocoder()
     host = Hosted(tts("base"))
     for n, case in enumerate(c for c in cases("base", "1b7") if "ref_codes" in c):
         for again in range(2):
             got = host.speak(case, f"{n}-{again}")
             whole = vocoder.decode(torch.tensor(case["ref_codes"] + got.codes)).numpy()
-            np.testing.assert_allclose(got.wave, whole[1920 * len(case["ref_codes"]) :], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(
+                got.wave, whole[1920 * len(case["ref_codes"]) :], rtol=0, atol=1e-5
+            )
     stage = host.host.stages["code2wav"].core
     assert len(stage.primers) == 2
     assert idle(stage)
@@ -67,7 +72,9 @@ def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
     host.run()
     again = host.speak(case, "d")
     np.testing.assert_allclose(again.wave, first.wave, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(host.answers["c"].wave, host.speak(other, "e").wave, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        host.answers["c"].wave, host.speak(other, "e").wave, rtol=0, atol=1e-5
+    )
 
 
 def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -> None:
@@ -99,12 +106,14 @@ def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -
 
 @pytest.mark.parametrize("room", [{"max_context": 64}, {"blocks": {"talker": 4}}])
 def test_speech_is_as_long_as_there_is_room_for(tts: Checkpoint, room: dict[str, Any]) -> None:
-    """However long it may be: behind eight rows of opening, the text's nine and its end (whole), and the last row; or
-    behind a reference."""
+    """However long it may be: behind eight rows of opening, the text's nine and its end (whole),
+    and the last row; or behind a reference."""
     for kind, wanted in (("custom_voice", (54, 44)), ("base", (23, 7))):
         host = Hosted(tts(kind), **room)
         given = cases(kind, "1b7")
-        for case, frames in zip(given[:2] if kind == "custom_voice" else given[-2:], wanted, strict=True):
+        for case, frames in zip(
+            given[:2] if kind == "custom_voice" else given[-2:], wanted, strict=True
+        ):
             got = host.speak({**case, "max_new": 4000}, min_frames=4000)
             assert (got.error, got.ended["talker"], len(got.codes)) == (None, "length", frames)
 
@@ -118,7 +127,9 @@ def test_a_text_that_leaves_no_room_is_refused(tts: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
-def test_random_weights_need_configurations_alone(tts: Checkpoint, tmp_path: Path, size: str) -> None:
+def test_random_weights_need_configurations_alone(
+    tts: Checkpoint, tmp_path: Path, size: str
+) -> None:
     folder = tmp_path / "bare"
     shutil.copytree(tts("base", size), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(CheckpointError, match="has neither"):

@@ -1,4 +1,5 @@
-"""Qwen3-TTS equals the model's own package, as golden files tell it: codes in every mode, samples, voices."""
+"""Qwen3-TTS equals the model's own package, as golden files tell it: codes in every mode, samples,
+voices."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def golden(kind: str, size: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "size"), KINDS)
-def test_checkpoints_are_those_that_the_golden_files_are_about(tts: Checkpoint, kind: str, size: str) -> None:
+def test_checkpoints_are_those_that_the_golden_files_are_about(
+    tts: Checkpoint, kind: str, size: str
+) -> None:
     assert digests(tts(kind, size)) == golden(kind, size)["digests"]
 
 
@@ -40,7 +43,9 @@ def test_codes_are_the_packages_in_every_mode(tts: Checkpoint, kind: str, size: 
     given = cases(kind, size)
     alone = Hosted(tts(kind, size))
     assert [alone.speak(case, str(i)).codes for i, case in enumerate(given)] == wanted
-    together = Hosted(tts(kind, size), prefill_chunk=3, lone_prefill_chunk=5, block_size=4, max_rows=3)
+    together = Hosted(
+        tts(kind, size), prefill_chunk=3, lone_prefill_chunk=5, block_size=4, max_rows=3
+    )
     for i, case in enumerate(given):
         together.admit(str(i), case)
     together.run()
@@ -50,23 +55,28 @@ def test_codes_are_the_packages_in_every_mode(tts: Checkpoint, kind: str, size: 
 
 
 class Sequential:
-    """The package's draws, in its order: torch's own noise for each pick. In the package's run, the greedy answer of
-    the same case came first, without a draw."""
+    """The package's draws, in its order: torch's own noise for each pick. In the package's run, the
+    greedy answer of the same case came first, without a draw."""
 
     def __call__(self, seeds: torch.Tensor, draw: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return torch.empty(len(seeds), vocabulary).exponential_(1)
 
 
 @torch.inference_mode()
-def drawn(model: Talker, case: dict[str, Any], forced: list[list[int]] | None = None) -> list[list[int]]:
-    """A case's codes by the plainest loop. `forced` frames are fed back instead of those that were picked."""
+def drawn(
+    model: Talker, case: dict[str, Any], forced: list[list[int]] | None = None
+) -> list[list[int]]:
+    """A case's codes by the plainest loop. `forced` frames are fed back instead of those that were
+    picked."""
     config, cloned = model.config, None
     if "vector" in case:
         codes = np.array(case.get("ref_codes", []), np.int16).tobytes()
         vector = np.array(case["vector"], np.float32).tobytes()
         cloned = reference(config, ClonedVoice(vector, codes, tuple(case.get("ref_text", ()))))
     ids = [*(instruct_ids(case["instruct"]) if "instruct" in case else ()), *ROLE]
-    prompt = speech_prompt(config, ids, case.get("speaker"), case.get("language"), cloned, case["whole"])
+    prompt = speech_prompt(
+        config, ids, case.get("speaker"), case.get("language"), cloned, case["whole"]
+    )
     prompt.take(case["text"])
     prompt.end()
     cache = model.cache(40, 16)
@@ -74,7 +84,9 @@ def drawn(model: Talker, case: dict[str, Any], forced: list[list[int]] | None = 
     texts = [*prompt.spoken, prompt.after]
     x, positions = adapter.prompt_input(TalkerInput(prompt, CODE0, RESIDUAL), 0, len(prompt))
     seen, frames, n = torch.zeros(1, 3072, dtype=torch.bool), [], len(prompt)
-    hidden = model(x, torch.from_numpy(positions.copy()), cache, cache.page([(list(range(1, 40)), 0, n)]))[-1:]
+    hidden = model(
+        x, torch.from_numpy(positions.copy()), cache, cache.page([(list(range(1, 40)), 0, n)])
+    )[-1:]
 
     def hold(logits: torch.Tensor) -> None:
         if len(frames) < 2:
@@ -82,7 +94,10 @@ def drawn(model: Talker, case: dict[str, Any], forced: list[list[int]] | None = 
 
     while True:
         rows = FrameRows(
-            SamplingRows.of([CODE0], model.device), SamplingRows.of([RESIDUAL], model.device), torch.tensor([0]), seen
+            SamplingRows.of([CODE0], model.device),
+            SamplingRows.of([RESIDUAL], model.device),
+            torch.tensor([0]),
+            seen,
         )
         before = torch.get_rng_state()
         step = model.frame(hidden, rows, model.frame_cache(1), Sequential(), hold)
@@ -133,7 +148,9 @@ def test_a_clip_becomes_the_packages_voice(size: str, tts: Checkpoint) -> None:
     model, told = Source.open(tts("base", size), progress=False).enroller(), golden("base", size)
     with torch.inference_mode():
         voice, alone = (
-            Copied.of(run_through(model.run(torch.from_numpy(clip(NOISE_SAMPLES)), text)), None).voice(text)
+            Copied.of(
+                run_through(model.run(torch.from_numpy(clip(NOISE_SAMPLES)), text)), None
+            ).voice(text)
             for text in ((1, 2), ())
         )
     vector = np.frombuffer(voice.vector, np.float32)

@@ -24,7 +24,9 @@ SETTINGS = HostSettings(device="cuda:0", max_rows=8, blocks={"talker": 47})
 
 
 def told(model: Path) -> CompileJob:
-    return CompileJob(str(model), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of("talker", [1, 2, 4], [16])))
+    return CompileJob(
+        str(model), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of("talker", [1, 2, 4], [16]))
+    )
 
 
 def test_small_models_are_as_wide(tts: Checkpoint) -> None:
@@ -32,10 +34,14 @@ def test_small_models_are_as_wide(tts: Checkpoint) -> None:
     adapter, config = warming.build_lane(job), TtsConfig.read(job.model)
     assert len(adapter.model.model.layers) == min(2, config.talker.decoder.num_layers)
     assert adapter.model.text_table.shape == (warming.WORDS, config.talker.decoder.hidden_size)
-    assert adapter.model.code_predictor.model.config.hidden_size == config.talker.predictor.hidden_size
+    assert (
+        adapter.model.code_predictor.model.config.hidden_size == config.talker.predictor.hidden_size
+    )
 
 
-def test_a_process_runs_all_that_it_is_told(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_runs_all_that_it_is_told(
+    tts: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded: list[int] = []
     real = shared.decode_step
 
@@ -48,7 +54,9 @@ def test_a_process_runs_all_that_it_is_told(tts: Checkpoint, monkeypatch: pytest
     assert set(decoded) == {1, 2, 4}
 
 
-def test_a_host_compiles_once(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_compiles_once(
+    tts: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     jobs: list[CompileJob] = []
 
     def command(module: str, text: str) -> list[str]:
@@ -64,14 +72,18 @@ def test_a_host_compiles_once(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch, 
     config = TtsConfig.read(tts("base"))
 
     def begin(*stages: str) -> shared.Warming | None:
-        return warming.begin("dir", config, stages, SETTINGS, SETTINGS.blocks, torch.bfloat16, 100 << 30, 1 << 30)
+        return warming.begin(
+            "dir", config, stages, SETTINGS, SETTINGS.blocks, torch.bfloat16, 100 << 30, 1 << 30
+        )
 
     assert begin("enroller", "code2wav") is None, "these have no such kernels"
     first = begin("enroller", "code2wav", "talker")
     assert first is not None
     tasks = [t for job in jobs for t in job.tasks]
     assert sorted(n for t in tasks if t.kind == "decode" for n in t.sizes) == [1, 2, 4, 8]
-    assert sorted(n for t in tasks if t.kind == "prompts" for n in t.sizes) == list(prefill_graphs.SIZES)
+    assert sorted(n for t in tasks if t.kind == "prompts" for n in t.sizes) == list(
+        prefill_graphs.SIZES
+    )
     assert {job.blocks for job in jobs} == {16}
     first.finish()
     assert begin("enroller", "code2wav", "talker") is None

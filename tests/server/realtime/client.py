@@ -1,4 +1,5 @@
-"""A client for tests: plain JSON over a WebSocket, every event checked as strict clients do, and where it comes."""
+"""A client for tests: plain JSON over a WebSocket, every event checked as strict clients do, and
+where it comes."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class Client:
 
 
 def check(event: Json) -> None:
-    """As OpenAI's types have it: every required field there and of its type; `usage` and the rest as well."""
+    """As OpenAI's types have it: every required field there and of its type; `usage` and the rest
+    as well."""
     assert event["event_id"]
     assert event["type"] in _strict, "there is no such event"
     _strict[event["type"]].validate_python(event)
@@ -95,7 +97,9 @@ def talk(running: Running, path: str = "/v1/realtime", **options: Any) -> Iterat
     """However long the server takes, which may be busy: what hangs is ended by pytest."""
     patient: dict[str, Any] = {"open_timeout": None, "ping_interval": None}
     url = f"ws://127.0.0.1:{running.port}{path}"
-    with connect(url, max_size=MOST_BYTES, max_queue=None, compression=None, **patient, **options) as socket:
+    with connect(
+        url, max_size=MOST_BYTES, max_queue=None, compression=None, **patient, **options
+    ) as socket:
         client = Client(socket)
         assert client.next()["type"] == "session.created"
         yield client

@@ -1,6 +1,6 @@
-"""The order of a server's events, as clients are built for it. `Order` is shown every event of a connection and fails
-at the first that may not come where it does: each response from its beginning to its end, the conversation's items as a
-client mirrors them, turns, transcriptions."""
+"""The order of a server's events, as clients are built for it. `Order` is shown every event of a
+connection and fails at the first that may not come where it does: each response from its beginning
+to its end, the conversation's items as a client mirrors them, turns, transcriptions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ class Order:
     def _response(self, what: str, event: Json) -> None:
         if what == "created":
             told = event["response"]
-            assert (told["id"] in self.responses, told["status"], told["output"]) == (False, "in_progress", [])
+            assert (told["id"] in self.responses, told["status"], told["output"]) == (
+                False,
+                "in_progress",
+                [],
+            )
             self.responses[told["id"]] = Response(told["conversation_id"] is None)
             return
         if what == "done":
@@ -118,7 +122,10 @@ class Order:
         assert response.closed == len(response.items), "an item is open"
         assert [i["id"] for i in told["output"]] == [i.id for i in response.items]
         assert told["status"] in ("completed", "cancelled", "incomplete", "failed")
-        assert told["usage"]["total_tokens"] == told["usage"]["input_tokens"] + told["usage"]["output_tokens"]
+        assert (
+            told["usage"]["total_tokens"]
+            == told["usage"]["input_tokens"] + told["usage"]["output_tokens"]
+        )
 
     # -- the conversation
 

@@ -1,4 +1,5 @@
-"""An engine with sessions that says what it is told to, and a detector of speech that listens to loudness alone."""
+"""An engine with sessions that says what it is told to, and a detector of speech that listens to
+loudness alone."""
 
 from __future__ import annotations
 
@@ -116,7 +117,9 @@ class ScriptedSession:
         self.log.append(f"commit {len(samples)}")
         return await self.add({"role": "user", "content": [audio(samples)]}, id=id)
 
-    async def add(self, message: Message, *, id: str | None = None, after: str | None = END) -> Item:
+    async def add(
+        self, message: Message, *, id: str | None = None, after: str | None = END
+    ) -> Item:
         self._check()
         _check_media(message)
         item = Item(id or f"own_{secrets.token_hex(6)}", message)
@@ -159,7 +162,10 @@ class ScriptedSession:
         self._check()
         items = self._items if given.get("items") is None else given["items"]
         words = given.get("instructions")
-        messages = [*([{"role": "system", "content": words}] if words else []), *(i.message for i in items)]
+        messages = [
+            *([{"role": "system", "content": words}] if words else []),
+            *(i.message for i in items),
+        ]
         return self._answer(Ask(messages, given))
 
     async def _answer(self, ask: Ask) -> AsyncGenerator[Event]:
@@ -191,7 +197,13 @@ class ScriptedSession:
             reason = "length" if tokens >= ask.given["params"].max_text_tokens else "stop"
             usage = Usage(10 * len(ask.messages), tokens, samples // 1920, samples, 4, 3, 0)
             engine.ledger.finished += 1
-            yield Finished(reason, "stop" if spoken else None, usage, ask.given["params"].seed or 7, engine.timeline)
+            yield Finished(
+                reason,
+                "stop" if spoken else None,
+                usage,
+                ask.given["params"].seed or 7,
+                engine.timeline,
+            )
         finally:
             engine.ledger.close(name)
             if ask.given.get("remember", True) and said and not self.closed:

@@ -1,4 +1,5 @@
-"""Sound that a detector takes for speech: harmonics of a voice, shaped by vowels that change with each syllable."""
+"""Sound that a detector takes for speech: harmonics of a voice, shaped by vowels that change with
+each syllable."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import soxr
 
 from stretto.server.realtime.vad import Float
 
-VOWELS = np.array([(730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410)])
+VOWELS = np.array(
+    [(730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410)]
+)
 SYLLABLE_S = 0.18
 
 
@@ -27,7 +30,8 @@ def speech(seconds: float, rate: int = 16_000, seed: int = 0) -> Float:
     for h in range(1, 40):
         f = h * pitch
         shape = sum(
-            g / (1 + ((f - formants[:, k]) / w) ** 2) for k, (g, w) in enumerate(((1, 80), (0.5, 100), (0.25, 140)))
+            g / (1 + ((f - formants[:, k]) / w) ** 2)
+            for k, (g, w) in enumerate(((1, 80), (0.5, 100), (0.25, 140)))
         )
         out += shape / np.sqrt(h) * np.sin(2 * np.pi * h * phase) * (f < rate / 2)
     out = out * (0.25 + 0.75 * np.sin(np.pi * within) ** 2) + 0.01 * rng.standard_normal(len(t))
@@ -40,7 +44,9 @@ def silence(seconds: float, rate: int = 16_000) -> Float:
 
 def pcm(*parts: Float, rate: int = 24_000) -> bytes:
     """16-bit samples at the clients' rate of sound at 16 kHz."""
-    return (soxr.resample(np.concatenate(parts), 16_000, rate) * 32767).round().astype("<i2").tobytes()
+    return (
+        (soxr.resample(np.concatenate(parts), 16_000, rate) * 32767).round().astype("<i2").tobytes()
+    )
 
 
 def b64(data: bytes) -> str:

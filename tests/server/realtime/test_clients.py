@@ -1,7 +1,8 @@
-"""The examples, run as they are against a server: OpenAI's client, and voice frameworks where they are installed.
+"""The examples, run as they are against a server: OpenAI's client, and voice frameworks where they
+are installed.
 
-The frameworks are heavy, so they may live in environments of their own: CLIENT_PYTHONS names their interpreters,
-separated by colons. Where none has a framework, its test is skipped."""
+The frameworks are heavy, so they may live in environments of their own: CLIENT_PYTHONS names their
+interpreters, separated by colons. Where none has a framework, its test is skipped."""
 
 from __future__ import annotations
 
@@ -24,26 +25,39 @@ CLIENTS = {
     "livekit_agent.py": ("livekit.plugins.openai", "http://127.0.0.1:{port}/v1"),
     "pipecat_bot.py": ("pipecat", "ws://127.0.0.1:{port}/v1/realtime"),
 }
-DRIVERS = {"agents_sdk.py": "agents", "livekit_plugin.py": "livekit.plugins.openai", "pipecat_pipeline.py": "pipecat"}
+DRIVERS = {
+    "agents_sdk.py": "agents",
+    "livekit_plugin.py": "livekit.plugins.openai",
+    "pipecat_pipeline.py": "pipecat",
+}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
 
 def python_with(module: str) -> str:
     candidates = [sys.executable, *filter(None, os.environ.get("CLIENT_PYTHONS", "").split(":"))]
     for python in candidates:
-        code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module.split('.')[0]!r}) is None)"
+        code = (
+            f"import importlib.util as u, sys; sys.exit(u.find_spec({module.split('.')[0]!r}) is "
+            f"None)"
+        )
         if subprocess.run([python, "-c", code], check=False).returncode == 0:
             return python
     pytest.skip(f"{module} is not installed, and no interpreter in CLIENT_PYTHONS has it")
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_an_example_hears_and_is_heard(name: str, running: Running, engine: TalkEngine, tmp_path: Path) -> None:
+def test_an_example_hears_and_is_heard(
+    name: str, running: Running, engine: TalkEngine, tmp_path: Path
+) -> None:
     module, url = CLIENTS[name]
     python = python_with(module)
 
     def script(ask: Ask) -> list:  # type: ignore[type-arg]
-        return say("what was said", 0) if "Write down" in ask.texts[0] else say("Good day to you.", 1.0)
+        return (
+            say("what was said", 0)
+            if "Write down" in ask.texts[0]
+            else say("Good day to you.", 1.0)
+        )
 
     engine.script = script
     question, answer = tmp_path / "question.wav", tmp_path / "answer.wav"
@@ -52,7 +66,14 @@ def test_an_example_hears_and_is_heard(name: str, running: Running, engine: Talk
         file.setsampwidth(2)
         file.setframerate(24_000)
         file.writeframes(pcm(silence(0.2), speech(0.6)))
-    command = [python, str(EXAMPLES / name), str(question), str(answer), "--url", url.format(port=running.port)]
+    command = [
+        python,
+        str(EXAMPLES / name),
+        str(question),
+        str(answer),
+        "--url",
+        url.format(port=running.port),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     with wave.open(str(answer)) as file:
@@ -63,7 +84,9 @@ def test_an_example_hears_and_is_heard(name: str, running: Running, engine: Talk
 
 
 @pytest.mark.parametrize("name", DRIVERS)
-def test_a_framework_in_a_whole_conversation(name: str, running: Running, engine: TalkEngine, tmp_path: Path) -> None:
+def test_a_framework_in_a_whole_conversation(
+    name: str, running: Running, engine: TalkEngine, tmp_path: Path
+) -> None:
     """A turn, one that calls a function, one that is interrupted, and another."""
     python = python_with(DRIVERS[name])
 
@@ -73,18 +96,30 @@ def test_a_framework_in_a_whole_conversation(name: str, running: Running, engine
         if ask.messages[-1]["role"] == "tool":
             return say("It is sunny.", 1.0)
         spoken = sum(m["role"] == "user" for m in ask.messages)
-        return {2: say(CALL, 0.5), 3: say("word " * 60, 60.0, 60)}.get(spoken) or say("Good day to you.", 1.0)
+        return {2: say(CALL, 0.5), 3: say("word " * 60, 60.0, 60)}.get(spoken) or say(
+            "Good day to you.", 1.0
+        )
 
     engine.script = script
     sound = tmp_path / "turn.pcm"
     sound.write_bytes(pcm(silence(0.2), speech(0.6), silence(1.2)))
-    command = [python, str(Path(__file__).parent / "drivers" / name), f"{running.url}/v1", str(sound)]
+    command = [
+        python,
+        str(Path(__file__).parent / "drivers" / name),
+        f"{running.url}/v1",
+        str(sound),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fine" in done.stdout
     last = [a for a in engine.asks if "Write down" not in a.texts[0]][-1]
     roles = [t.partition(":")[0] for t in last.texts]
-    assert (roles[0], roles[-1], roles.count("user"), roles.count("tool")) == ("system", "user", 4, 1)
+    assert (roles[0], roles[-1], roles.count("user"), roles.count("tool")) == (
+        "system",
+        "user",
+        4,
+        1,
+    )
     assert roles.index("tool") > roles.index("assistant")
     text = running.ask("/metrics").body.decode()
     assert 'stretto_barge_in_total{by="speech"} 1.0' in text

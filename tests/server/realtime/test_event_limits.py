@@ -1,5 +1,5 @@
-"""What an event of a client may cost: limits before anything is decoded, turns between events, and an error for each
-event that goes wrong, after which the session goes on."""
+"""What an event of a client may cost: limits before anything is decoded, turns between events, and
+an error for each event that goes wrong, after which the session goes on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from stretto.engine.protocol import TextDelta
 from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import connection, items, options, transcribe
-from stretto.server.realtime.client_events import LARGE, MAX_PARTS, MOST, MOST_FIELD, SHORT, Malformed, decode
+from stretto.server.realtime.client_events import (
+    LARGE,
+    MAX_PARTS,
+    MOST,
+    MOST_FIELD,
+    SHORT,
+    Malformed,
+    decode,
+)
 from stretto.server.realtime.connection import Realtime
 from stretto.server.realtime.options import BRIEF, MAX_TOOL_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
-from stretto.server.request_log import VISIT, Visit
+from stretto.server.request_log import VISIT, RequestLog
 from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk
@@ -67,7 +75,10 @@ class Seen:
 @pytest.mark.parametrize(
     ("event", "says"),
     [
-        (b'{"event_id":"e","type":"input_audio_buffer.commit","x":"%s"}' % (b"a" * SHORT), "of this type"),
+        (
+            b'{"event_id":"e","type":"input_audio_buffer.commit","x":"%s"}' % (b"a" * SHORT),
+            "of this type",
+        ),
         (
             b'{"event_id":"e","type":"conversation.item.truncate","item_id":"i","content_index":0,'
             + b'"audio_end_ms":9.5e-324,' * (SHORT // 20)
@@ -81,7 +92,8 @@ class Seen:
             "session.audio has more than",
         ),
         (
-            b'{"event_id":"e","type":"response.create","response":{"tool_choice":{"x":["%s"]}}}' % (b"a" * MOST_FIELD),
+            b'{"event_id":"e","type":"response.create","response":{"tool_choice":{"x":["%s"]}}}'
+            % (b"a" * MOST_FIELD),
             "response.tool_choice has more than",
         ),
         (
@@ -127,22 +139,33 @@ def test_an_event_without_its_media_has_so_many_bytes(monkeypatch: pytest.Monkey
 
 def test_a_field_of_a_session_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
-    got = decode(b'{"type":"session.update","session":{' + b'"temperature":9.5e-324,' * SHORT + b'"temperature":1}}')
+    got = decode(
+        b'{"type":"session.update","session":{'
+        + b'"temperature":9.5e-324,' * SHORT
+        + b'"temperature":1}}'
+    )
     assert isinstance(got, ce.SessionUpdate)
     assert got.session.temperature == 1
     assert max(seen.sizes) < 100
 
 
 def test_sounds_and_pictures_are_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many sounds in one event, as they are and as clients that escape slashes write them; no decoder sees them."""
+    """Many sounds in one event, as they are and as clients that escape slashes write them; no
+    decoder sees them."""
     seen = Seen(monkeypatch)
     sound = bytes(range(256)) * 100
     url = "data:image/png;base64," + base64.b64encode(sound).decode()
-    parts = [{"type": "input_audio", "audio": base64.b64encode(sound[i:]).decode()} for i in range(200)]
+    parts = [
+        {"type": "input_audio", "audio": base64.b64encode(sound[i:]).decode()} for i in range(200)
+    ]
     parts += [{"type": "input_image", "image_url": url}, {"type": "input_audio", "audio": "AAAA"}]
     parts += [{"type": "input_text", "text": '"audio": "' + "A" * SHORT + '"'}]
     plainly = json.dumps({"type": ITEM, "item": message(*parts)}).encode()
-    for event in (plainly, plainly.replace(b"/", b"\\/"), plainly.replace(b'"audio": ', b'"audio"\n:\t')):
+    for event in (
+        plainly,
+        plainly.replace(b"/", b"\\/"),
+        plainly.replace(b'"audio": ', b'"audio"\n:\t'),
+    ):
         got = decode(event)
         assert isinstance(got, ce.ItemCreate)
         content = got.item.content or []
@@ -151,7 +174,9 @@ def test_sounds_and_pictures_are_cut_out(monkeypatch: pytest.MonkeyPatch) -> Non
         assert content[201].audio == bytes(3)
         assert content[202].text == '"audio": "' + "A" * SHORT + '"'
     assert max(seen.sizes) < 8 * SHORT
-    given = json.dumps({"type": "response.create", "response": {"input": [message(*parts[:2])]}}).encode()
+    given = json.dumps(
+        {"type": "response.create", "response": {"input": [message(*parts[:2])]}}
+    ).encode()
     got = decode(given)
     assert isinstance(got, ce.ResponseCreate)
     assert [p.audio for p in got.response.input[0].content] == [sound, sound[1:]]  # type: ignore[union-attr, index]
@@ -198,7 +223,11 @@ def test_what_an_update_does_not_change_is_not_read_and_not_told_again(
         first = c.manual(tools=big_tools("a"), instructions="Be kind. " * 1000)
         assert first["tools"] == big_tools("a")
         assert len(read) == 20
-        for fields in ({"tools": big_tools("a")}, {"instructions": "Be kind. " * 1000}, {"temperature": 0.5}):
+        for fields in (
+            {"tools": big_tools("a")},
+            {"instructions": "Be kind. " * 1000},
+            {"temperature": 0.5},
+        ):
             told = c.update(**fields)
             assert len(json.dumps(told)) < BRIEF
             assert told["audio"]["input"]["turn_detection"] is None
@@ -217,7 +246,9 @@ class Counted(LoopTurns):
         await super().take()
 
 
-def test_events_of_a_session_yield_after_so_many_bytes(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_a_session_yield_after_so_many_bytes(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "TURN_S", 1e9)
     turns = running.server.service.turns = Counted()
     sound = pcm(silence(0.05))
@@ -228,7 +259,9 @@ def test_events_of_a_session_yield_after_so_many_bytes(running: Running, monkeyp
     assert turns.taken >= sent // connection.TURN_BYTES - 1 > 1
 
 
-def test_events_of_a_session_yield_after_some_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_a_session_yield_after_some_time(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "TURN_S", -1.0)
     turns = running.server.service.turns = Counted()
     with talk(running) as c:
@@ -238,7 +271,9 @@ def test_events_of_a_session_yield_after_some_time(running: Running, monkeypatch
     assert turns.taken >= 10
 
 
-def test_a_large_update_waits_for_its_turns(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_update_waits_for_its_turns(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "TURN_S", 1e9)
     turns = running.server.service.turns = Counted()
     with talk(running) as c:
@@ -248,7 +283,9 @@ def test_a_large_update_waits_for_its_turns(running: Running, monkeypatch: pytes
     assert turns.taken >= 1 + 100_000 // (16 << 10) - 1
 
 
-def test_large_messages_are_decoded_in_a_thread(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_messages_are_decoded_in_a_thread(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: dict[int, bool] = {}
 
     def seen(data: bytes) -> ce.Event:
@@ -263,7 +300,9 @@ def test_large_messages_are_decoded_in_a_thread(running: Running, monkeypatch: p
     assert {on_loop for size, on_loop in threads.items() if size <= LARGE} == {True}
 
 
-def test_many_sounds_are_converted_in_a_thread(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_sounds_are_converted_in_a_thread(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_loop: list[bool] = []
 
     def read_item(*args: Any) -> Any:
@@ -285,7 +324,9 @@ def refused(c: Client) -> dict[str, Any]:
     return dict(event["error"])
 
 
-def test_a_conversation_has_so_many_items(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_has_so_many_items(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(items, "MAX_ITEMS", 3)
     with talk(running) as c:
         for _ in range(3):
@@ -318,7 +359,11 @@ def test_an_event_that_fails_does_not_end_the_session(
         monkeypatch.setattr(ScriptedSession, "add", broken)
         sent = c.send(ITEM, item=text("hello"))
         error = refused(c)
-        assert (error["type"], error["code"], error["event_id"]) == ("server_error", "internal_error", sent)
+        assert (error["type"], error["code"], error["event_id"]) == (
+            "server_error",
+            "internal_error",
+            sent,
+        )
         assert "a bug" not in error["message"]
         assert c.update(instructions="Go on.")["instructions"] == "Go on."
     assert any(r.exc_info for r in caplog.records)
@@ -343,7 +388,9 @@ def say_something(c: Client) -> None:
     c.send("input_audio_buffer.commit")
 
 
-def test_so_many_transcriptions_wait(running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_transcriptions_wait(
+    running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transcribe, "MAX_WAITING", 2)
     never(engine)
     with talk(running) as c:
@@ -351,7 +398,9 @@ def test_so_many_transcriptions_wait(running: Running, engine: TalkEngine, monke
         for _ in range(3):
             say_something(c)
         c.sync()
-    [failed] = [e for e in c.seen if e["type"] == "conversation.item.input_audio_transcription.failed"]
+    [failed] = [
+        e for e in c.seen if e["type"] == "conversation.item.input_audio_transcription.failed"
+    ]
     assert failed["error"]["code"] == "server_busy"
 
 
@@ -386,7 +435,9 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_log_probabilities_of_a_transcription(asked: bool, running: Running, engine: TalkEngine) -> None:
+def test_log_probabilities_of_a_transcription(
+    asked: bool, running: Running, engine: TalkEngine
+) -> None:
     word = TokenLogprob(1, "what", b"what", -0.25)
 
     def script(ask: Ask) -> Any:
@@ -420,7 +471,9 @@ def test_log_probabilities_of_a_transcription(asked: bool, running: Running, eng
         ({"include": ["message.input_image.image_url"]}, "include"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(session: dict[str, Any], param: str, running: Running) -> None:
+def test_what_would_have_no_effect_is_refused(
+    session: dict[str, Any], param: str, running: Running
+) -> None:
     with talk(running) as c:
         c.send("session.update", session={"type": "realtime", "instructions": "Sing.", **session})
         error = refused(c)
@@ -436,8 +489,15 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
             {"truncation": {"type": "auto"}},
         ):
             told = c.update(**session)
-            assert (told["audio"]["output"]["speed"], told["truncation"], told["include"]) == (1.0, "auto", None)
-        c.send("response.create", response={"audio": {"output": {"speed": 2.0}}, "instructions": "Sing."})
+            assert (told["audio"]["output"]["speed"], told["truncation"], told["include"]) == (
+                1.0,
+                "auto",
+                None,
+            )
+        c.send(
+            "response.create",
+            response={"audio": {"output": {"speed": 2.0}}, "instructions": "Sing."},
+        )
         assert refused(c)["param"] == "audio.output.speed"
 
 
@@ -448,7 +508,8 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
 def test_leaving_logs_no_stack_trace(
     at: int, running: Running, engine: TalkEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The web server says in two ways that nobody is there any more, depending on who closed first."""
+    """The web server says in two ways that nobody is there any more, depending on who closed
+    first."""
     service = running.server.service
     for error in (OSError(), RuntimeError("Unexpected ASGI message 'websocket.send'")):
         sent: list[str] = []
@@ -460,14 +521,19 @@ def test_leaving_logs_no_stack_trace(
 
         events = [{"type": "websocket.connect"}]
         body = {"instructions": "Speak."}
-        events += [{"type": "websocket.receive", "text": json.dumps({"type": "response.create", "response": body})}]
+        events += [
+            {
+                "type": "websocket.receive",
+                "text": json.dumps({"type": "response.create", "response": body}),
+            }
+        ]
 
         async def receive(events: list[Any] = events) -> Any:
             if events:
                 return events.pop(0)
             return await asyncio.Event().wait()
 
-        visit = Visit(RequestId("ws"), "ws", 0.0)
+        visit = RequestLog(RequestId("ws"), "ws", 0.0)
         scope = {"type": "websocket", "query_string": b"", VISIT: visit, "extensions": {}}
         if at == 0 and isinstance(error, RuntimeError):
             continue
@@ -479,7 +545,8 @@ def test_leaving_logs_no_stack_trace(
 
 
 def test_a_server_that_drains_answers_no_further_turn(engine: TalkEngine) -> None:
-    """A turn that ended while an answer was running is not answered once the server is about to stop."""
+    """A turn that ended while an answer was running is not answered once the server is about to
+    stop."""
     loop_event = asyncio.Event()
 
     async def gate(i: int) -> None:
@@ -488,7 +555,9 @@ def test_a_server_that_drains_answers_no_further_turn(engine: TalkEngine) -> Non
 
     engine.gate = gate
     with talking(engine, drain_timeout=30.0) as running, talk(running) as c:
-        c.update(audio={"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}})
+        c.update(
+            audio={"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}
+        )
         c.append(pcm(silence(0.3), speech(0.7), silence(1.0)))
         c.until("response.output_audio.delta")
         c.append(pcm(speech(0.5), silence(1.0)))

@@ -1,4 +1,5 @@
-"""Nonsense in, an answer out: 20,000 events, and interruptions at any moment. Nothing dies, nothing stays behind."""
+"""Nonsense in, an answer out: 20,000 events, and interruptions at any moment. Nothing dies, nothing
+stays behind."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def left_behind(running: Running) -> list[str]:
     """Tasks of sessions that still run."""
 
     async def names() -> list[str]:
-        return [t.get_name() for t in asyncio.all_tasks() if t.get_name() in ("response", "transcription")]
+        return [
+            t.get_name()
+            for t in asyncio.all_tasks()
+            if t.get_name() in ("response", "transcription")
+        ]
 
     running.do(running.server.service.sessions.idle.wait())
     return running.do(names())
@@ -45,7 +50,8 @@ def left_behind(running: Running) -> list[str]:
 
 @pytest.fixture
 def _quick_switches() -> Iterator[None]:
-    """Server, client and detector are threads of one process here: they should not wait long for each other."""
+    """Server, client and detector are threads of one process here: they should not wait long for
+    each other."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
@@ -80,7 +86,8 @@ def test_a_seed_draws_the_same_events() -> None:
 @pytest.mark.usefixtures("_quick_switches")
 @pytest.mark.parametrize("by", ["speech", "client"])
 def test_interruption_at_any_moment(by: str) -> None:
-    """At seeded moments: nothing of the answer comes after its end, history is what was heard, all is given back."""
+    """At seeded moments: nothing of the answer comes after its end, history is what was heard, all
+    is given back."""
     words = [f"w{i}" for i in range(30)]
 
     def script(ask: Ask) -> list:  # type: ignore[type-arg]
@@ -97,7 +104,9 @@ def test_interruption_at_any_moment(by: str) -> None:
             stop_after = rng.randrange(0, 60)
             hold = asyncio.Event()
 
-            async def gate(i: int, stop_after: int = stop_after, hold: asyncio.Event = hold) -> None:
+            async def gate(
+                i: int, stop_after: int = stop_after, hold: asyncio.Event = hold
+            ) -> None:
                 if i == stop_after:
                     await hold.wait()
 
@@ -105,7 +114,9 @@ def test_interruption_at_any_moment(by: str) -> None:
                 engine.gate = gate
                 c.append(question)
                 response = c.until("response.created")["response"]["id"]
-                wanted = sum(1 for e in script(Ask([], {}))[:stop_after] if isinstance(e, AudioChunk))
+                wanted = sum(
+                    1 for e in script(Ask([], {}))[:stop_after] if isinstance(e, AudioChunk)
+                )
                 for _ in range(wanted):
                     c.until("response.output_audio.delta")
                 if by == "speech":
@@ -118,10 +129,16 @@ def test_interruption_at_any_moment(by: str) -> None:
                 engine.gate = None
                 later = c.sync()
                 mine = {response}
-                assert not [e for e in later if mine & {e.get("response_id"), e.get("response", {}).get("id")}]
+                assert not [
+                    e
+                    for e in later
+                    if mine & {e.get("response_id"), e.get("response", {}).get("id")}
+                ]
                 running.do(engine.ledger.idle.wait())
                 session = engine.sessions[-1]
-                said = [i.message["content"] for i in session.items if i.message["role"] == "assistant"]
+                said = [
+                    i.message["content"] for i in session.items if i.message["role"] == "assistant"
+                ]
                 told = [o["content"][0]["transcript"] for o in done["output"]]
                 assert all(t.startswith(s) for s, t in zip(said, told, strict=False))
                 if done["output"]:
@@ -132,8 +149,16 @@ def test_interruption_at_any_moment(by: str) -> None:
                         audio_end_ms=1000,
                     )
                     c.until("conversation.item.truncated")
-                    kept = [i.message["content"] for i in session.items if i.message["role"] == "assistant"]
-                    assert kept == [] or (len(kept) == 1 and told[0].startswith(kept[0]) and len(kept[0].split()) <= 11)
+                    kept = [
+                        i.message["content"]
+                        for i in session.items
+                        if i.message["role"] == "assistant"
+                    ]
+                    assert kept == [] or (
+                        len(kept) == 1
+                        and told[0].startswith(kept[0])
+                        and len(kept[0].split()) <= 11
+                    )
         assert left_behind(running) == []
         assert not engine.ledger.running
         assert running.server.service.admission.running == 0

@@ -10,10 +10,26 @@ EVERY = np.arange(-32768, 32768).astype(np.int16)
 
 def test_known_values() -> None:
     # Full scale, silence and the smallest steps, as ITU-T G.711 and every telephone have them.
-    assert g711.decode(bytes([0x00, 0x80, 0xFF, 0x7F, 0xFE]), "mu").tolist() == [-32124, 32124, 0, 0, 8]
-    assert g711.decode(bytes([0x2A, 0xAA, 0xD5, 0x55, 0xD4]), "a").tolist() == [-32256, 32256, 8, -8, 24]
-    assert g711.encode(np.array([0, 32767, -32768, 8], np.int16), "mu") == bytes([0xFF, 0x80, 0x00, 0xFE])
-    assert g711.encode(np.array([0, 32767, -32768, -1], np.int16), "a") == bytes([0xD5, 0xAA, 0x2A, 0x55])
+    assert g711.decode(bytes([0x00, 0x80, 0xFF, 0x7F, 0xFE]), "mu").tolist() == [
+        -32124,
+        32124,
+        0,
+        0,
+        8,
+    ]
+    assert g711.decode(bytes([0x2A, 0xAA, 0xD5, 0x55, 0xD4]), "a").tolist() == [
+        -32256,
+        32256,
+        8,
+        -8,
+        24,
+    ]
+    assert g711.encode(np.array([0, 32767, -32768, 8], np.int16), "mu") == bytes(
+        [0xFF, 0x80, 0x00, 0xFE]
+    )
+    assert g711.encode(np.array([0, 32767, -32768, -1], np.int16), "a") == bytes(
+        [0xD5, 0xAA, 0x2A, 0x55]
+    )
 
 
 @pytest.mark.parametrize("law", ["mu", "a"])

@@ -47,10 +47,21 @@ def refused(running: Running, path: str = "/v1/realtime", **options: Any) -> tup
         ("/v1/realtime", {"additional_headers": {"Authorization": f"Bearer {KEY}"}}),
         ("/realtime", {"additional_headers": {"api-key": KEY}}),
         (f"/v1/realtime?api-key={KEY}&model=scripted", {}),
-        ("/v1/realtime", {"subprotocols": ["realtime", f"openai-insecure-api-key.{KEY}", "openai-agents-sdk.0.20.0"]}),
+        (
+            "/v1/realtime",
+            {
+                "subprotocols": [
+                    "realtime",
+                    f"openai-insecure-api-key.{KEY}",
+                    "openai-agents-sdk.0.20.0",
+                ]
+            },
+        ),
     ],
 )
-def test_keys_in_all_the_places_that_clients_put_them(guarded: Running, path: str, options: Any) -> None:
+def test_keys_in_all_the_places_that_clients_put_them(
+    guarded: Running, path: str, options: Any
+) -> None:
     with talk(guarded, path, **options) as c:
         assert c.socket.subprotocol == ("realtime" if "subprotocols" in options else None)
 
@@ -59,7 +70,10 @@ def test_wrong_keys_are_refused_before_the_upgrade(guarded: Running) -> None:
     assert refused(guarded) == (401, "invalid_api_key")
     assert refused(guarded, "/realtime") == (401, "invalid_api_key")
     assert refused(guarded, "/v1/realtime?api-key=wrong") == (401, "invalid_api_key")
-    assert refused(guarded, subprotocols=["realtime", "openai-insecure-api-key.wrong"]) == (401, "invalid_api_key")
+    assert refused(guarded, subprotocols=["realtime", "openai-insecure-api-key.wrong"]) == (
+        401,
+        "invalid_api_key",
+    )
 
 
 def test_pages_of_others_are_refused(running: Running) -> None:
@@ -91,7 +105,9 @@ def test_a_model_that_only_reads_aloud_holds_no_conversation() -> None:
 def test_so_many_sessions_and_no_more(guarded: Running) -> None:
     mine = {"additional_headers": {"Authorization": f"Bearer {KEY}"}}
     other = {"additional_headers": {"Authorization": "Bearer other"}}
-    guarded.do(guarded.server.service.sessions.idle.wait())  # those of earlier tests may still be closing
+    guarded.do(
+        guarded.server.service.sessions.idle.wait()
+    )  # those of earlier tests may still be closing
     with talk(guarded, **mine), talk(guarded, **mine):
         assert refused(guarded, **mine) == (429, "rate_limit_exceeded")
         with talk(guarded, **other):
@@ -134,13 +150,18 @@ def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     with talking(TalkEngine(), realtime_idle=0.05) as running, talk(running) as c:
         assert closed(c) == (1008, module.IDLE.words)
         running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
-        assert 'stretto_realtime_closed_total{reason="idle"} 1.0' in running.ask("/metrics").body.decode()
+        assert (
+            'stretto_realtime_closed_total{reason="idle"} 1.0'
+            in running.ask("/metrics").body.decode()
+        )
 
 
 def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.01)
     engine, ahead = TalkEngine(), 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, perf_counter=time.perf_counter)
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + ahead, perf_counter=time.perf_counter
+    )
     monkeypatch.setattr(module, "time", clock)
     with talking(engine, realtime_idle=300.0) as running, talk(running) as c:
         go_on = hold(running, engine)
@@ -155,7 +176,9 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         assert closed(c)[0] == 1008
 
 
-def test_who_has_listened_for_long_may_think_before_speaking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_listened_for_long_may_think_before_speaking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.001)
     with talking(TalkEngine()) as running:
         service = running.server.service
@@ -184,7 +207,11 @@ def test_who_has_listened_for_long_may_think_before_speaking(monkeypatch: pytest
 
 
 def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
-    with talking(engine, drain_timeout=30.0) as running, talk(running) as busy, talk(running) as quiet:
+    with (
+        talking(engine, drain_timeout=30.0) as running,
+        talk(running) as busy,
+        talk(running) as quiet,
+    ):
         go_on = hold(running, engine)
         busy.update(instructions="Speak.")
         busy.send("response.create")
@@ -216,7 +243,8 @@ def test_a_client_that_does_not_read_is_closed(engine: TalkEngine) -> None:
         with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             s.sendall(
-                b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
+                b"websocket\r\n"
                 b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
             )
             read_until(s, b"session.created")
@@ -225,7 +253,10 @@ def test_a_client_that_does_not_read_is_closed(engine: TalkEngine) -> None:
             with talk(running) as other:
                 other.update(instructions="fine")
             running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
-        assert 'stretto_realtime_closed_total{reason="slow"} 1.0' in running.ask("/metrics").body.decode()
+        assert (
+            'stretto_realtime_closed_total{reason="slow"} 1.0'
+            in running.ask("/metrics").body.decode()
+        )
         assert not engine.ledger.running
 
 
@@ -250,7 +281,9 @@ def test_a_session_holds_so_much_and_no_more() -> None:
         c.append(bytes(500_000), 500_000)
         assert c.until("error")["error"]["code"] == "input_audio_buffer_full"
         part = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * (1 << 20)}
-        c.send("conversation.item.create", item={"type": "message", "role": "user", "content": [part]})
+        c.send(
+            "conversation.item.create", item={"type": "message", "role": "user", "content": [part]}
+        )
         assert c.until("error")["error"]["code"] == "conversation_full"
         c.send("input_audio_buffer.clear")
         c.until("input_audio_buffer.cleared")

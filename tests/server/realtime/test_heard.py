@@ -32,7 +32,9 @@ def test_signs_count_one_by_one() -> None:
 
 
 @given(st.text(max_size=200), st.floats(0, 30), st.floats(0, 30), st.booleans())
-def test_always_a_beginning_and_more_with_time(text: str, a: float, b: float, complete: bool) -> None:
+def test_always_a_beginning_and_more_with_time(
+    text: str, a: float, b: float, complete: bool
+) -> None:
     short, long = sorted((a, b))
     first, second = heard(text, short, 20.0, complete), heard(text, long, 20.0, complete)
     assert text.startswith(second)

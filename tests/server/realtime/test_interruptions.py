@@ -1,5 +1,6 @@
-"""Two hundred interruptions at seeded moments: by the client, by speech, with and without word of what was heard. After
-each, nothing of the answer follows its end, the conversation is what was heard, and nothing is held any more."""
+"""Two hundred interruptions at seeded moments: by the client, by speech, with and without word of
+what was heard. After each, nothing of the answer follows its end, the conversation is what was
+heard, and nothing is held any more."""
 
 from __future__ import annotations
 
@@ -31,7 +32,21 @@ from tests.server.realtime.test_turns_by_hand import add_text
 SCRIPTED, REAL = 140, 60
 FRAMES = 400
 SPEECH = pcm(speech(0.3))
-WORDS = ("well", "I", "think", "that", "it", "may", "rain", "in", "the", "north", "but", "nobody", "knows")
+WORDS = (
+    "well",
+    "I",
+    "think",
+    "that",
+    "it",
+    "may",
+    "rain",
+    "in",
+    "the",
+    "north",
+    "but",
+    "nobody",
+    "knows",
+)
 BY_SPEECH = {"type": "server_vad", "create_response": False}
 
 
@@ -59,7 +74,8 @@ class Answer:
 
     def take(self) -> None:
         event = self.c.until(
-            "response.output_audio.delta", "response.output_audio_transcript.delta", "response.output_item.added",
+            "response.output_audio.delta", "response.output_audio_transcript.delta",
+            "response.output_item.added",
             "response.done", "input_audio_buffer.speech_started", "conversation.item.truncated",
         )  # fmt: skip
         match event["type"]:
@@ -80,7 +96,12 @@ class Answer:
 
 def interrupt(c: Client, how: str, answer: Answer, heard_ms: int) -> None:
     if how == "told":  # what was heard comes before the cancel, as some clients have it
-        c.send("conversation.item.truncate", item_id=answer.item, content_index=0, audio_end_ms=heard_ms)
+        c.send(
+            "conversation.item.truncate",
+            item_id=answer.item,
+            content_index=0,
+            audio_end_ms=heard_ms,
+        )
     if how == "speech":
         c.append(SPEECH)
     else:
@@ -88,10 +109,13 @@ def interrupt(c: Client, how: str, answer: Answer, heard_ms: int) -> None:
 
 
 def check_over(c: Client, answer: Answer, how: str) -> None:
-    """It was cancelled for this reason, and nothing of it comes any more; the speaker is silent again."""
+    """It was cancelled for this reason, and nothing of it comes any more; the speaker is silent
+    again."""
     done = answer.end()
     assert (done["id"], done["status"]) == (answer.id, "cancelled")
-    assert done["status_details"]["reason"] == ("turn_detected" if how == "speech" else "client_cancelled")
+    assert done["status_details"]["reason"] == (
+        "turn_detected" if how == "speech" else "client_cancelled"
+    )
     if how == "speech":
         c.send("input_audio_buffer.clear")
     for event in c.sync():
@@ -140,7 +164,11 @@ def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPa
             played = rng.uniform(0.0, 1.2) * made / RATE
             told = rng.uniform(0.0, made / RATE)
             clock.now += played
-            how = rng.choice(("cancel", "speech", "told")) if answer.item else rng.choice(("cancel", "speech"))
+            how = (
+                rng.choice(("cancel", "speech", "told"))
+                if answer.item
+                else rng.choice(("cancel", "speech"))
+            )
             interrupt(c, how, answer, round(1000 * told))
             check_over(c, answer, how)
             if how == "told":
@@ -154,7 +182,9 @@ def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPa
             assert usage["input_tokens"] == 10 * len(engine.asks[-1].messages) or (
                 at == 0 and not usage["input_tokens"]
             )
-            assert usage["output_token_details"]["text_tokens"] == sum(isinstance(e, TextDelta) for e in events[:at])
+            assert usage["output_token_details"]["text_tokens"] == sum(
+                isinstance(e, TextDelta) for e in events[:at]
+            )
             clock.now += 100.0
 
 
@@ -188,7 +218,11 @@ def test_the_real_engine_has_all_back_each_time(tiny_dir: Path) -> None:
         it.running.server.service.sessions.batcher = Batcher(LoudnessVad)
         opened = recorded(it.engine)
         with talk(it.running) as c:
-            c.update(audio={"input": {"turn_detection": BY_SPEECH}}, max_output_tokens=300, max_audio_frames=FRAMES)
+            c.update(
+                audio={"input": {"turn_detection": BY_SPEECH}},
+                max_output_tokens=300,
+                max_audio_frames=FRAMES,
+            )
             for seed in range(REAL):
                 check_one(it, c, opened[0], random.Random(seed))
         it.do(it.running.server.service.sessions.idle.wait())

@@ -1,4 +1,5 @@
-"""The ear of a session: whatever the pieces that sound comes in, the same turns are found, with the same sound."""
+"""The ear of a session: whatever the pieces that sound comes in, the same turns are found, with the
+same sound."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def sound(seed: int) -> bytes:
 
 
 async def heard(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
-    """Signals, each with where it came and how much the engine had by then; and the sound of each turn."""
+    """Signals, each with where it came and how much the engine had by then; and the sound of each
+    turn."""
     session: Any = ScriptedSession(TalkEngine())
     batcher = Batcher(LoudnessVad)
     listener = Listener(session, batcher, Turns(), "audio/pcm")
@@ -90,7 +92,8 @@ def test_a_handler_that_fails_ends_the_turn_all_the_same() -> None:
 
 
 def test_detection_goes_off_and_on_again_in_mid_speech() -> None:
-    """Nothing of the sound is lost, said twice or out of its order, whichever way its end is found."""
+    """Nothing of the sound is lost, said twice or out of its order, whichever way its end is
+    found."""
     first, second, third = (speech(s, seed=i) for i, s in enumerate((0.71, 0.53, 0.6)))
 
     async def run() -> tuple[Float, Float, tuple[int, int], int]:
@@ -122,7 +125,12 @@ def test_detection_goes_off_and_on_again_in_mid_speech() -> None:
         await listener.hear(pcm(third, silence(0.8)), on)
         batcher.close()
         item = session.items[-1]
-        return by_hand.message["content"][0]["data"], item.message["content"][0]["data"], spans[0], listener.position
+        return (
+            by_hand.message["content"][0]["data"],
+            item.message["content"][0]["data"],
+            spans[0],
+            listener.position,
+        )
 
     by_hand, by_turn, span, position = asyncio.run(run())
     whole = np.frombuffer(pcm(first) + pcm(second), "<i2").astype(np.float32) / 32768

@@ -7,7 +7,7 @@ import pytest
 
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.messages.params import ChunkSizes, Params
+from stretto.params import ChunkSizes, Params
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.options import MAX_SAID, Options, SessionState
 
@@ -58,13 +58,19 @@ def test_defaults_are_told_in_full() -> None:
                     "interrupt_response": True,
                 },
             },
-            "output": {"format": {"type": "audio/pcm", "rate": 24000}, "voice": "Ethan", "speed": 1.0},
+            "output": {
+                "format": {"type": "audio/pcm", "rate": 24000},
+                "voice": "Ethan",
+                "speed": 1.0,
+            },
         },
     }
 
 
 def test_only_what_is_named_changes_and_objects_merge() -> None:
-    one = update(state(), instructions="Be kind.", audio={"input": {"turn_detection": {"threshold": 0.7}}})
+    one = update(
+        state(), instructions="Be kind.", audio={"input": {"turn_detection": {"threshold": 0.7}}}
+    )
     two = update(one, audio={"input": {"transcription": {"model": "gpt-4o-mini-transcribe"}}})
     told = two.told()
     assert told["instructions"] == "Be kind."
@@ -74,34 +80,52 @@ def test_only_what_is_named_changes_and_objects_merge() -> None:
 
 
 def test_null_clears() -> None:
-    audio = {"input": {"transcription": {"language": "de"}, "noise_reduction": {"type": "near_field"}}}
+    audio = {
+        "input": {"transcription": {"language": "de"}, "noise_reduction": {"type": "near_field"}}
+    }
     one = update(state(), instructions="x", tools=[{"type": "function", "name": "f"}], audio=audio)
     assert one.told()["audio"]["input"]["transcription"] == {"model": "m", "language": "de"}
     assert one.told()["audio"]["input"]["noise_reduction"] == {"type": "near_field"}
     cleared = {"turn_detection": None, "transcription": None, "noise_reduction": None}
     two = update(one, instructions="", tools=[], audio={"input": cleared})
-    assert two.told()["audio"]["input"] == {"format": {"type": "audio/pcm", "rate": 24000}, **cleared}
+    assert two.told()["audio"]["input"] == {
+        "format": {"type": "audio/pcm", "rate": 24000},
+        **cleared,
+    }
     assert (two.told()["instructions"], two.told()["tools"]) == ("", [])
     back = update(two, audio={"input": {"turn_detection": {"type": "server_vad"}}})
     assert back.told()["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
 
 
 def test_another_type_of_detection_replaces_the_object() -> None:
-    one = update(state(), audio={"input": {"turn_detection": {"type": "server_vad", "create_response": False}}})
-    two = update(one, audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}})
+    one = update(
+        state(),
+        audio={"input": {"turn_detection": {"type": "server_vad", "create_response": False}}},
+    )
+    two = update(
+        one, audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}}
+    )
     assert two.told()["audio"]["input"]["turn_detection"] == {
-        "type": "semantic_vad", "eagerness": "high", "create_response": True, "interrupt_response": True,
+        "type": "semantic_vad", "eagerness": "high", "create_response": True,
+        "interrupt_response": True,
     }  # fmt: skip
     three = update(two, audio={"input": {"turn_detection": {"interrupt_response": False}}})
     assert three.turns is not None
-    assert (three.turns.type, three.turns.eagerness, three.turns.interrupt_response) == ("semantic_vad", "high", False)
+    assert (three.turns.type, three.turns.eagerness, three.turns.interrupt_response) == (
+        "semantic_vad",
+        "high",
+        False,
+    )
 
 
 def test_what_stock_clients_send_unasked_is_taken() -> None:
     livekit = {
-        "type": "realtime", "model": "gpt-realtime", "tracing": None, "max_output_tokens": "inf", "tool_choice": "auto",
-        "prompt": {"id": "p"}, "include": [], "truncation": {"type": "auto"}, "reasoning": {"effort": "low"},
-        "audio": {"output": {"voice": "marin", "speed": 1.0, "format": {"type": "audio/pcm", "rate": 24000}},
+        "type": "realtime", "model": "gpt-realtime", "tracing": None, "max_output_tokens": "inf",
+        "tool_choice": "auto",
+        "prompt": {"id": "p"}, "include": [], "truncation": {"type": "auto"},
+        "reasoning": {"effort": "low"},
+        "audio": {"output": {"voice": "marin", "speed": 1.0, "format": {"type": "audio/pcm",
+        "rate": 24000}},
                   "input": {"noise_reduction": None, "turn_detection": {"type": "semantic_vad"}}},
     }  # fmt: skip
     told = update(state(), **livekit).told()
@@ -151,29 +175,51 @@ def test_null_in_a_response_is_what_the_session_has() -> None:
     """LiveKit and others write out every field of a response."""
     tools = [{"type": "function", "name": "a"}, {"type": "function", "name": "b"}]
     options = update(
-        state(), instructions="Be brief.", tools=tools, tool_choice={"type": "function", "name": "b"}, seed=3,
+        state(), instructions="Be brief.", tools=tools, tool_choice={"type": "function",
+        "name": "b"}, seed=3,
         max_output_tokens=20, output_modalities=["text"],
         audio={"output": {"voice": "Chelsie", "format": {"type": "audio/pcmu"}}},
     ).answers  # fmt: skip
-    names = ("instructions", "tools", "tool_choice", "seed", "max_output_tokens", "output_modalities")
+    names = (
+        "instructions",
+        "tools",
+        "tool_choice",
+        "seed",
+        "max_output_tokens",
+        "output_modalities",
+    )
     audio = {"output": {"voice": None, "format": None}}
     null = fields(c.ResponseFields, **dict.fromkeys(names), audio=audio)
     assert options.updated(null, INFO) == options
     assert options.updated(msgspec.convert({"audio": None}, c.ResponseFields), INFO) == options
-    assert options.updated(msgspec.convert({"instructions": ""}, c.ResponseFields), INFO).instructions == ""
+    assert (
+        options.updated(msgspec.convert({"instructions": ""}, c.ResponseFields), INFO).instructions
+        == ""
+    )
 
 
 def test_sampling() -> None:
-    options = update(state(), seed=3, temperature=0.5, max_output_tokens=20, max_audio_frames=9).answers
+    options = update(
+        state(), seed=3, temperature=0.5, max_output_tokens=20, max_audio_frames=9
+    ).answers
     params = options.params(ChunkSizes(), Params())
-    assert (params.seed, params.temperature, params.max_text_tokens, params.max_frames) == (3, 0.5, 20, 9)
+    assert (params.seed, params.temperature, params.max_text_tokens, params.max_frames) == (
+        3,
+        0.5,
+        20,
+        9,
+    )
     own = Params(temperature=0.6, max_text_tokens=300, speech_top_k=7)  # what the checkpoint says
-    params = options.updated(c.ResponseFields(max_output_tokens="inf"), INFO).params(ChunkSizes(), own)
+    params = options.updated(c.ResponseFields(max_output_tokens="inf"), INFO).params(
+        ChunkSizes(), own
+    )
     assert (params.temperature, params.max_text_tokens, params.speech_top_k) == (0.5, 300, 7)
 
 
 def test_both_modalities_mean_speech() -> None:
-    assert update(state(), output_modalities=["text", "audio"]).told()["output_modalities"] == ["audio"]
+    assert update(state(), output_modalities=["text", "audio"]).told()["output_modalities"] == [
+        "audio"
+    ]
     assert not update(state(), output_modalities=["text"]).answers.spoken
 
 
@@ -181,4 +227,7 @@ def test_a_session_fits_in_a_message() -> None:
     tools = [{"type": "function", "name": f"f{i}", "description": "x" * 10_000} for i in range(100)]
     with pytest.raises(Invalid, match="more than"):
         update(state(), tools=tools)
-    assert len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).told())) < MAX_SAID + 4096
+    assert (
+        len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).told()))
+        < MAX_SAID + 4096
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.messages.params import Params
+from stretto.params import Params
 from stretto.server.admission import Admission
 from stretto.server.realtime.items import Conversation
 from stretto.server.realtime.options import Options
@@ -32,7 +32,11 @@ def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]])
         conversation = Conversation(session)  # type: ignore[arg-type]
         options = Options("Ethan")
         writer = Writer(
-            options, engine.info, lambda e: told.append(json.loads(msgspec.json.encode(e))), conversation, "conv"
+            options,
+            engine.info,
+            lambda e: told.append(json.loads(msgspec.json.encode(e))),
+            conversation,
+            "conv",
         )
 
         def start(on_prompt: Any) -> Any:
@@ -55,7 +59,9 @@ def test_nobody_hears_of_it_before_it_is_released() -> None:
         assert told == []
         response.release()
         assert told[0]["type"] == "response.created"
-        assert any(e["type"] == "response.output_audio.delta" for e in told)  # what waited is there at once
+        assert any(
+            e["type"] == "response.output_audio.delta" for e in told
+        )  # what waited is there at once
         await response.ended()
         assert told[-1]["response"]["status"] == "completed"
 

@@ -11,7 +11,10 @@ from tests.server.realtime.sounds import pcm, speech
 
 
 @settings(max_examples=30, deadline=None)
-@given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=12), law=st.sampled_from(sorted(RATES)))
+@given(
+    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=12),
+    law=st.sampled_from(sorted(RATES)),
+)
 def test_as_many_samples_as_went_in(sizes: list[int], law: str) -> None:
     sound = SoundIn(law)  # type: ignore[arg-type]
     width = 2 if law == "audio/pcm" else 1
@@ -43,14 +46,21 @@ def test_a_voice_is_still_that_voice() -> None:
 @pytest.mark.parametrize("format", sorted(RATES))
 def test_out_has_the_format_s_length(format: str) -> None:
     out = SoundOut(format, 24_000)  # type: ignore[arg-type]
-    data = b"".join([out.feed(np.zeros(1365, np.float32)), out.feed(np.zeros(1920, np.float32)), out.flush()])
+    data = b"".join(
+        [out.feed(np.zeros(1365, np.float32)), out.feed(np.zeros(1920, np.float32)), out.flush()]
+    )
     width = 2 if format == "audio/pcm" else 1
     assert len(data) == round(3285 * RATES[format] / 24_000) * width
 
 
 def test_pcm_out_is_the_samples_themselves() -> None:
     samples = np.array([0.0, 0.5, -1.0, 2.0], np.float32)
-    assert np.frombuffer(SoundOut("audio/pcm", 24_000).feed(samples), "<i2").tolist() == [0, 16384, -32767, 32767]
+    assert np.frombuffer(SoundOut("audio/pcm", 24_000).feed(samples), "<i2").tolist() == [
+        0,
+        16384,
+        -32767,
+        32767,
+    ]
 
 
 def test_another_rate_is_refused() -> None:

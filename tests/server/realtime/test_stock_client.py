@@ -1,5 +1,5 @@
-"""OpenAI's own Python client, unchanged, in a conversation: by hand and by VAD, interrupted, with functions and memory.
-With the scripted engine, and once with the real one and the tiny model."""
+"""OpenAI's own Python client, unchanged, in a conversation: by hand and by VAD, interrupted, with
+functions and memory. With the scripted engine, and once with the real one and the tiny model."""
 
 from __future__ import annotations
 
@@ -107,33 +107,53 @@ def test_turns_by_vad_and_barge_in(running: Running, engine: TalkEngine) -> None
             await until(connection, "response.output_audio.delta")
             await append(connection, pcm(speech(0.5)))
             await until(connection, "input_audio_buffer.speech_started")
-            await connection.conversation.item.truncate(item_id=item.id, content_index=0, audio_end_ms=20)
+            await connection.conversation.item.truncate(
+                item_id=item.id, content_index=0, audio_end_ms=20
+            )
             done = await until(connection, "response.done")
-            assert (done.response.status, done.response.status_details.reason) == ("cancelled", "turn_detected")
+            assert (done.response.status, done.response.status_details.reason) == (
+                "cancelled",
+                "turn_detected",
+            )
             assert (await until(connection, "conversation.item.truncated")).audio_end_ms == 20
             engine.gate = None
             await append(connection, pcm(silence(0.8)))
             assert (await heard(connection))[2].status == "completed"
 
     run(talk())
-    assert [t.split(":")[0] for t in engine.asks[-1].texts] == ["user", "user"]  # too little was heard to be a word
+    assert [t.split(":")[0] for t in engine.asks[-1].texts] == [
+        "user",
+        "user",
+    ]  # too little was heard to be a word
 
 
 def test_functions(running: Running, engine: TalkEngine) -> None:
-    engine.script = lambda ask: say(CALL, 0.5) if len(ask.messages) == 1 else say("It is sunny.", 0.5)
-    tool: Any = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+    engine.script = lambda ask: (
+        say(CALL, 0.5) if len(ask.messages) == 1 else say("It is sunny.", 0.5)
+    )
+    tool: Any = {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {}},
+    }
 
     async def talk() -> None:
         async with connected(running) as connection:
             await manual(connection, tools=[tool], tool_choice="auto")
             part: Any = {"type": "input_text", "text": "How is the weather in Bonn?"}
-            await connection.conversation.item.create(item={"type": "message", "role": "user", "content": [part]})
+            await connection.conversation.item.create(
+                item={"type": "message", "role": "user", "content": [part]}
+            )
             await connection.response.create()
             call = await until(connection, "response.function_call_arguments.done")
             assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Bonn"})
             await until(connection, "response.done")
             await connection.conversation.item.create(
-                item={"type": "function_call_output", "call_id": call.call_id, "output": '{"sky": "clear"}'}
+                item={
+                    "type": "function_call_output",
+                    "call_id": call.call_id,
+                    "output": '{"sky": "clear"}',
+                }
             )
             await connection.response.create()
             assert (await heard(connection))[0] == "It is sunny."
@@ -152,7 +172,8 @@ def real(tiny_dir: Path) -> Iterator[Served]:
 
 
 def test_with_the_real_engine(real: Served) -> None:
-    """Voice turns by hand and by VAD with the real detector, a transcript, and an interruption, on the tiny model."""
+    """Voice turns by hand and by VAD with the real detector, a transcript, and an interruption, on
+    the tiny model."""
     session: Any = {"seed": 5, "max_output_tokens": 12, "max_audio_frames": 12}
 
     async def talk() -> None:
@@ -167,13 +188,17 @@ def test_with_the_real_engine(real: Served) -> None:
             usage = response.usage
             assert usage.input_token_details.audio_tokens > 0
             assert usage.input_tokens > usage.input_token_details.audio_tokens
-            vad: Any = {"input": {"turn_detection": {"type": "server_vad"}, "transcription": {"model": "x"}}}
+            vad: Any = {
+                "input": {"turn_detection": {"type": "server_vad"}, "transcription": {"model": "x"}}
+            }
             await connection.session.update(session={"type": "realtime", "audio": vad})
             await append(connection, pcm(silence(0.3), speech(1.0, seed=4), silence(0.8)))
             await until(connection, "input_audio_buffer.speech_stopped")
             _, _, second = await heard(connection)
             assert second.usage.input_tokens > usage.input_tokens  # it remembers
-            completed = await until(connection, "conversation.item.input_audio_transcription.completed")
+            completed = await until(
+                connection, "conversation.item.input_audio_transcription.completed"
+            )
             assert completed.usage.input_token_details.audio_tokens > 0
             long: Any = {"type": "realtime", "max_output_tokens": 1000, "max_audio_frames": 4000}
             await connection.session.update(session=long)
@@ -193,7 +218,8 @@ def test_with_the_real_engine(real: Served) -> None:
 
 
 def test_an_early_answer_is_the_same_on_the_real_engine(real: Served) -> None:
-    """With and without answers that begin at a pause: the same words, the same samples (as 16-bit ones, to a step)."""
+    """With and without answers that begin at a pause: the same words, the same samples (as 16-bit
+    ones, to a step)."""
     turn = pcm(silence(0.3), speech(0.6), silence(0.35), speech(0.5, seed=2), silence(0.8))
 
     def ask(speculate: bool) -> tuple[str, bytes, bool]:
@@ -201,7 +227,12 @@ def test_an_early_answer_is_the_same_on_the_real_engine(real: Served) -> None:
 
         async def talk(running: Running) -> None:
             async with connected(running) as connection:
-                session: Any = {"type": "realtime", "seed": 5, "max_output_tokens": 8, "max_audio_frames": 8}
+                session: Any = {
+                    "type": "realtime",
+                    "seed": 5,
+                    "max_output_tokens": 8,
+                    "max_audio_frames": 8,
+                }
                 await connection.session.update(session=session)
                 await append(connection, turn)
                 words, sound, response = await heard(connection)

@@ -39,8 +39,14 @@ def test_pauses_of_settings() -> None:
     pauses = Turns().pauses
     assert (pauses.threshold, pauses.prefix, pauses.short, pauses.end) == (0.5, 4800, 7, 16)
     assert Turns(silence_duration_ms=0).pauses.end == 1
-    assert Turns(silence_duration_ms=100).pauses.short == Turns(silence_duration_ms=100).pauses.end == 4
-    ends = [Turns("semantic_vad", eagerness=e).pauses.end for e in ("high", "auto", "medium", "low")]  # type: ignore[arg-type]
+    assert (
+        Turns(silence_duration_ms=100).pauses.short
+        == Turns(silence_duration_ms=100).pauses.end
+        == 4
+    )
+    ends = [
+        Turns("semantic_vad", eagerness=e).pauses.end for e in ("high", "auto", "medium", "low")
+    ]  # type: ignore[arg-type]
     assert ends == [13, 25, 25, 50]
 
 

@@ -18,7 +18,11 @@ from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, speech
 
 ONE_S = pcm(speech(1.0))
-DELTAS = {"response.output_audio_transcript.delta", "response.output_audio.delta", "response.output_text.delta"}
+DELTAS = {
+    "response.output_audio_transcript.delta",
+    "response.output_audio.delta",
+    "response.output_text.delta",
+}
 
 
 def speak(c: Client, data: bytes = ONE_S) -> str:
@@ -54,24 +58,32 @@ def test_voice_turn_in_order(running: Running, engine: TalkEngine) -> None:
         assert len({e.get("item_id") or e["item"]["id"] for e in committed}) == 1
         events = answer(c, metadata={"client_event_id": "x1"})
     assert [k for k in types(events) if k not in DELTAS] == [
-        "response.created", "response.output_item.added", "conversation.item.added", "response.content_part.added",
-        "response.output_audio.done", "response.output_audio_transcript.done", "response.content_part.done",
+        "response.created", "response.output_item.added", "conversation.item.added",
+        "response.content_part.added",
+        "response.output_audio.done", "response.output_audio_transcript.done",
+        "response.content_part.done",
         "conversation.item.done", "response.output_item.done", "response.done",
     ]  # fmt: skip
     first, done = events[0]["response"], events[-1]["response"]
     assert first["metadata"] == done["metadata"] == {"client_event_id": "x1"}
     assert (first["status"], done["status"]) == ("in_progress", "completed")
-    said = "".join(e["delta"] for e in events if e["type"] == "response.output_audio_transcript.delta")
+    said = "".join(
+        e["delta"] for e in events if e["type"] == "response.output_audio_transcript.delta"
+    )
     assert said == done["output"][0]["content"][0]["transcript"] == "I know 1 messages so far."
     assert {e["part"]["type"] for e in events if "part" in e} == {"audio"}
     assert events[1]["item"]["role"] == "assistant"
     assert events[2]["previous_item_id"] == committed[0]["item_id"]
-    sound = b"".join(base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta")
+    sound = b"".join(
+        base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta"
+    )
     assert len(sound) == 2 * 24_000
     assert done["usage"] == {
         "total_tokens": 28, "input_tokens": 10, "output_tokens": 18,
-        "input_token_details": {"text_tokens": 7, "audio_tokens": 3, "image_tokens": 0, "cached_tokens": 4,
-                                "cached_tokens_details": {"text_tokens": 4, "audio_tokens": 0, "image_tokens": 0}},
+        "input_token_details": {"text_tokens": 7, "audio_tokens": 3, "image_tokens": 0,
+        "cached_tokens": 4,
+                                "cached_tokens_details": {"text_tokens": 4, "audio_tokens": 0,
+                                "image_tokens": 0}},
         "output_token_details": {"text_tokens": 6, "audio_tokens": 12},
     }  # fmt: skip
     assert done["stretto"]["seed"] == 7
@@ -100,11 +112,14 @@ def test_memory_of_two_turns(running: Running, engine: TalkEngine) -> None:
         speak(c, ONE_S[: len(ONE_S) // 2])
         answer(c)
     assert engine.asks[1].texts == [
-        "system: Be brief.", "user: [1.00 s]", "assistant: I know 2 messages so far.", "user: [0.50 s]",
+        "system: Be brief.", "user: [1.00 s]", "assistant: I know 2 messages so far.",
+        "user: [0.50 s]",
     ]  # fmt: skip
     assert not engine.ledger.running
     given = engine.asks[0].given  # sound was read ahead behind the same words
-    assert engine.sessions[-1].expected == {k: given[k] for k in ("modalities", "instructions", "tools")}
+    assert engine.sessions[-1].expected == {
+        k: given[k] for k in ("modalities", "instructions", "tools")
+    }
 
 
 def test_text_alone(running: Running, engine: TalkEngine) -> None:
@@ -140,7 +155,12 @@ def test_items_are_put_where_they_belong(running: Running, engine: TalkEngine) -
         add_text(c, "")  # says nothing to the model
         add_text(c, "last")
         answer(c)
-    assert engine.asks[0].texts == ["user: first", "user: between", "assistant: third", "user: last"]
+    assert engine.asks[0].texts == [
+        "user: first",
+        "user: between",
+        "assistant: third",
+        "user: last",
+    ]
 
 
 def test_an_item_that_is_refused_is_not_there(running: Running, engine: TalkEngine) -> None:
@@ -158,7 +178,10 @@ def test_an_item_that_is_refused_is_not_there(running: Running, engine: TalkEngi
         assert c.until("error")["error"]["code"] == "item_retrieve_invalid_item_id"
         c.send("response.create", response={"conversation": "none", "input": [item]})
         assert c.until("error")["error"]["param"] == "response.input[0].content[0].image_url.url"
-        c.send("conversation.item.create", item={**item, "content": [{"type": "input_text", "text": "after"}]})
+        c.send(
+            "conversation.item.create",
+            item={**item, "content": [{"type": "input_text", "text": "after"}]},
+        )
         c.until("conversation.item.done")
         answer(c)
     assert engine.asks[0].texts == ["user: before", "user: after"]
@@ -189,18 +212,25 @@ def test_parts_are_called_as_strict_clients_have_it(
     part = {"type": kind, "transcript" if kind.endswith("audio") else "text": "words"}
     with talk(running) as c:
         c.manual(output_modalities=["text"])
-        c.send("conversation.item.create", item={"type": "message", "role": role, "content": [part]})
+        c.send(
+            "conversation.item.create", item={"type": "message", "role": role, "content": [part]}
+        )
         assert [p["type"] for p in c.until("conversation.item.added")["item"]["content"]] == [told]
         c.until("conversation.item.done")
         answer(c)
         picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
-        c.send("conversation.item.create", item={"type": "message", "role": role, "content": [picture]})
-        assert c.until("conversation.item.done", "error")["type"].endswith("done" if role == "user" else "error")
+        c.send(
+            "conversation.item.create", item={"type": "message", "role": role, "content": [picture]}
+        )
+        assert c.until("conversation.item.done", "error")["type"].endswith(
+            "done" if role == "user" else "error"
+        )
     assert engine.asks[0].texts == [f"{role}: words"]
 
 
 def test_items_that_the_engine_has_forgotten(running: Running, engine: TalkEngine) -> None:
-    """A full context makes it forget the oldest turns by itself; clients may still speak of them."""
+    """A full context makes it forget the oldest turns by itself; clients may still speak of
+    them."""
     with talk(running) as c:
         c.manual()
         first = add_text(c, "first")["item"]["id"]
@@ -221,7 +251,12 @@ def test_items_that_the_engine_has_forgotten(running: Running, engine: TalkEngin
 def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None:
     with talk(running) as c:
         c.manual()
-        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}], "id": "same"}
+        item = {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "x"}],
+            "id": "same",
+        }
         c.send("conversation.item.create", item=item)
         c.until("conversation.item.done")
         asked = [
@@ -233,11 +268,13 @@ def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None
              c.send("conversation.item.truncate", item_id="no", content_index=0, audio_end_ms=1)),
             ("item_create_duplicate_item_id", c.send("conversation.item.create", item=item)),
             ("item_create_invalid_previous_item_id",
-             c.send("conversation.item.create", item={**item, "id": "other"}, previous_item_id="no")),
+             c.send("conversation.item.create", item={**item, "id": "other"},
+             previous_item_id="no")),
             ("invalid_value", c.send("conversation.item.create", item={"type": "message"})),
             ("invalid_value", c.send("session.update", session={"output_modalities": ["smell"]})),
-            ("invalid_value", c.send("session.update", session={"audio": {"input": {"format": {"type": "audio/pcm",
-                                                                                              "rate": 8000}}}})),
+            ("invalid_value", c.send("session.update",
+            session={"audio": {"input": {"format": {"type": "audio/pcm",
+                                                                                              "rate": 8000}}}})),  # noqa: E501
             ("invalid_event", c.send("session.destroy")),
             ("input_audio_buffer_commit_empty", c.send("input_audio_buffer.commit")),
         ]  # fmt: skip
@@ -262,13 +299,17 @@ def test_a_second_response_at_once_is_refused(running: Running, engine: TalkEngi
         c.until("response.created")
         event_id = c.send("response.create")
         error = c.until("error")["error"]
-        assert (error["code"], error["event_id"]) == ("conversation_already_has_active_response", event_id)
+        assert (error["code"], error["event_id"]) == (
+            "conversation_already_has_active_response",
+            event_id,
+        )
         gate()
         assert c.until("response.done")["response"]["status"] == "completed"
 
 
 def hold(running: Running, engine: TalkEngine, at: int = 1) -> Any:
-    """The engine stops before its event number `at`, until the function that comes back is called."""
+    """The engine stops before its event number `at`, until the function that comes back is
+    called."""
     import asyncio
 
     event = asyncio.Event()
@@ -295,7 +336,10 @@ def test_the_buffer_can_be_cleared(running: Running, engine: TalkEngine) -> None
 def test_telephones(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
         told = c.manual(
-            audio={"input": {"format": {"type": "audio/pcmu"}}, "output": {"format": {"type": "audio/pcma"}}}
+            audio={
+                "input": {"format": {"type": "audio/pcmu"}},
+                "output": {"format": {"type": "audio/pcma"}},
+            }
         )
         assert told["audio"]["input"]["format"] == {"type": "audio/pcmu"}
         sound = (speech(1.0, 8000) * 32767).astype(np.int16)
@@ -304,17 +348,24 @@ def test_telephones(running: Running, engine: TalkEngine) -> None:
     heard = engine.asks[0].messages[0]["content"][0]["data"]
     assert len(heard) == 16_000
     assert 0.02 < np.abs(heard).mean() < 0.3
-    data = b"".join(base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta")
+    data = b"".join(
+        base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta"
+    )
     assert len(data) == 8000
     assert np.abs(g711.decode(data, "a").astype(int)).mean() > 100
 
 
 def test_voice_stays_once_it_was_heard(running: Running) -> None:
     with talk(running) as c:
-        assert c.manual(audio={"output": {"voice": "chelsie"}})["audio"]["output"]["voice"] == "Chelsie"
+        assert (
+            c.manual(audio={"output": {"voice": "chelsie"}})["audio"]["output"]["voice"]
+            == "Chelsie"
+        )
         speak(c)
         answer(c)
-        assert c.update(audio={"output": {"voice": "ethan"}})["audio"]["output"]["voice"] == "Chelsie"
+        assert (
+            c.update(audio={"output": {"voice": "ethan"}})["audio"]["output"]["voice"] == "Chelsie"
+        )
 
 
 def test_limits_of_length_are_told(running: Running, engine: TalkEngine) -> None:
@@ -347,9 +398,15 @@ def test_beside_the_conversation(running: Running, engine: TalkEngine) -> None:
         item = add_text(c, "in the conversation")["item"]
         given = [
             {"type": "item_reference", "id": item["id"]},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "aside"}]},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "aside"}],
+            },
         ]
-        events = answer(c, conversation="none", input=given, instructions="Judge.", metadata={"topic": "side"})
+        events = answer(
+            c, conversation="none", input=given, instructions="Judge.", metadata={"topic": "side"}
+        )
         assert "conversation.item.added" not in types(events)
         assert events[-1]["response"]["conversation_id"] is None
         answer(c)
@@ -357,7 +414,9 @@ def test_beside_the_conversation(running: Running, engine: TalkEngine) -> None:
     assert engine.asks[1].texts == ["user: in the conversation"]
 
 
-def test_answers_beside_the_conversation_leave_its_own_alone(running: Running, engine: TalkEngine) -> None:
+def test_answers_beside_the_conversation_leave_its_own_alone(
+    running: Running, engine: TalkEngine
+) -> None:
     with talk(running) as c:
         c.manual(output_modalities=["text"])
         add_text(c, "x")
@@ -383,7 +442,10 @@ def test_several_functions_in_one_response(running: Running, engine: TalkEngine)
         return say(text, 1.0) if len(ask.messages) == 1 else say("Sunny.", 0.2)
 
     engine.script = script
-    tools = [{"type": "function", "name": n, "parameters": {"type": "object"}} for n in ("weather", "time")]
+    tools = [
+        {"type": "function", "name": n, "parameters": {"type": "object"}}
+        for n in ("weather", "time")
+    ]
     with talk(running) as c:
         c.manual(tools=tools)
         add_text(c, "Weather in Bonn, time in Rome?")
@@ -396,11 +458,15 @@ def test_several_functions_in_one_response(running: Running, engine: TalkEngine)
         ]  # fmt: skip
         for e in calls:
             mine = [
-                x for x in events if x.get("item_id") == e["item_id"] or x.get("item", {}).get("id") == e["item_id"]
+                x
+                for x in events
+                if x.get("item_id") == e["item_id"] or x.get("item", {}).get("id") == e["item_id"]
             ]
             assert types(mine) == [
-                "response.output_item.added", "conversation.item.added", "response.function_call_arguments.delta",
-                "response.function_call_arguments.done", "conversation.item.done", "response.output_item.done",
+                "response.output_item.added", "conversation.item.added",
+                "response.function_call_arguments.delta",
+                "response.function_call_arguments.done", "conversation.item.done",
+                "response.output_item.done",
             ]  # fmt: skip
             assert mine[0]["item"]["name"] == e["name"]
             assert mine[-1]["item"]["status"] == "completed"
@@ -427,7 +493,9 @@ def test_a_call_alone_says_nothing(running: Running, engine: TalkEngine) -> None
 
 
 @pytest.mark.parametrize("end_token", [True, False])
-def test_nobody_waits_for_the_sound_of_a_call(running: Running, engine: TalkEngine, end_token: bool) -> None:
+def test_nobody_waits_for_the_sound_of_a_call(
+    running: Running, engine: TalkEngine, end_token: bool
+) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     end = [TextDelta((9,), "")] if end_token else []
     engine.script = lambda ask: [*say(call, 0), *end, *say("", 60.0, 60)[1:]]
@@ -470,7 +538,11 @@ def test_large_sound_in_one_message(running: Running, engine: TalkEngine) -> Non
         c.manual()
         too_much = c.send("input_audio_buffer.append", audio=b64(bytes((15 << 20) + 2)))
         error = c.until("error")["error"]
-        assert (error["code"], error["param"], error["event_id"]) == ("invalid_value", "audio", too_much)
+        assert (error["code"], error["param"], error["event_id"]) == (
+            "invalid_value",
+            "audio",
+            too_much,
+        )
         c.send("input_audio_buffer.append", audio=b64(bytes(14 << 20)))
         c.send("input_audio_buffer.commit")
         c.until("conversation.item.done")

@@ -1,4 +1,5 @@
-"""Turns that the server finds: events, what the model gets to hear, interruption, answers begun early."""
+"""Turns that the server finds: events, what the model gets to hear, interruption, answers begun
+early."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def test_a_turn_is_found_and_answered(running: Running, engine: TalkEngine) -> N
     with talk(running) as c:
         events = run_turn(c)
     assert types(events)[:6] == [
-        "input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped", "input_audio_buffer.committed",
+        "input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped",
+        "input_audio_buffer.committed",
         "conversation.item.added", "conversation.item.done", "response.created",
     ]  # fmt: skip
     started, stopped, committed, added = events[:4]
@@ -54,7 +56,8 @@ def test_with_the_real_detector(engine: TalkEngine) -> None:
     with serve(engine, drain_timeout=1.0) as running, talk(running) as c:
         events = run_turn(c)
         assert types(events)[:3] == [
-            "input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped", "input_audio_buffer.committed",
+            "input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped",
+            "input_audio_buffer.committed",
         ]  # fmt: skip
         assert 100 <= events[0]["audio_start_ms"] <= 400
         assert 1500 <= events[1]["audio_end_ms"] <= 2000
@@ -79,7 +82,9 @@ def test_sound_reaches_the_engine_while_it_is_spoken(running: Running, engine: T
         c.until("response.done")
 
 
-def test_the_next_turn_does_not_get_the_last_one_s_sound(running: Running, engine: TalkEngine) -> None:
+def test_the_next_turn_does_not_get_the_last_one_s_sound(
+    running: Running, engine: TalkEngine
+) -> None:
     with talk(running) as c:
         run_turn(c, pcm(speech(1.0), silence(0.6)))
         run_turn(c, pcm(speech(1.0), silence(0.6)))
@@ -88,9 +93,13 @@ def test_the_next_turn_does_not_get_the_last_one_s_sound(running: Running, engin
     assert 1.3 < second < 1.0 + 0.3 + 0.224 + 0.07
 
 
-def test_without_create_response_turns_are_found_all_the_same(running: Running, engine: TalkEngine) -> None:
+def test_without_create_response_turns_are_found_all_the_same(
+    running: Running, engine: TalkEngine
+) -> None:
     with talk(running) as c:
-        c.update(audio={"input": {"turn_detection": {"type": "server_vad", "create_response": False}}})
+        c.update(
+            audio={"input": {"turn_detection": {"type": "server_vad", "create_response": False}}}
+        )
         c.append(TURN)
         c.until("conversation.item.done")
         c.sync()
@@ -103,9 +112,13 @@ def test_without_create_response_turns_are_found_all_the_same(running: Running, 
 @pytest.mark.parametrize(
     ("eagerness", "pause", "ends"), [("high", 0.45, True), ("low", 1.5, False), ("low", 1.7, True)]
 )
-def test_semantic_detection_waits_as_it_is_eager(running: Running, eagerness: str, pause: float, ends: bool) -> None:
+def test_semantic_detection_waits_as_it_is_eager(
+    running: Running, eagerness: str, pause: float, ends: bool
+) -> None:
     with talk(running) as c:
-        told = c.update(audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": eagerness}}})
+        told = c.update(
+            audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": eagerness}}}
+        )
         assert told["audio"]["input"]["turn_detection"]["interrupt_response"] is True
         c.append(pcm(silence(0.1), speech(0.6), silence(pause)))
         assert ("input_audio_buffer.speech_stopped" in types(c.sync())) == ends
@@ -140,7 +153,9 @@ def test_what_is_being_spoken_has_its_name(running: Running, engine: TalkEngine)
 
 def test_idle_timeout(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
-        c.update(audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 1000}}})
+        c.update(
+            audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 1000}}}
+        )
         run_turn(c)
         c.append(pcm(silence(0.9)))
         assert c.sync() == []
@@ -155,7 +170,9 @@ def test_idle_timeout(running: Running, engine: TalkEngine) -> None:
 # ---- interruption
 
 
-def interrupted(c: Client, running: Running, engine: TalkEngine, at: int = 6) -> tuple[list[Json], Any]:
+def interrupted(
+    c: Client, running: Running, engine: TalkEngine, at: int = 6
+) -> tuple[list[Json], Any]:
     """Speak, let the answer begin, and speak again into it."""
     go_on = hold(running, engine, at)
     c.append(TURN)
@@ -168,21 +185,31 @@ def test_speech_stops_an_answer(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
         events, go_on = interrupted(c, running, engine)
         kinds = types(events)
-        assert kinds.index("input_audio_buffer.speech_started") < kinds.index("response.output_audio.done")
+        assert kinds.index("input_audio_buffer.speech_started") < kinds.index(
+            "response.output_audio.done"
+        )
         assert kinds[kinds.index("response.output_audio.done") :] == [
-            "response.output_audio.done", "response.output_audio_transcript.done", "response.content_part.done",
+            "response.output_audio.done", "response.output_audio_transcript.done",
+            "response.content_part.done",
             "conversation.item.done", "response.output_item.done", "response.done",
         ]  # fmt: skip
         done = events[-1]["response"]
         assert (done["status"], done["status_details"]["reason"]) == ("cancelled", "turn_detected")
         assert done["output"][0]["status"] == "incomplete"
-        assert all(isinstance(done["usage"][k], int) for k in ("total_tokens", "input_tokens", "output_tokens"))
+        assert all(
+            isinstance(done["usage"][k], int)
+            for k in ("total_tokens", "input_tokens", "output_tokens")
+        )
         running.do(asyncio.wait_for(engine.ledger.idle.wait(), 100))  # the engine has let go
         go_on()
         engine.gate = None
         c.append(pcm(silence(1.0)))
         later = c.collect("response.done")
-        assert not [e for e in later if done["id"] in (e.get("response_id"), e.get("response", {}).get("id"))]
+        assert not [
+            e
+            for e in later
+            if done["id"] in (e.get("response_id"), e.get("response", {}).get("id"))
+        ]
         # What clients then say about it still finds the item.
         item = done["output"][0]["id"]
         c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=10**9)
@@ -197,7 +224,9 @@ def test_speech_stops_an_answer(running: Running, engine: TalkEngine) -> None:
 
 def test_speech_leaves_an_answer_alone_if_asked_to(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
-        c.update(audio={"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}})
+        c.update(
+            audio={"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}
+        )
         go_on = hold(running, engine, 6)
         c.append(TURN)
         c.until("response.output_audio.delta")
@@ -206,7 +235,9 @@ def test_speech_leaves_an_answer_alone_if_asked_to(running: Running, engine: Tal
         engine.gate = None
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
-        assert c.until("response.done")["response"]["status"] == "completed"  # to what was said meanwhile
+        assert (
+            c.until("response.done")["response"]["status"] == "completed"
+        )  # to what was said meanwhile
     assert [len(lengths(a)) for a in engine.asks] == [1, 2]
 
 
@@ -230,7 +261,11 @@ def test_history_is_what_was_heard(running: Running, engine: TalkEngine) -> None
         c.send("conversation.item.create", item=text_item("Go on."))
         c.send("response.create")
         c.until("response.done")
-    assert engine.asks[1].texts == ["user: Count.", "assistant: " + " ".join(words.split()[:10]), "user: Go on."]
+    assert engine.asks[1].texts == [
+        "user: Count.",
+        "assistant: " + " ".join(words.split()[:10]),
+        "user: Go on.",
+    ]
 
 
 def test_a_truncate_before_the_cancel_counts(running: Running, engine: TalkEngine) -> None:
@@ -248,7 +283,9 @@ def test_a_truncate_before_the_cancel_counts(running: Running, engine: TalkEngin
         c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
         c.until("conversation.item.truncated")
         c.send("response.cancel")
-        assert c.until("response.done")["response"]["status_details"]["reason"] == "client_cancelled"
+        assert (
+            c.until("response.done")["response"]["status_details"]["reason"] == "client_cancelled"
+        )
         go_on()
         engine.gate = None
         c.send("response.create")
@@ -278,8 +315,11 @@ def test_what_was_not_heard_at_all_is_forgotten(running: Running, engine: TalkEn
 # ---- answers begun before the turn is surely over
 
 
-def answers(engine: TalkEngine, sound: bytes, piece: int, **settings: Any) -> tuple[list[str], list[bytes], list[Any]]:
-    """All that is said in a conversation by VAD: words, sound, and what the engine was asked each time that counted."""
+def answers(
+    engine: TalkEngine, sound: bytes, piece: int, **settings: Any
+) -> tuple[list[str], list[bytes], list[Any]]:
+    """All that is said in a conversation by VAD: words, sound, and what the engine was asked each
+    time that counted."""
     words, sounds = [], []
     with talking(engine, **settings) as running, talk(running) as c:
         c.append(sound, piece)
@@ -290,7 +330,11 @@ def answers(engine: TalkEngine, sound: bytes, piece: int, **settings: Any) -> tu
         for e in (e for e in c.seen if e["type"] == "response.done"):
             words.append(e["response"]["output"][0]["content"][0]["transcript"])
             mine = [x for x in c.seen if x["type"] == "response.output_audio.delta"]
-            got = (base64.b64decode(x["delta"]) for x in mine if x["response_id"] == e["response"]["id"])
+            got = (
+                base64.b64decode(x["delta"])
+                for x in mine
+                if x["response_id"] == e["response"]["id"]
+            )
             sounds.append(b"".join(got))
     return words, sounds, [lengths(a) for a in engine.asks]
 
@@ -298,7 +342,13 @@ def answers(engine: TalkEngine, sound: bytes, piece: int, **settings: Any) -> tu
 def test_the_same_is_said_with_and_without() -> None:
     # A pause that is not the end, one that is, and a second turn after the answer.
     sound = pcm(
-        silence(0.3), speech(0.7), silence(0.35), speech(0.6, seed=2), silence(0.8), speech(0.5, seed=3), silence(0.7)
+        silence(0.3),
+        speech(0.7),
+        silence(0.35),
+        speech(0.6, seed=2),
+        silence(0.8),
+        speech(0.5, seed=3),
+        silence(0.7),
     )
 
     def script(ask: Ask) -> Any:
@@ -312,7 +362,9 @@ def test_the_same_is_said_with_and_without() -> None:
     assert len(early[2]) == 3
 
 
-def test_nothing_is_heard_of_an_answer_before_the_turn_is_over(running: Running, engine: TalkEngine) -> None:
+def test_nothing_is_heard_of_an_answer_before_the_turn_is_over(
+    running: Running, engine: TalkEngine
+) -> None:
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
         assert types(c.sync()) == ["input_audio_buffer.speech_started"]
@@ -322,13 +374,17 @@ def test_nothing_is_heard_of_an_answer_before_the_turn_is_over(running: Running,
         done = c.until("response.done")["response"]
         assert done["stretto"]["speculative"] is True
     assert len(engine.asks) == 2
-    assert engine.asks[1].texts == ["user: [2.08 s]"] or abs(lengths(engine.asks[1])[0] - 2.07) < 0.07
+    assert (
+        engine.asks[1].texts == ["user: [2.08 s]"] or abs(lengths(engine.asks[1])[0] - 2.07) < 0.07
+    )
     text = running.ask("/metrics").body.decode()
     assert 'stretto_speculations_total{how="dropped"} 1.0' in text
     assert 'stretto_speculations_total{how="kept"} 1.0' in text
 
 
-def test_an_event_in_the_pause_is_part_of_the_question(running: Running, engine: TalkEngine) -> None:
+def test_an_event_in_the_pause_is_part_of_the_question(
+    running: Running, engine: TalkEngine
+) -> None:
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
         c.sync()
@@ -356,13 +412,23 @@ def test_an_early_answer_that_failed_is_made_again(running: Running, engine: Tal
 
 def test_transcription(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
-        c.update(audio={"input": {"transcription": {"model": "gpt-4o-mini-transcribe", "language": "en"}}})
+        c.update(
+            audio={
+                "input": {"transcription": {"model": "gpt-4o-mini-transcribe", "language": "en"}}
+            }
+        )
         c.append(TURN)
         done = c.until("conversation.item.input_audio_transcription.completed")
         item = next(e for e in c.seen if e["type"] == "input_audio_buffer.committed")["item_id"]
-        assert (done["item_id"], done["transcript"], done["content_index"]) == (item, "what was said", 0)
+        assert (done["item_id"], done["transcript"], done["content_index"]) == (
+            item,
+            "what was said",
+            0,
+        )
         assert done["usage"]["type"] == "tokens"
-        deltas = [e for e in c.seen if e["type"] == "conversation.item.input_audio_transcription.delta"]
+        deltas = [
+            e for e in c.seen if e["type"] == "conversation.item.input_audio_transcription.delta"
+        ]
         assert "".join(e["delta"] for e in deltas) == "what was said"
         first = next(i for i, e in enumerate(c.seen) if e["type"] == "response.output_audio.delta")
         assert first < c.seen.index(deltas[0])  # the answer goes first
@@ -376,7 +442,9 @@ def test_transcription(running: Running, engine: TalkEngine) -> None:
     assert asked.given["params"].priority > 0
 
 
-def test_a_transcription_waits_for_the_answer_s_first_sound(running: Running, engine: TalkEngine) -> None:
+def test_a_transcription_waits_for_the_answer_s_first_sound(
+    running: Running, engine: TalkEngine
+) -> None:
     with talk(running) as c:
         c.update(audio={"input": {"transcription": {}}})
         go_on = hold(running, engine, 0)
@@ -395,7 +463,10 @@ def test_a_transcription_that_fails(running: Running, engine: TalkEngine) -> Non
 
     with talk(running) as c:
         c.manual(audio={"input": {"transcription": {}}})
-        for error, code in ((Busy("full"), "server_busy"), (ValueError("a fault of ours"), "internal_error")):
+        for error, code in (
+            (Busy("full"), "server_busy"),
+            (ValueError("a fault of ours"), "internal_error"),
+        ):
             engine.fail_at, engine.error = 0, error
             c.append(pcm(speech(0.5)))
             c.send("input_audio_buffer.commit")

@@ -49,11 +49,17 @@ def test_noise_that_is_not_loud_is_not_speech(model: SpeechModel) -> None:
 
 
 def test_streams_side_by_side_do_not_hear_each_other(model: SpeechModel) -> None:
-    sounds = [speech(0.8, seed=1), silence(0.8), np.concatenate([silence(0.4), speech(0.4, seed=2)])]
+    sounds = [
+        speech(0.8, seed=1),
+        silence(0.8),
+        np.concatenate([silence(0.4), speech(0.4, seed=2)]),
+    ]
     alone = [listen(model, s) for s in sounds]
     states = [VadState() for _ in sounds]
     cut = [windows(s) for s in sounds]
-    together = np.stack([model.run(np.stack([c[i] for c in cut]), states) for i in range(len(cut[0]))], axis=1)
+    together = np.stack(
+        [model.run(np.stack([c[i] for c in cut]), states) for i in range(len(cut[0]))], axis=1
+    )
     for one, among_others in zip(alone, together, strict=True):
         assert np.allclose(one, among_others, atol=1e-4)
 
@@ -79,7 +85,10 @@ def test_long_silence_is_forgotten() -> None:
 
 
 def test_torch_stays_out() -> None:
-    code = "import sys; from stretto.server.realtime.vad import Silero; Silero(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from stretto.server.realtime.vad import Silero; Silero(); assert 'torch' not "
+        "in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -143,7 +152,10 @@ def test_turns_are_taken_when_there_are_more_than_fit(monkeypatch: pytest.Monkey
             await batcher.run(VadState(), np.zeros((count, WINDOW), np.float32))
             order.append(name)
 
-        work = [asyncio.create_task(one(n, c)) for n, c in (("long", 500), ("long", 500), ("short", 2), ("short", 2))]
+        work = [
+            asyncio.create_task(one(n, c))
+            for n, c in (("long", 500), ("long", 500), ("short", 2), ("short", 2))
+        ]
         await asyncio.sleep(0)
         go.set()
         await asyncio.gather(*work)

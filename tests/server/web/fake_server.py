@@ -1,7 +1,8 @@
-"""A scripted server for the page: serves the real files under the real policy and streams answers of true PCM.
+"""A scripted server for the page: serves the real files under the real policy and streams answers
+of true PCM.
 
-The script is set by the test through `Script`; requests are kept for it to look at. Runs uvicorn on a free loopback
-port, in a thread of its own."""
+The script is set by the test through `Script`; requests are kept for it to look at. Runs uvicorn on
+a free loopback port, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -32,20 +33,24 @@ import stretto.server
 READY = {"status": "ready", "stages": {"thinker": "ready", "talker": "ready", "code2wav": "ready"}}
 WEB = Path(stretto.server.__file__).parent / "web"
 POLICY = (
-    "default-src 'self'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' blob:; "
+    "default-src 'self'; script-src 'self'; style-src 'self'; connect-src 'self'; media-src 'self' "
+    "blob:; "
     "worker-src 'self'; img-src 'self' data:"
 )
 RATE = 24000
 ANSWER = (
     "In a fugue, the stretto is the moment when the voices stop waiting for one another. "
-    "Each takes up the subject before the last has laid it down, and the music tightens without growing faster. "
-    "This answer was made in the same way: while these words were still being chosen, they were already being spoken."
+    "Each takes up the subject before the last has laid it down, and the music tightens without "
+    "growing faster. "
+    "This answer was made in the same way: while these words were still being chosen, they were "
+    "already being spoken."
 )
 
 
 @dataclass
 class Script:
-    """What the server does next. Packets are sizes in frames of 80 ms; the first frame gives 1365 samples."""
+    """What the server does next. Packets are sizes in frames of 80 ms; the first frame gives 1365
+    samples."""
 
     health: dict[str, Any] = field(default_factory=lambda: dict(READY))
     text: str = ANSWER
@@ -59,7 +64,9 @@ class Script:
     break_after: int | None = None  # events, then an error event
     cut_after: int | None = None  # events, then the connection ends
     endless: bool = False  # goes on until the client leaves
-    hold: tuple[str, ...] = ()  # where it waits for `go_on`: "words 0" and "packet 0" (before them), ..., "end"
+    hold: tuple[
+        str, ...
+    ] = ()  # where it waits for `go_on`: "words 0" and "packet 0" (before them), ..., "end"
     key: str | None = None
     timeline: bool = True
     spans: list[dict[str, Any]] | None = None  # of the timeline; else those of three stages
@@ -67,7 +74,8 @@ class Script:
 
 
 def spoken(start: int, samples: int) -> bytes:
-    """A calm chord that swells and fades: something a person can check by ear, continuous from packet to packet."""
+    """A calm chord that swells and fades: something a person can check by ear, continuous from
+    packet to packet."""
     t = (start + np.arange(samples)) / RATE
     chord = sum(np.sin(2 * math.pi * f * t) for f in (220.0, 277.2, 329.6)) / 3
     wave = 0.3 * (0.6 + 0.4 * np.sin(2 * math.pi * 0.7 * t)) * chord
@@ -78,7 +86,9 @@ def spans(num_words: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """A timeline as the engine would tell it: stages that overlap."""
     rows = [("thinker", "prefill", 0.004, 0.018), ("talker", "prefill", 0.010, 0.021)]
     step = 0.0021
-    rows += [("thinker", "decode", 0.018 + i * step, 0.018 + i * step + 0.0016) for i in range(num_words)]
+    rows += [
+        ("thinker", "decode", 0.018 + i * step, 0.018 + i * step + 0.0016) for i in range(num_words)
+    ]
     at, frame = 0.0235, 0
     for n, size in enumerate(sizes):
         rows.append(("thinker>talker", f"chunk {n}", at - 0.002, at - 0.0012))
@@ -88,7 +98,10 @@ def spans(num_words: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
         rows.append(("talker>code2wav", f"chunk {n}", at, at + 0.0006))
         rows.append(("code2wav", f"packet {n}", at + 0.0007, at + 0.0021))
         rows.append(("packets", f"packet {n}", at + 0.0021, at + 0.0023))
-    return [{"lane": lane, "name": name, "start": start, "stop": stop} for lane, name, start, stop in rows]
+    return [
+        {"lane": lane, "name": name, "start": start, "stop": stop}
+        for lane, name, start, stop in rows
+    ]
 
 
 @dataclass
@@ -96,7 +109,9 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     script: Script = field(default_factory=Script)
     requests: list[dict[str, Any]] = field(default_factory=list)
     came: threading.Condition = field(default_factory=threading.Condition)  # a request was added
-    left: threading.Event = field(default_factory=threading.Event)  # a client went away in the middle of an answer
+    left: threading.Event = field(
+        default_factory=threading.Event
+    )  # a client went away in the middle of an answer
     made: dict[str, dict[str, Any]] = field(default_factory=dict)  # voices of clips
     url: str = ""
     loop: asyncio.AbstractEventLoop | None = None  # the server's own, once a question has come
@@ -110,10 +125,13 @@ class FakeServer(AbstractContextManager["FakeServer"]):
 
     def wait_for_requests(self, count: int) -> None:
         with self.came:
-            assert self.came.wait_for(lambda: len(self.requests) >= count, 120), f"only {len(self.requests)} came"
+            assert self.came.wait_for(lambda: len(self.requests) >= count, 120), (
+                f"only {len(self.requests)} came"
+            )
 
     def go_on(self) -> None:
-        """Let an answer pass the next place where the script holds it. May be said before it is there."""
+        """Let an answer pass the next place where the script holds it. May be said before it is
+        there."""
         assert self.loop is not None, "nothing was asked yet"
         self.loop.call_soon_threadsafe(self.gate.release)
 
@@ -137,9 +155,11 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         if (refused := self.unauthorized(request)) is not None:
             return refused
         card = {
-            "id": "tiny", "object": "model", "voices": ["chelsie", "ethan", "aiden"], "default_voice": "ethan",
+            "id": "tiny", "object": "model", "voices": ["chelsie", "ethan", "aiden"],
+            "default_voice": "ethan",
             "sample_rate": RATE, "input_modalities": ["text", "audio", "image", "video"],
-            "output_modalities": ["text", "audio"], "max_body_bytes": 1 << 20, "random_weights": False,
+            "output_modalities": ["text", "audio"], "max_body_bytes": 1 << 20,
+            "random_weights": False,
             "stages": {"code2wav": "vocoder: makes the sound"}, **self.script.card,
         }  # fmt: skip
         return JSONResponse({"object": "list", "data": [card]})
@@ -153,7 +173,11 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             self.requests.append(body)
             self.came.notify_all()
         script = self.script
-        if script.refuse is not None and script.refusals > 0 and len(self.requests) >= script.refuse_from:
+        if (
+            script.refuse is not None
+            and script.refusals > 0
+            and len(self.requests) >= script.refuse_from
+        ):
             script.refusals -= 1
             return refusal(*script.refuse)
         if script.silent:
@@ -172,9 +196,19 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             start = 0
             for n, size in enumerate(self.script.packets):
                 samples = size * 1920 - (555 if n == 0 else 0)
-                yield sse({"type": "speech.audio.delta", "audio": base64.b64encode(spoken(start, samples)).decode()})
+                yield sse(
+                    {
+                        "type": "speech.audio.delta",
+                        "audio": base64.b64encode(spoken(start, samples)).decode(),
+                    }
+                )
                 start += samples
-            yield sse({"type": "speech.audio.done", "usage": {"stretto": {"timeline": spans(0, self.script.packets)}}})
+            yield sse(
+                {
+                    "type": "speech.audio.done",
+                    "usage": {"stretto": {"timeline": spans(0, self.script.packets)}},
+                }
+            )
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -184,7 +218,12 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             self.requests.append(body := await request.json())
             if self.script.refuse is not None:
                 return refusal(*self.script.refuse)
-            self.made[body["name"]] = {"object": "voice", "name": body["name"], "created": 1, "has_text": False}
+            self.made[body["name"]] = {
+                "object": "voice",
+                "name": body["name"],
+                "created": 1,
+                "has_text": False,
+            }
         elif request.method == "DELETE":
             del self.made[request.path_params["name"]]
         return JSONResponse({"object": "list", "data": list(self.made.values())})
@@ -202,7 +241,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
 
     def turn(self) -> list[dict[str, Any]]:
         measured = [
-            ("thinker", "encode", 0.0, 0.03), ("thinker", "prompt", 0.03, 0.05), ("talker", "prompt", 0.04, 0.07),
+            ("thinker", "encode", 0.0, 0.03), ("thinker", "prompt", 0.03, 0.05), ("talker",
+            "prompt", 0.04, 0.07),
             ("code2wav", "first frame", 0.07, 0.08),
         ]  # fmt: skip
         timeline = [{"lane": a, "name": b, "start": c, "stop": d} for a, b, c, d in measured]
@@ -212,10 +252,21 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             {"type": "input_audio_buffer.speech_started", "item_id": "q"},
             {"type": "input_audio_buffer.speech_stopped", "item_id": "q"},
             {"type": "response.created", "response": {"id": "r"}},
-            {"type": "response.output_item.added", "response_id": "r", "item": {"id": "a", "type": "message"}},
-            {"type": "response.output_audio_transcript.delta", "response_id": "r", "delta": self.script.text},
+            {
+                "type": "response.output_item.added",
+                "response_id": "r",
+                "item": {"id": "a", "type": "message"},
+            },
+            {
+                "type": "response.output_audio_transcript.delta",
+                "response_id": "r",
+                "delta": self.script.text,
+            },
             {"type": "response.output_audio.delta", "response_id": "r", "delta": sound},
-            {"type": "response.done", "response": {"id": "r", "status": "completed", "stretto": timings}},
+            {
+                "type": "response.done",
+                "response": {"id": "r", "status": "completed", "stretto": timings},
+            },
         ]
 
     async def watch(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -224,7 +275,15 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             n = 0
             async for event in events:
                 if script.break_after == n:
-                    yield sse({"error": {"message": "the talker stage died", "type": "server_error", "code": None}})
+                    yield sse(
+                        {
+                            "error": {
+                                "message": "the talker stage died",
+                                "type": "server_error",
+                                "code": None,
+                            }
+                        }
+                    )
                     break
                 if script.cut_after == n:
                     raise ConnectionResetError("as the script says")
@@ -259,7 +318,9 @@ class FakeServer(AbstractContextManager["FakeServer"]):
                 start += samples
         while script.endless:
             yield chunk(
-                {"audio": {"data": base64.b64encode(spoken(start, 1920)).decode()}} if aloud else {"content": "la "}
+                {"audio": {"data": base64.b64encode(spoken(start, 1920)).decode()}}
+                if aloud
+                else {"content": "la "}
             )
             start += 1920
             await asyncio.sleep(0.02)
@@ -271,7 +332,10 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             last["stretto"] = {"seed": 0, "timeline": script.spans or spans(len(words), sizes)}
         yield last
         details = {"text_tokens": len(words), "audio_tokens": sum(sizes)}
-        yield {"choices": [], "usage": {"completion_tokens": 99, "completion_tokens_details": details}}
+        yield {
+            "choices": [],
+            "usage": {"completion_tokens": 99, "completion_tokens_details": details},
+        }
 
     # --- life
 
@@ -287,16 +351,23 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             Mount("/", StaticFiles(directory=WEB, html=True)),
         ]
         app = Starlette(routes=routes, middleware=[Middleware(Policy)])
-        # Port 0: the system picks one. `lifespan` off and no signal handlers, since this is not the main thread.
-        # It never closes a connection that the browser keeps: one that it closed in the moment of a new question would
-        # look like a server that went away.
+        # Port 0: the system picks one. `lifespan` off and no signal handlers, since this is not the
+        # main thread. It never closes a connection that the browser keeps: one that it closed in
+        # the moment of a new question would look like a server that went away.
         config = uvicorn.Config(
-            app, port=0, log_level="critical", lifespan="off", timeout_graceful_shutdown=1, timeout_keep_alive=3600
+            app,
+            port=0,
+            log_level="critical",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=3600,
         )
         self.server = uvicorn.Server(config)
         listening = config.bind_socket()
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [listening]}, daemon=True
+        )
         self.thread.start()
         return self
 
@@ -317,13 +388,18 @@ class Policy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_policy(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"content-security-policy", POLICY.encode()),
+                ]
             await send(message)
 
         await self.app(scope, receive, with_policy)
 
 
-def refusal(status: int, headers: dict[str, str], message: str, kind: str = "rate_limit_error") -> Response:
+def refusal(
+    status: int, headers: dict[str, str], message: str, kind: str = "rate_limit_error"
+) -> Response:
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return JSONResponse(body, status_code=status, headers=headers)
 
@@ -334,4 +410,9 @@ def sse(event: dict[str, Any]) -> bytes:
 
 def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "tiny", "choices": [choice]}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "model": "tiny",
+        "choices": [choice],
+    }

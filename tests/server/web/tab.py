@@ -1,10 +1,13 @@
-"""The system's Chromium behind Playwright: one browser process, tabs that share nothing, said in the page's test ids.
+"""The system's Chromium behind Playwright: one browser process, tabs that share nothing, said in
+the page's test ids.
 
-Playwright's calls run on an event loop in a thread of their own, so that tests stay plain functions and may run event
-loops themselves. A tab hears every complaint the page makes (console errors, exceptions, violations of its policy).
+Playwright's calls run on an event loop in a thread of their own, so that tests stay plain functions
+and may run event loops themselves. A tab hears every complaint the page makes (console errors,
+exceptions, violations of its policy).
 
-Two things of a tab can be taken from the machine's clock, so that a busy machine changes nothing: its sound (`SOUND`,
-played by `tab.play`) and its time (`clock=True`, then `tab.stop_time` and `tab.pass_time`)."""
+Two things of a tab can be taken from the machine's clock, so that a busy machine changes nothing:
+its sound (`SOUND`, played by `tab.play`) and its time (`clock=True`, then `tab.stop_time` and
+`tab.pass_time`)."""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ PATIENCE_S = 60.0  # how long a condition may take; never reached in a run that 
 LOOK_S = 0.01  # between two looks at a condition
 
 FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--use-fake-ui-for-media-stream",
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+    "--use-fake-ui-for-media-stream",
     "--use-fake-device-for-media-stream",
 )  # fmt: skip
 
@@ -39,7 +44,8 @@ document.addEventListener("securitypolicyviolation", (e) => {
 });
 """
 
-# In place of the browser's audio thread: the page's own worklet, which plays a block when the test says so.
+# In place of the browser's audio thread: the page's own worklet, which plays a block when the test
+# says so.
 SOUND = """
 (() => {
   const kinds = {};
@@ -73,7 +79,11 @@ SOUND = """
 
 
 def find_chromium() -> str | None:
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
 
 
 @dataclass
@@ -114,12 +124,21 @@ class Browser(AbstractContextManager["Browser"]):
         self.loop.close()
 
     def open(
-        self, url: str, width: int = 1280, height: int = 800, dark: bool = False, before: str = "", clock: bool = False
+        self,
+        url: str,
+        width: int = 1280,
+        height: int = 800,
+        dark: bool = False,
+        before: str = "",
+        clock: bool = False,
     ) -> Tab:
-        """A tab of its own (own storage, own permissions). `before` is script that runs before the page's."""
+        """A tab of its own (own storage, own permissions). `before` is script that runs before the
+        page's."""
         return self.do(self._open(url, width, height, dark, before, clock))
 
-    async def _open(self, url: str, width: int, height: int, dark: bool, before: str, clock: bool) -> Tab:
+    async def _open(
+        self, url: str, width: int, height: int, dark: bool, before: str, clock: bool
+    ) -> Tab:
         assert self.chromium is not None
         context = await self.chromium.new_context(
             viewport={"width": width, "height": height},
@@ -161,13 +180,16 @@ class Tab:
         return self.do(self.page.evaluate(script))
 
     def until(self, condition: str) -> Any:
-        """Wait until an expression is true, and give its value. Asked from here: Playwright's own way would need the
-        page's policy to allow `eval`, and a page whose time stands still could not ask itself."""
+        """Wait until an expression is true, and give its value. Asked from here: Playwright's own
+        way would need the page's policy to allow `eval`, and a page whose time stands still could
+        not ask itself."""
         end = time.monotonic() + PATIENCE_S
         look = f"(() => {{ try {{ return ({condition}); }} catch {{ return null; }} }})()"
         while not (value := self.eval(look)):
             if time.monotonic() > end:
-                stats = self.eval("window.strettoStats ? JSON.stringify(window.strettoStats()) : document.title")
+                stats = self.eval(
+                    "window.strettoStats ? JSON.stringify(window.strettoStats()) : document.title"
+                )
                 raise AssertionError(f"never true: {condition}\n{stats}\n{self.complaints}")
             time.sleep(LOOK_S)
         return value
@@ -240,7 +262,8 @@ class Tab:
     # --- how it looks
 
     def style(self, rules: str) -> None:
-        """Add rules to the page's. (By script: its policy allows no style that is not the server's.)"""
+        """Add rules to the page's. (By script: its policy allows no style that is not the
+        server's.)"""
         self.do(
             self.page.evaluate(
                 "(rules) => { const sheet = new CSSStyleSheet(); sheet.replaceSync(rules);"

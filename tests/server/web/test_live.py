@@ -1,4 +1,5 @@
-"""The page with an open microphone, against the real server with a scripted engine: turns, transcript, interruption."""
+"""The page with an open microphone, against the real server with a scripted engine: turns,
+transcript, interruption."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_impatient_clicks_leave_no_microphone_open(talker: Browser) -> None:
         assert tab.do(tab.page.evaluate("sockets.length")) == 0
         tab.click("live")
         tab.until("strettoStats().live && sockets[0]?.readyState === 1")
-        assert tab.do(tab.page.evaluate("tracks.filter((t) => t.readyState === 'live').length")) == 1
+        assert (
+            tab.do(tab.page.evaluate("tracks.filter((t) => t.readyState === 'live').length")) == 1
+        )
         tab.click("live")
         tab.until("!strettoStats().live && tracks.every((t) => t.readyState === 'ended')")
         assert tab.complained() == []
@@ -84,9 +87,15 @@ def test_a_live_conversation(talker: Browser) -> None:
         parts = {part["name"]: part["seconds"] for part in first["parts"]}
         assert first["speechToSound"] > parts["pause"] > 0.4
         assert sum(parts.values()) == pytest.approx(first["speechToSound"], abs=1e-6)
-        counted = parts["pause"] + first["firstAudio"]  # from the end of speech, not of the pause behind it
-        shown = tab.do(tab.page.evaluate("async (s) => (await import('/turn.js')).duration(s)", counted))
-        assert f"first sound {shown}" in tab.do(tab.page.locator(".answer .meta").first.inner_text())
+        counted = (
+            parts["pause"] + first["firstAudio"]
+        )  # from the end of speech, not of the pause behind it
+        shown = tab.do(
+            tab.page.evaluate("async (s) => (await import('/turn.js')).duration(s)", counted)
+        )
+        assert f"first sound {shown}" in tab.do(
+            tab.page.locator(".answer .meta").first.inner_text()
+        )
         tab.until("document.querySelector('[data-testid=heard]')?.textContent === 'what was said'")
         tab.until("document.querySelector('[data-testid=parts]').textContent.includes('Pause')")
         tab.until("strettoStats().turns[1]?.outcome === 'stopped'")  # somebody spoke again

@@ -23,7 +23,9 @@ def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
     tab.close()
 
 
-@pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)])
+@pytest.mark.parametrize(
+    ("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)]
+)
 def test_fits_and_targets_are_large_enough(
     browser: Browser, server: FakeServer, width: int, height: int, dark: bool
 ) -> None:
@@ -31,8 +33,10 @@ def test_fits_and_targets_are_large_enough(
     tab.until(READY)
     assert tab.eval("document.documentElement.scrollWidth") <= width
     small = tab.eval(
-        "[...document.querySelectorAll('button, select, label.attach, summary')].filter((e) => e.checkVisibility())"
-        ".filter((e) => e.getBoundingClientRect().height < 44).map((e) => e.id || e.textContent.trim())"
+        "[...document.querySelectorAll('button, select, label.attach, summary')].filter((e) => "
+        "e.checkVisibility())"
+        ".filter((e) => e.getBoundingClientRect().height < 44).map((e) => e.id || "
+        "e.textContent.trim())"
     )
     if width < 600:
         assert small == []
@@ -45,18 +49,33 @@ def test_fits_and_targets_are_large_enough(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_words_stand_out_from_their_ground(browser: Browser, server: FakeServer, dark: bool) -> None:
-    """WCAG AA: 4.5 to 1 for each colour that words are written in, on each ground they are written on."""
+def test_words_stand_out_from_their_ground(
+    browser: Browser, server: FakeServer, dark: bool
+) -> None:
+    """WCAG AA: 4.5 to 1 for each colour that words are written in, on each ground they are written
+    on."""
     tab = browser.open(server.url, dark=dark)
 
     def luminance(name: str) -> float:
         tab.eval(f"document.body.style.backgroundColor = 'var(--{name})'")
-        channels = tab.eval("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        channels = tab.eval(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+        )
         red, green, blue = (c / 255 for c in channels[:3])
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    inks = ["ink", "muted", "alarm", *(f"stage-{i}" for i in range(6)), "packets", "playback", "link"]
+    inks = [
+        "ink",
+        "muted",
+        "alarm",
+        *(f"stage-{i}" for i in range(6)),
+        "packets",
+        "playback",
+        "link",
+    ]
     grounds = {
         "surface": inks,
         "paper": ["ink", "muted", "wait-ink"],
@@ -82,11 +101,22 @@ def test_everything_can_be_reached_by_keyboard(tab: Tab) -> None:
         )
         assert got[1] or got[0] == "", got
         reached.append(got[0])
-    for control in ("new", "open-settings", "theme", "question", "file", "voice", "mic", "send", "zoom-making"):
+    for control in (
+        "new",
+        "open-settings",
+        "theme",
+        "question",
+        "file",
+        "voice",
+        "mic",
+        "send",
+        "zoom-making",
+    ):
         assert control in reached, control
     names = tab.eval(
         "[...document.querySelectorAll('button, select, textarea, input')]"
-        ".filter((e) => !(e.textContent.trim() || e.ariaLabel || e.labels?.length || e.title)).map((e) => e.outerHTML)"
+        ".filter((e) => !(e.textContent.trim() || e.ariaLabel || e.labels?.length || "
+        "e.title)).map((e) => e.outerHTML)"
     )
     assert names == []
 
@@ -103,7 +133,8 @@ def test_less_motion_when_asked(tab: Tab) -> None:
 LONG = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 2
 WIDTHS = ((320, 568), (390, 844), (768, 1024), (1280, 800))
 
-# Wide letters by family, where it is installed, and by spacing (what WCAG 1.4.12 asks a page to bear) anywhere.
+# Wide letters by family, where it is installed, and by spacing (what WCAG 1.4.12 asks a page to
+# bear) anywhere.
 FONTS = {
     "own": "",
     "dejavu": "* { font-family: 'DejaVu Sans', Verdana, sans-serif !important; }",
@@ -111,8 +142,8 @@ FONTS = {
     "spaced": "* { letter-spacing: 0.12em !important; word-spacing: 0.16em !important; }",
 }
 
-# What is to be seen and reaches over the window's edge, or whose words reach out of their own box (cut off with an
-# ellipsis, they do not).
+# What is to be seen and reaches over the window's edge, or whose words reach out of their own box
+# (cut off with an ellipsis, they do not).
 OUTSIDE = """((width) => [...document.querySelectorAll("body *")]
   .filter((e) => e.checkVisibility() && !e.closest(".hidden, .skip"))
   .filter((e) => {
@@ -169,7 +200,10 @@ def busy(tab: Tab, server: FakeServer) -> None:
 
 
 def loading(tab: Tab, server: FakeServer) -> None:
-    server.script.health = {"status": "loading", "stages": {"code_predictor": "loading 43 %", LONG: LONG}}
+    server.script.health = {
+        "status": "loading",
+        "stages": {"code_predictor": "loading 43 %", LONG: LONG},
+    }
     tab.eval("dispatchEvent(new Event('online'))")  # it looks at once
     tab.until(shows("The model is loading."))
 
@@ -191,7 +225,12 @@ def refused(tab: Tab, server: FakeServer) -> None:
     tab.ask("And this?")
     tab.until(shows("The server refused the question."))
     assert tab.text("first-audio") == before
-    assert len(tab.eval("[...document.querySelectorAll('.answer')].filter((e) => e.checkVisibility())")) == 1
+    assert (
+        len(
+            tab.eval("[...document.querySelectorAll('.answer')].filter((e) => e.checkVisibility())")
+        )
+        == 1
+    )
 
 
 def answering(tab: Tab, server: FakeServer) -> None:
@@ -216,7 +255,10 @@ def recording(tab: Tab, server: FakeServer) -> None:
     )
     for again in (True, False):
         tab.click("mic")
-        tab.until("strettoStats().recording && document.querySelector('#recording-text').textContent !== 'Listening'")
+        tab.until(
+            "strettoStats().recording && document.querySelector('#recording-text').textContent !== "
+            "'Listening'"
+        )
         assert tab.visible("cancel")
         if again:
             assert tab.eval("asked.audio.deviceId.exact") == chosen
@@ -234,18 +276,30 @@ def conversing(tab: Tab, _: FakeServer) -> None:
     tab.click("cancel")
     tab.until("!strettoStats().live")
     (turn,) = tab.stats()["turns"]
-    taken = {part.get("stage") if part["name"] == "stage" else part["name"]: part["seconds"] for part in turn["parts"]}
+    taken = {
+        part.get("stage") if part["name"] == "stage" else part["name"]: part["seconds"]
+        for part in turn["parts"]
+    }
     assert sum(taken.values()) == pytest.approx(turn["speechToSound"], abs=1e-6)
     assert taken["pause"] == 0.5
     names = tab.eval("[...document.querySelectorAll('.part-name')].map((name) => name.textContent)")
-    assert names == ["Pause", "Server", "Encode", "Prefill", "Talker", "Vocoder", "Network", "Buffer"]
+    assert names == [
+        "Pause",
+        "Server",
+        "Encode",
+        "Prefill",
+        "Talker",
+        "Vocoder",
+        "Network",
+        "Buffer",
+    ]
     tab.click("live")
     tab.until("strettoStats().live")
 
 
 def remembered(tab: Tab, server: FakeServer) -> None:
-    """What was said is still there after a reload, can be copied, and goes along with the next question. A new
-    conversation forgets it."""
+    """What was said is still there after a reload, can be copied, and goes along with the next
+    question. A new conversation forgets it."""
     answered(tab, server)
     tab.play_out()
     tab.do(tab.page.reload())
@@ -319,7 +373,8 @@ def settings(tab: Tab, _: FakeServer) -> None:
 
 
 READER: dict[str, Any] = {
-    "output_modalities": ["audio"], "input_modalities": ["text", "audio"], "instructions": True, "cloning": True,
+    "output_modalities": ["audio"], "input_modalities": ["text", "audio"], "instructions": True,
+    "cloning": True,
     "languages": ["auto", "english", "a language with a rather long name"], "voices": [],
 }  # fmt: skip
 
@@ -346,15 +401,20 @@ def reading(tab: Tab, server: FakeServer) -> None:
     tab.until(DONE)
     asked = server.requests[-1]
     assert asked["input"].startswith("Read this.")
-    assert {k: asked[k] for k in ("instructions", "language", "stream_format", "response_format")} == {
-        "instructions": "warmly", "language": "english", "stream_format": "sse", "response_format": "pcm",
+    assert {k: asked[k] for k in ("instructions", "language", "stream_format",
+        "response_format")} == {
+        "instructions": "warmly", "language": "english", "stream_format": "sse",
+        "response_format": "pcm",
     }  # fmt: skip
     assert asked["voice"] in server.made
     assert tab.stats()["turns"][0]["packets"] == len(server.script.packets)
 
 
 def voices(tab: Tab, server: FakeServer) -> None:
-    server.script.card, server.made = READER, {LONG: {"object": "voice", "name": LONG, "created": 1}}
+    server.script.card, server.made = (
+        READER,
+        {LONG: {"object": "voice", "name": LONG, "created": 1}},
+    )
     tab.do(tab.page.reload())
     tab.until("document.body.dataset.mode === 'reading'")
     tab.click("add-voice")
@@ -362,18 +422,24 @@ def voices(tab: Tab, server: FakeServer) -> None:
 
 
 STATES: dict[str, Callable[[Tab, FakeServer], None]] = {
-    "empty": lambda tab, server: None, "answered": answered, "failed": failed, "busy": busy, "loading": loading,
-    "locked": locked, "composing": composing, "settings": settings, "refused": refused, "answering": answering,
-    "recording": recording, "conversing": conversing, "remembered": remembered, "noise": noise, "attached": attached,
+    "empty": lambda tab, server: None, "answered": answered, "failed": failed, "busy": busy,
+    "loading": loading,
+    "locked": locked, "composing": composing, "settings": settings, "refused": refused,
+    "answering": answering,
+    "recording": recording, "conversing": conversing, "remembered": remembered, "noise": noise,
+    "attached": attached,
     "reading": reading, "voices": voices,
 }  # fmt: skip
 REAL = ("recording", "conversing", "settings")  # with the browser's own sound
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_nothing_sticks_out(browser: Browser, server: FakeServer, state: str, tmp_path: Path) -> None:
-    """In no state of the page, at no width, with no font, with the timing open or folded; nor are words covered, and
-    the page itself never scrolls: its parts do. At first the timing is folded."""
+def test_nothing_sticks_out(
+    browser: Browser, server: FakeServer, state: str, tmp_path: Path
+) -> None:
+    """In no state of the page, at no width, with no font, with the timing open or folded; nor are
+    words covered, and the page itself never scrolls: its parts do. At first the timing is
+    folded."""
     folder = Path(os.environ.get("STRETTO_PICTURES", tmp_path))
     tab = browser.open(server.url, *WIDTHS[0], before="" if state in REAL else SOUND)
     tab.until(READY)
@@ -388,9 +454,11 @@ def test_nothing_sticks_out(browser: Browser, server: FakeServer, state: str, tm
             for folded in (False, True):
                 where = f"{state}-{width}-{font}{'-folded' if folded else ''}"
                 size, wrong = tab.eval(
-                    f"(() => {{ document.querySelector('#score').open = {'false' if folded else 'true'};"
+                    f"(() => {{ document.querySelector('#score').open = "
+                    f"{'false' if folded else 'true'};"
                     " const { scrollWidth, scrollHeight } = document.documentElement;"
-                    f" return [[scrollWidth, scrollHeight], [...{OUTSIDE}({width}), ...{COVERED}]]; }})()"
+                    f" return [[scrollWidth, scrollHeight], [...{OUTSIDE}({width}), "
+                    f"...{COVERED}]]; }})()"
                 )
                 if "STRETTO_PICTURES" in os.environ and font == "own" and (folded or width == 390):
                     tab.picture(folder / f"{where}.png")
@@ -409,6 +477,10 @@ def test_the_picture_is_as_high_as_its_lanes(browser: Browser, server: FakeServe
     for width, height in WIDTHS:
         tab.resize(width, height)
         tab.eval("document.querySelector('#score').open = true")
-        lanes = tab.eval("[...document.querySelectorAll('#lanes li')].map((lane) => lane.offsetHeight)")
-        assert tab.eval("document.querySelector('#timeline').offsetHeight") == sum(lanes) + 24, width
+        lanes = tab.eval(
+            "[...document.querySelectorAll('#lanes li')].map((lane) => lane.offsetHeight)"
+        )
+        assert tab.eval("document.querySelector('#timeline').offsetHeight") == sum(lanes) + 24, (
+            width
+        )
     tab.close()

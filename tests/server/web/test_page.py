@@ -1,8 +1,8 @@
 """The page in a real browser against a scripted server: what a person sees, hears and does.
 
-Nothing here is a matter of time. Where sound is played, the test plays it (`tab.play`), and where it is the page's time
-that matters, the test lets it pass (`tab.pass_time`): a busy machine only takes longer. `real_sound` is the browser's
-own audio thread, for what is true at any speed."""
+Nothing here is a matter of time. Where sound is played, the test plays it (`tab.play`), and where
+it is the page's time that matters, the test lets it pass (`tab.pass_time`): a busy machine only
+takes longer. `real_sound` is the browser's own audio thread, for what is true at any speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def real_sound(browser: Browser, server: FakeServer) -> Iterator[Tab]:
 def shows(words: str) -> str:
     """A condition: the notice is seen and has these words."""
     return (
-        f"!document.querySelector('#notice').hidden && document.querySelector('#notice').innerText.includes({words!r})"
+        f"!document.querySelector('#notice').hidden && "
+        f"document.querySelector('#notice').innerText.includes({words!r})"
     )
 
 
@@ -107,7 +108,11 @@ def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
     server.wait_for_requests(1)
     for wait, then in (
         (120, "strettoStats().turns[0].firstText !== null"),
-        (30, f"strettoStats().turns[0].packets === 3 && document.body.textContent.includes({ANSWER[-30:]!r})"),
+        (
+            30,
+            f"strettoStats().turns[0].packets === 3 && "
+            f"document.body.textContent.includes({ANSWER[-30:]!r})",
+        ),
         (50, "strettoStats().turns[0].packets === 4"),
         (40, DONE),
     ):
@@ -119,7 +124,12 @@ def test_figures_and_timeline_are_shown(tab: Tab, server: FakeServer) -> None:
     tab.play_out()
     tab.pass_time(100)  # for the picture
     shown = {f: tab.text(f) for f in ("first-text", "first-audio", "first-sound", "total")}
-    assert shown == {"first-text": "120 ms", "first-audio": "150 ms", "first-sound": "150 ms", "total": "240 ms"}
+    assert shown == {
+        "first-text": "120 ms",
+        "first-audio": "150 ms",
+        "first-sound": "150 ms",
+        "total": "240 ms",
+    }
     assert tab.text("underruns") == "0"
     assert tab.text("rtf") == f"{tab.stats()['turns'][0]['audioSeconds'] / 0.2:.1f}×"
     assert tab.text("rate") == f"{(len(ANSWER.split()) - 1) / 0.03:.0f}"
@@ -151,21 +161,28 @@ def lanes(tab: Tab) -> list[tuple[str, str | None, str]]:
         tuple(row)
         for row in tab.eval(
             "[...document.querySelectorAll('#lanes li')]"
-            ".map((lane) => [lane.textContent, lane.dataset.tone ?? null, getComputedStyle(lane).color])"
+            ".map((lane) => [lane.textContent, lane.dataset.tone ?? null, "
+            "getComputedStyle(lane).color])"
         )
     ]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_lanes_are_the_servers_stages(browser: Browser, server: FakeServer, replicas: int) -> None:
-    """Whatever they are called and however many there are, with a colour for each of the first six."""
+    """Whatever they are called and however many there are, with a colour for each of the first
+    six."""
     stages = [f"stage_{i}" for i in range(7)]
     copies = [f"p{r}.{s}" for r in range(replicas) for s in stages] if replicas > 1 else stages
-    server.script = Script(timeline=False, health={"status": "ready", "stages": dict.fromkeys(copies, "ready")})
+    server.script = Script(
+        timeline=False, health={"status": "ready", "stages": dict.fromkeys(copies, "ready")}
+    )
     tab = browser.open(server.url, before=SOUND)
     tab.until(f"strettoStats().lanes.length === {len(stages) + 2}")
     named = lanes(tab)
-    assert [name for name, _, _ in named] == [f"Stage {i}" for i in range(7)] + ["Arriving", "Playing"]
+    assert [name for name, _, _ in named] == [f"Stage {i}" for i in range(7)] + [
+        "Arriving",
+        "Playing",
+    ]
     assert [tone for _, tone, _ in named] == ["0", "1", "2", "3", "4", "5", "0", None, None]
     colours = [colour for _, _, colour in named]
     assert len(set(colours)) == 8
@@ -174,7 +191,8 @@ def test_lanes_are_the_servers_stages(browser: Browser, server: FakeServer, repl
 
 
 def test_lanes_follow_the_timeline(tab: Tab, server: FakeServer) -> None:
-    """Stages and links that only the answer names have lanes too; a link stands before the stage that it leads to."""
+    """Stages and links that only the answer names have lanes too; a link stands before the stage
+    that it leads to."""
     server.script.health = {"status": "ready", "stages": {"reader": "ready", "singer": "ready"}}
     server.script.spans = [
         {"lane": lane, "name": "step", "start": i / 100, "stop": (i + 1) / 100}
@@ -184,7 +202,10 @@ def test_lanes_follow_the_timeline(tab: Tab, server: FakeServer) -> None:
     tab.until("strettoStats().lanes.join() === 'reader,singer,packets,playback'")
     tab.ask("Show me.")
     tab.until(DONE)
-    tab.until("strettoStats().lanes.join() === 'reader,reader>singer,singer,singer>echo,echo,packets,playback'")
+    tab.until(
+        "strettoStats().lanes.join() === "
+        "'reader,reader>singer,singer,singer>echo,echo,packets,playback'"
+    )
 
 
 @pytest.mark.parametrize("way", ["click", "hold", "space"])
@@ -237,7 +258,10 @@ def test_escape_drops_a_recording(real_sound: Tab, server: FakeServer) -> None:
 
 
 def test_microphone_denied(browser: Browser, server: FakeServer) -> None:
-    deny = "navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('no', 'NotAllowedError'));"
+    deny = (
+        "navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('no', "
+        "'NotAllowedError'));"
+    )
     tab = browser.open(server.url, before=deny)
     tab.until(READY)
     tab.click("mic")
@@ -259,7 +283,10 @@ def test_stop_ends_the_answer_here_and_there(tab: Tab, server: FakeServer, by: s
         tab.click("stop")
     else:
         tab.press("Escape")
-    tab.until("strettoStats().turns[0].outcome === 'stopped' && !strettoStats().playing && !strettoStats().answering")
+    tab.until(
+        "strettoStats().turns[0].outcome === 'stopped' && !strettoStats().playing && "
+        "!strettoStats().answering"
+    )
     assert server.left.wait(60), "the server was not told"
     assert tab.text("buffered") == "0 ms"
     assert tab.visible("send")
@@ -333,11 +360,15 @@ def test_pasted_image_can_be_taken_back(tab: Tab, server: FakeServer) -> None:
     })()""")
     tab.until("document.querySelectorAll('#tray img').length === 2")
     tab.eval("document.querySelector('[aria-label=\"Remove a.png\"]').click()")
-    assert tab.eval("[...document.querySelectorAll('#tray img')].map((image) => image.alt)") == ["b.png"]
+    assert tab.eval("[...document.querySelectorAll('#tray img')].map((image) => image.alt)") == [
+        "b.png"
+    ]
     tab.ask("This one?")
     tab.until(DONE)
     image, _ = server.requests[0]["messages"][0]["content"]
-    assert image["image_url"]["url"].startswith("data:image/png;base64,"), "small images go as they are"
+    assert image["image_url"]["url"].startswith("data:image/png;base64,"), (
+        "small images go as they are"
+    )
 
 
 def test_the_parts_of_a_live_answer(tab: Tab) -> None:
@@ -354,9 +385,27 @@ def test_the_parts_of_a_live_answer(tab: Tab) -> None:
         span("a>b", "chunk", 0, 1), span("packets", "packet", 0.08, 0.08)]});
       return turn.parts.map((part) => [part.stage ?? part.name, Math.round(part.seconds * 1000)]);
     })"""
-    late = [["pause", 500], ["server", 20], ["a", 30], ["a", 20], ["b", 20], ["c", 10], ["network", 20], ["buffer", 80]]
+    late = [
+        ["pause", 500],
+        ["server", 20],
+        ["a", 30],
+        ["a", 20],
+        ["b", 20],
+        ["c", 10],
+        ["network", 20],
+        ["buffer", 80],
+    ]
     assert tab.eval(made.replace("MAKING", "0.1")) == late
-    early = [["pause", 500], ["server", 0], ["a", 0], ["a", 10], ["b", 20], ["c", 10], ["network", 80], ["buffer", 80]]
+    early = [
+        ["pause", 500],
+        ["server", 0],
+        ["a", 0],
+        ["a", 10],
+        ["b", 20],
+        ["c", 10],
+        ["network", 80],
+        ["buffer", 80],
+    ]
     assert tab.eval(made.replace("MAKING", "0.04")) == early
 
 
@@ -399,10 +448,15 @@ def test_whole_sentences_are_announced(tab: Tab) -> None:
 
 
 def test_loading_shows_progress_until_ready(browser: Browser, server: FakeServer) -> None:
-    server.script.health = {"status": "loading", "stages": {"thinker": "loading 43 %", "talker": "ready"}}
+    server.script.health = {
+        "status": "loading",
+        "stages": {"thinker": "loading 43 %", "talker": "ready"},
+    }
     tab = browser.open(server.url)
     tab.until(shows("The model is loading."))
-    assert tab.eval("[...document.querySelectorAll('#notice progress')].map((bar) => bar.value)") == [43, 100]
+    assert tab.eval(
+        "[...document.querySelectorAll('#notice progress')].map((bar) => bar.value)"
+    ) == [43, 100]
     assert tab.text("state") == "Loading"
     server.script.health = dict(HEALTHY)
     tab.until(READY)
@@ -504,7 +558,9 @@ def test_asking_again_while_the_answer_is_spoken(tab: Tab, server: FakeServer) -
         ({"status": "what?"}, "It answered 503."),
     ],
 )
-def test_servers_that_do_not_serve(browser: Browser, server: FakeServer, health: dict[str, str], words: str) -> None:
+def test_servers_that_do_not_serve(
+    browser: Browser, server: FakeServer, health: dict[str, str], words: str
+) -> None:
     server.script.health = dict(health)
     tab = browser.open(server.url)
     tab.until(shows(words))
@@ -542,7 +598,10 @@ def test_no_complaint_of_the_page_is_missed(tab: Tab) -> None:
     tab.eval("console.error('told')")
     tab.eval("setTimeout(() => { throw new Error('thrown'); })")
     tab.eval("fetch('/nowhere').then(() => null)")
-    tab.eval("document.head.append(Object.assign(document.createElement('style'), {textContent: 'a {}'}))")
+    tab.eval(
+        "document.head.append(Object.assign(document.createElement('style'), {textContent: 'a "
+        "{}'}))"
+    )
     tab.until("violations.length === 1")
     end = time.monotonic() + PATIENCE_S
     while len(tab.complained()) < 5 and time.monotonic() < end:

@@ -1,4 +1,5 @@
-"""Pictures of the page for people to look at, in the test's temporary folder or where STRETTO_PICTURES says."""
+"""Pictures of the page for people to look at, in the test's temporary folder or where
+STRETTO_PICTURES says."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tests.server.web.test_page import READY
     ("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844), ("small", 320, 568)]
 )
 def test_picture(
-    browser: Browser, server: FakeServer, tmp_path: Path, name: str, width: int, height: int, dark: bool
+    browser: Browser,
+    server: FakeServer,
+    tmp_path: Path,
+    name: str,
+    width: int,
+    height: int,
+    dark: bool,
 ) -> None:
     server.script = Script(packets=(1, 2, 4, 8), hold=("packet 2",))
     folder = Path(os.environ.get("STRETTO_PICTURES", tmp_path))

@@ -1,4 +1,5 @@
-"""The player's queue, pulled block by block without a clock: nothing lost, nothing clicks, gaps are counted."""
+"""The player's queue, pulled block by block without a clock: nothing lost, nothing clicks, gaps are
+counted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LOAD = """(async () => {
   globalThis.Playout = (await import("./player-worklet.js")).Playout;
 })()"""
 
-# Runs a list of steps and gives all that came out: ["push", [samples]], ["pull", blocks], ["end"], ["stop"].
+# Runs a list of steps and gives all that came out: ["push", [samples]], ["pull", blocks], ["end"],
+# ["stop"].
 PLAY = """((lead, steps) => {
   const playout = new Playout(24000);
   playout.begin(lead);
@@ -59,7 +61,11 @@ def largest_jump(out: list[float]) -> float:
 
 def test_every_sample_is_played_once_in_order(tab: Tab) -> None:
     ramp = [i / 4000 for i in range(1000)]
-    got = play(tab, 0, [["push", ramp[:7]], ["push", ramp[7:700]], ["push", ramp[700:]], ["end"], ["pull", 12]])
+    got = play(
+        tab,
+        0,
+        [["push", ramp[:7]], ["push", ramp[7:700]], ["push", ramp[700:]], ["end"], ["pull", 12]],
+    )
     assert got["events"] == ["started", "drained"]
     assert got["out"][120:1000] == pytest.approx(ramp[120:], abs=1e-6)  # after the fade-in
     assert (got["played"], got["underruns"], got["starved"], got["buffered"]) == (1000, 0, 0, 0)
@@ -80,7 +86,14 @@ def test_short_stream_need_not_fill_the_lead(tab: Tab) -> None:
 
 
 def test_gap_is_counted_and_does_not_click(tab: Tab) -> None:
-    steps = [["push", [0.8] * 600], ["pull", 8], ["push", [0.8] * 3000], ["pull", 20], ["end"], ["pull", 20]]
+    steps = [
+        ["push", [0.8] * 600],
+        ["pull", 8],
+        ["push", [0.8] * 3000],
+        ["pull", 20],
+        ["end"],
+        ["pull", 20],
+    ]
     got = play(tab, 0, steps)
     assert got["events"] == ["started", "underrun", "drained"]
     assert got["underruns"] == 1

@@ -1,4 +1,5 @@
-"""The page and the clients against the real server with the real tiny model: that both sides mean the same."""
+"""The page and the clients against the real server with the real tiny model: that both sides mean
+the same."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.server.web.tab import SOUND, Browser
 from tests.server.web.test_page import READY, shows
 
 
-def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Running, solo: SoloEngine) -> None:
+def test_a_conversation_with_the_tiny_model(
+    browser: Browser, solo_server: Running, solo: SoloEngine
+) -> None:
     tab = browser.open(solo_server.url, clock=True)
     tab.until(READY)
     tab.stop_time()  # a press of the microphone's button is a click, however long it takes here
@@ -30,7 +33,9 @@ def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Runni
     tab.eval("document.querySelector('#longest').append(new Option('Very short', '8', true, true))")
 
     tab.click("mic")
-    tab.until("parseFloat(document.querySelector('#recording-text').textContent.split(' ')[1]) >= 0.5")
+    tab.until(
+        "parseFloat(document.querySelector('#recording-text').textContent.split(' ')[1]) >= 0.5"
+    )
     tab.click("mic")
     tab.until("strettoStats().turns[0]?.outcome === 'done'")
     tab.ask("And in writing?")
@@ -45,7 +50,8 @@ def test_a_conversation_with_the_tiny_model(browser: Browser, solo_server: Runni
 
 
 def test_a_text_is_read_by_a_voice_of_a_clip(browser: Browser, tmp_path: Path) -> None:
-    """With the real model that clones, tiny: a clip that is too short is refused in the server's words."""
+    """With the real model that clones, tiny: a clip that is too short is refused in the server's
+    words."""
     write_tiny(tmp_path / "tts", 0, "base")
     config = EngineConfig(prompts=PoolSettings(), host=HostSettings(max_rows=4))
     with served(tmp_path / "tts", config) as it:
@@ -54,7 +60,9 @@ def test_a_text_is_read_by_a_voice_of_a_clip(browser: Browser, tmp_path: Path) -
         assert "noise" in tab.text("model")
         for seconds, fine in ((0.2, False), (1.5, True)):
             soundfile.write(
-                tmp_path / "clip.wav", np.random.default_rng(0).uniform(-0.3, 0.3, int(24000 * seconds)), 24000
+                tmp_path / "clip.wav",
+                np.random.default_rng(0).uniform(-0.3, 0.3, int(24000 * seconds)),
+                24000,
             )
             if not tab.eval("document.querySelector('#voices').open"):
                 tab.click("add-voice")
@@ -62,7 +70,9 @@ def test_a_text_is_read_by_a_voice_of_a_clip(browser: Browser, tmp_path: Path) -
             tab.eval("document.querySelector('#voice-name').value = 'My voice'")
             tab.click("save-voice")
             tab.until(
-                "!document.querySelector('#voices').open" if fine else "!document.querySelector('#voice-wrong').hidden"
+                "!document.querySelector('#voices').open"
+                if fine
+                else "!document.querySelector('#voice-wrong').hidden"
             )
         assert "short" in tab.text("voice-wrong")
         assert tab.eval("document.querySelector('#voice').value") == "My voice"
@@ -90,7 +100,10 @@ def test_errors_and_states_are_told_in_the_servers_words(browser: Browser) -> No
 def test_bench(solo_server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
     short = ("--max-tokens", "5", "--extra", '{"max_audio_frames": 6}')
-    assert run("bench", solo_server.url, "-c", "2", "-n", "4", "--quiet", "--json", str(out), *short) == 0
+    assert (
+        run("bench", solo_server.url, "-c", "2", "-n", "4", "--quiet", "--json", str(out), *short)
+        == 0
+    )
     told = json.loads(out.read_text())
     assert "version" in told["server"]
     for sample in told["levels"][0]["samples"]:

@@ -32,12 +32,19 @@ class Credit:
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_an_upload_to_a_cpu_is_a_copy_and_returns_the_slot_at_once(switches: OverlapSwitches) -> None:
+def test_an_upload_to_a_cpu_is_a_copy_and_returns_the_slot_at_once(
+    switches: OverlapSwitches,
+) -> None:
     up = HostToDevice(CPU, switches, keep=frozenset({"media"}))
-    slot = {"rows": torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), "media": torch.tensor([[0, 2]])}
+    slot = {
+        "rows": torch.randn(3, 8, generator=torch.Generator().manual_seed(0)),
+        "media": torch.tensor([[0, 2]]),
+    }
     wanted = {name: tensor.clone() for name, tensor in slot.items()}
     credit = Credit()
-    uploaded = up.upload(wire.chunk(RequestId("r"), Span(0, 3), Mark.MORE, dict(slot), lease=credit))
+    uploaded = up.upload(
+        wire.chunk(RequestId("r"), Span(0, 3), Mark.MORE, dict(slot), lease=credit)
+    )
     assert credit.released
     assert not up.reap()
     assert uploaded.event is None
@@ -95,7 +102,8 @@ class Cuda:
 
 
 class Source:
-    """A tensor in a slot. On the device nobody can look at it without waiting, so that there is nothing to look at."""
+    """A tensor in a slot. On the device nobody can look at it without waiting, so that there is
+    nothing to look at."""
 
     def __init__(self, tensor: torch.Tensor, name: str, cuda: Cuda, fails: bool = False) -> None:
         self.tensor, self.name, self.cuda, self.fails = tensor, name, cuda, fails
@@ -118,13 +126,19 @@ FRAMES = CodecFrames(Span(0, 2), torch.zeros(2, 16, dtype=torch.int32))
 
 
 class Upload:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, payload: Payload, own: bool, fails: str = "") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, payload: Payload, own: bool, fails: str = ""
+    ) -> None:
         self.cuda, self.credit, self.compute = Cuda(), Credit(), Stream(["a step"])
         monkeypatch.setattr("stretto.stage.links.copies.torch.cuda", self.cuda)
         stream: Any = None if own else self.compute
         self.up = HostToDevice(torch.device("cuda"), OverlapSwitches(), payload.HOST, stream)
-        made = wire.chunk(RequestId("r"), payload.span, Mark.MORE, payload.tensors(), lease=self.credit)
-        sources: Any = {name: Source(t, name, self.cuda, name == fails) for name, t in made.tensors.items()}
+        made = wire.chunk(
+            RequestId("r"), payload.span, Mark.MORE, payload.tensors(), lease=self.credit
+        )
+        sources: Any = {
+            name: Source(t, name, self.cuda, name == fails) for name, t in made.tensors.items()
+        }
         self.chunk = Chunk(made.header, sources, made.lease)
 
 
@@ -133,8 +147,8 @@ class Upload:
 def test_what_the_loop_reads_itself_is_there_before_any_upload_is(
     monkeypatch: pytest.MonkeyPatch, payload: Payload, own: bool
 ) -> None:
-    """Behind the steps of a compute stream an upload takes its time. A loop that looked at ids there would have to
-    wait for it, or read what was in that memory before."""
+    """Behind the steps of a compute stream an upload takes its time. A loop that looked at ids
+    there would have to wait for it, or read what was in that memory before."""
     upload = Upload(monkeypatch, payload, own)
     before = upload.cuda.current
     landed = upload.up.upload(upload.chunk)

@@ -21,7 +21,8 @@ R = RequestId("r-1")
 
 
 def rows(start: int, kinds: list[bool]) -> ThinkerRows:
-    """Positions from `start`; True is a media position. Ids and hidden rows say where they belong."""
+    """Positions from `start`; True is a media position. Ids and hidden rows say where they
+    belong."""
     positions = [start + i for i, media in enumerate(kinds) if media]
     runs: list[Span] = []
     for position in positions:
@@ -47,12 +48,16 @@ def same(left: ThinkerRows, right: ThinkerRows) -> bool:
 def test_thinker_rows_cut(start: int, kinds: list[bool], data: st.DataObject) -> None:
     whole = rows(start, kinds)
     cuts = (
-        sorted(data.draw(st.sets(st.integers(start + 1, start + len(kinds) - 1), max_size=4))) if len(kinds) > 1 else []
+        sorted(data.draw(st.sets(st.integers(start + 1, start + len(kinds) - 1), max_size=4)))
+        if len(kinds) > 1
+        else []
     )
     edges = [start, *cuts, start + len(kinds)]
     parts = [whole.part(Span(a, b)) for a, b in pairwise(edges)]
     for part in parts:
-        assert same(part, rows(part.span.start, kinds[part.span.start - start : part.span.stop - start]))
+        assert same(
+            part, rows(part.span.start, kinds[part.span.start - start : part.span.stop - start])
+        )
         chunk = wire.decode(wire.encode(wire.chunk(R, part.span, Mark.MORE, part.tensors())))
         read = unpack(ThinkerRows, chunk)
         assert read is not None
@@ -90,7 +95,17 @@ def test_frames_that_were_never_sent(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "runs",
-    [[[0, 3]], [[-1, 0]], [[1, 1]], [[1, 0]], [[0, 1], [0, 1]], [[1, 2], [0, 1]], [[0, 2]], [], [[2, 3]]],
+    [
+        [[0, 3]],
+        [[-1, 0]],
+        [[1, 1]],
+        [[1, 0]],
+        [[0, 1], [0, 1]],
+        [[1, 2], [0, 1]],
+        [[0, 2]],
+        [],
+        [[2, 3]],
+    ],
 )
 def test_rows_that_were_never_sent(runs: list[list[int]]) -> None:
     """One hidden row for two positions: only one run of one position fits."""
@@ -108,10 +123,15 @@ def test_rows_that_were_never_sent(runs: list[list[int]]) -> None:
 def test_an_empty_span_carries_no_tensors() -> None:
     assert unpack(CodecFrames, wire.chunk(R, Span(4, 4), Mark.REQUEST_END, {})) is None
     with pytest.raises(Corrupt):
-        unpack(CodecFrames, wire.chunk(R, Span(4, 4), Mark.REQUEST_END, {"codes": torch.zeros(0, 4, dtype=I32)}))
+        unpack(
+            CodecFrames,
+            wire.chunk(R, Span(4, 4), Mark.REQUEST_END, {"codes": torch.zeros(0, 4, dtype=I32)}),
+        )
 
 
-@pytest.mark.parametrize("error", [KeyError("codes"), IndexError("row"), TypeError("None"), ValueError("shape")])
+@pytest.mark.parametrize(
+    "error", [KeyError("codes"), IndexError("row"), TypeError("None"), ValueError("shape")]
+)
 def test_a_type_that_breaks_on_a_payload_fails_its_request_alone(error: Exception) -> None:
     class Careless(CodecFrames):
         @classmethod
@@ -119,5 +139,7 @@ def test_a_type_that_breaks_on_a_payload_fails_its_request_alone(error: Exceptio
             raise error
 
     with pytest.raises(Corrupt, match="not a Careless") as caught:
-        unpack(Careless, wire.chunk(R, Span(0, 1), Mark.MORE, {"codes": torch.zeros(1, 4, dtype=I32)}))
+        unpack(
+            Careless, wire.chunk(R, Span(0, 1), Mark.MORE, {"codes": torch.zeros(1, 4, dtype=I32)})
+        )
     assert caught.value.request == R

@@ -14,7 +14,9 @@ from tests.stage.invariants import check_pool
 from tests.stage.pools import clear_cache, num_held
 
 
-def keys_of(ids: list[int], *salts: Salt, root: bytes = b"", size: int = 4, rows: int = 1000) -> list[bytes]:
+def keys_of(
+    ids: list[int], *salts: Salt, root: bytes = b"", size: int = 4, rows: int = 1000
+) -> list[bytes]:
     request = StageRequest(RequestSpec(RequestId("r"), 1, cache_root=root), 0)
     request.add_input(ids, salts)
     chain_keys(request, rows, size)

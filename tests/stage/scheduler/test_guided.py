@@ -1,4 +1,5 @@
-"""A guided request runs one step at a time, its guide hears every token once, and others do not wait for it."""
+"""A guided request runs one step at a time, its guide hears every token once, and others do not
+wait for it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def test_only_the_guided_request_waits_for_its_own_token() -> None:
             oldest = flying.pop(0)
             token += 1
             scheduler.retire(oldest, StepResult([token] * len(oldest.spans), {}))
-    assert seen[:2] == [{"guided", "free"}, {"free"}]  # the second was launched before the first came back
+    assert seen[:2] == [
+        {"guided", "free"},
+        {"free"},
+    ]  # the second was launched before the first came back
     assert all(not ("guided" in a and "guided" in b) for a, b in pairwise(seen))
     assert sum("free" in s for s in seen) == 9
     assert len(guide.tokens) == 5
@@ -60,6 +64,8 @@ def test_alone_it_goes_on_as_soon_as_its_token_is_known() -> None:
     for token in (7, 8, 9):
         batch = scheduler.schedule()
         assert batch is not None
-        assert scheduler.schedule() is None  # there is room for a second step, and nothing to put into it
+        assert (
+            scheduler.schedule() is None
+        )  # there is room for a second step, and nothing to put into it
         scheduler.retire(batch, StepResult([token], {}))
     assert guide.tokens == [7, 8, 9]

@@ -9,13 +9,19 @@ from stretto.types import RequestId
 
 
 def request(arrival: int, since: int = 0, priority: int = 0) -> StageRequest:
-    made = StageRequest(RequestSpec(RequestId(str(arrival)), 1, priority=priority), arrival, since=since)
+    made = StageRequest(
+        RequestSpec(RequestId(str(arrival)), 1, priority=priority), arrival, since=since
+    )
     made.refresh_order(2)
     return made
 
 
-@given(st.integers(1, 600), st.lists(st.integers(1, 400), min_size=1, max_size=12), st.integers(1, 64))
-def test_split_wastes_nothing_and_starves_nobody_first(budget: int, wants: list[int], least: int) -> None:
+@given(
+    st.integers(1, 600), st.lists(st.integers(1, 400), min_size=1, max_size=12), st.integers(1, 64)
+)
+def test_split_wastes_nothing_and_starves_nobody_first(
+    budget: int, wants: list[int], least: int
+) -> None:
     shares = split(budget, wants, least)
     assert all(0 <= share <= want for share, want in zip(shares, wants))
     assert sum(shares) == min(budget, sum(wants))
@@ -34,7 +40,11 @@ def test_a_short_prompt_passes_beside_a_long_one() -> None:
 def test_the_head_is_the_most_urgent_until_someone_has_waited_too_long() -> None:
     waiting = Waiting()
     assert waiting.head(0, 5) is None
-    old, low, urgent = request(0, since=3, priority=2), request(1, since=0, priority=1), request(2, since=4)
+    old, low, urgent = (
+        request(0, since=3, priority=2),
+        request(1, since=0, priority=1),
+        request(2, since=4),
+    )
     for made in (old, low, urgent):
         waiting.push(made)
     assert waiting.head(5, 5) is urgent

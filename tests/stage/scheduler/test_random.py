@@ -1,6 +1,7 @@
-"""Random lives of requests, with no model. After every step: blocks conserved, rows and states consistent, cursors in
-order, every transition legal (the transition table raises otherwise), decodes in order, nobody left out for too long.
-At the end: every answer and every published row equals the oracle's, and nothing is held."""
+"""Random lives of requests, with no model. After every step: blocks conserved, rows and states
+consistent, cursors in order, every transition legal (the transition table raises otherwise),
+decodes in order, nobody left out for too long. At the end: every answer and every published row
+equals the oracle's, and nothing is held."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.stage.fakes import Driver
 from tests.stage.invariants import check_scheduler
 
 COMMON = [1, 2, 2, 1, 2, 1, 1, 1, 2, 2, 1, 2]
-rows = st.builds(lambda n, tail: COMMON[:n] + tail, st.integers(0, 12), st.lists(st.integers(1, 2), max_size=3))
+rows = st.builds(
+    lambda n, tail: COMMON[:n] + tail, st.integers(0, 12), st.lists(st.integers(1, 2), max_size=3)
+)
 more = st.lists(st.integers(1, 2), max_size=5)
 pick = st.integers(0, 1000)
 
@@ -88,7 +91,10 @@ class Lives(RuleBasedStateMachine):
         config = self.driver.config
         fresh = sum(not r.was_admitted for r in self.live)
         total = len(rows) + max_new
-        fits = total <= config.max_context and -(-(total - 1) // config.block_size) <= config.num_blocks
+        fits = (
+            total <= config.max_context
+            and -(-(total - 1) // config.block_size) <= config.num_blocks
+        )
         try:
             self.driver.submit(
                 f"r{self.minted}",
@@ -99,7 +105,9 @@ class Lives(RuleBasedStateMachine):
                 priority=priority,
                 # A paced request's rows also depend on its text, which ids do not tell.
                 cache_output=cache_output and "paced" not in flags,
-                missing=[Span(2, 4), Span(4, 5), Span(7, 9)] if "late" in flags and len(rows) > 9 else [],
+                missing=[Span(2, 4), Span(4, 5), Span(7, 9)]
+                if "late" in flags and len(rows) > 9
+                else [],
                 **dict.fromkeys(flags - {"open", "late"}, True),
             )
         except Busy:
@@ -118,7 +126,9 @@ class Lives(RuleBasedStateMachine):
         story = self.driver.stories[id]
         before = len(story.history)
         try:
-            self.driver.append(id, rows, media=[8] * min(media, len(rows)), opaque=opaque, last=last)
+            self.driver.append(
+                id, rows, media=[8] * min(media, len(rows)), opaque=opaque, last=last
+            )
         except Invalid:
             del story.history[before:], story.extras[before:]
             story.prompt = before

@@ -1,5 +1,5 @@
-"""The scheduler's behaviour, one promise per test. Streams are checked against the oracle by the driver throughout;
-the tests add that what they are about really happened."""
+"""The scheduler's behaviour, one promise per test. Streams are checked against the oracle by the
+driver throughout; the tests add that what they are about really happened."""
 
 from __future__ import annotations
 
@@ -55,10 +55,14 @@ def joins(driver: Driver, id: str) -> list[Any]:
 
 
 def workload(driver: Driver, seed: int = 0) -> dict[str, list[int]]:
-    """Ragged arrivals with shared prefixes; late input for every third request, text by drips for every fourth."""
+    """Ragged arrivals with shared prefixes; late input for every third request, text by drips for
+    every fourth."""
     rng = random.Random(seed)
     common = [rng.randint(1, 6) for _ in range(30)]
-    todo = [(f"r{i}", common[: rng.randint(1, 30)] + [rng.randint(1, 6)] * rng.randint(0, 3)) for i in range(14)]
+    todo = [
+        (f"r{i}", common[: rng.randint(1, 30)] + [rng.randint(1, 6)] * rng.randint(0, 3))
+        for i in range(14)
+    ]
     while todo or driver.live:
         for _ in range(rng.randint(0, 2)):
             if todo and driver.scheduler.num_waiting < 8:
@@ -85,7 +89,9 @@ def workload(driver: Driver, seed: int = 0) -> dict[str, list[int]]:
 
 
 def test_answers_do_not_depend_on_how_the_work_is_cut() -> None:
-    reference = workload(Driver(config(overlap_depth=1, prefix_cache=False, prefill_chunk=200, max_step_tokens=999)))
+    reference = workload(
+        Driver(config(overlap_depth=1, prefix_cache=False, prefill_chunk=200, max_step_tokens=999))
+    )
     assert sum(map(len, reference.values())) > 60
     drivers = {
         "depth 2": Driver(config(overlap_depth=2)),
@@ -100,17 +106,30 @@ def test_answers_do_not_depend_on_how_the_work_is_cut() -> None:
     }
     for name, driver in drivers.items():
         assert workload(driver) == reference, name
-    assert any(len(joins(drivers["preempted"], id)) > 1 for id in drivers["preempted"].stories), "none was preempted"
-    reused = [join for batch in drivers["cached"].batches for join in batch.joined if join.filled > join.reused_from]
+    assert any(len(joins(drivers["preempted"], id)) > 1 for id in drivers["preempted"].stories), (
+        "none was preempted"
+    )
+    reused = [
+        join
+        for batch in drivers["cached"].batches
+        for join in batch.joined
+        if join.filled > join.reused_from
+    ]
     assert len(reused) > 5
     assert max(len(batch.spans) for batch in drivers["depth 2"].batches) > 3
     assert {len(batch.spans) for batch in drivers["alone"].batches} == {1}
-    assert {batch.num_decodes in (0, len(batch.spans)) for batch in drivers["in turns"].batches} == {True}
-    assert {batch.num_decodes in (0, len(batch.spans)) for batch in drivers["depth 2"].batches} == {True, False}
+    assert {
+        batch.num_decodes in (0, len(batch.spans)) for batch in drivers["in turns"].batches
+    } == {True}
+    assert {batch.num_decodes in (0, len(batch.spans)) for batch in drivers["depth 2"].batches} == {
+        True,
+        False,
+    }
 
 
 def test_a_last_row_on_the_device_runs_as_a_decode_with_others() -> None:
-    """A prompt that is known at once, and one whose last row comes later: neither samples in a prefill."""
+    """A prompt that is known at once, and one whose last row comes later: neither samples in a
+    prefill."""
     driver = Driver(config(overlap_depth=1))
     driver.submit("a", [1, 2, 3], max_new=20, stop_ids=NEVER)
     turn(driver)
@@ -221,7 +240,9 @@ def test_when_decodes_exceed_the_budget_the_nearest_deadlines_go() -> None:
         driver.scheduler.set_deadline(RequestId(name), deadline)
     batch = driver.launch()
     assert batch is not None
-    assert [span.request for span in batch.spans] == ["e", "d", "c"], "first packets, then the least buffered"
+    assert [span.request for span in batch.spans] == ["e", "d", "c"], (
+        "first packets, then the least buffered"
+    )
     driver.retire()
     driver.scheduler.set_deadline(RequestId("a"), 1.0)
     driver.scheduler.set_deadline(RequestId("e"), 9.0)
@@ -232,7 +253,11 @@ def test_when_decodes_exceed_the_budget_the_nearest_deadlines_go() -> None:
 
 @pytest.mark.parametrize("patience", [0, 3, 20])
 def test_nobody_starves_behind_the_urgent(patience: int) -> None:
-    driver = Driver(config(max_step_tokens=2, overlap_depth=1, patience=patience, max_context=900, num_blocks=900))
+    driver = Driver(
+        config(
+            max_step_tokens=2, overlap_depth=1, patience=patience, max_context=900, num_blocks=900
+        )
+    )
     for i in range(4):
         driver.submit(f"urgent{i}", [1], max_new=150, stop_ids=NEVER)
     turn(driver)
@@ -306,7 +331,9 @@ def test_tokens_in_flight_at_a_preemption_count() -> None:
 
 
 def test_one_preempted_too_often_goes_before_all() -> None:
-    driver = Driver(config(num_blocks=8, block_size=2, max_preemptions=0, max_waiting=99, patience=3))
+    driver = Driver(
+        config(num_blocks=8, block_size=2, max_preemptions=0, max_waiting=99, patience=3)
+    )
     meek = driver.submit("meek", [2] * 4, max_new=9, stop_ids=NEVER, priority=5)
     for i in range(60):
         while len(driver.live) < 3 + ("meek" in driver.live):
@@ -342,7 +369,8 @@ def test_a_reuse_that_no_batch_told_of_is_told_again() -> None:
     driver.submit("high", [2] * 25, max_new=2)
     while "x" in driver.live:
         turn(driver)
-    # Both rows come free at once: `low` is the longest waiting and goes first, then makes room for `high` at once.
+    # Both rows come free at once: `low` is the longest waiting and goes first, then makes room for
+    # `high` at once.
     assert set(spans(driver.launch())) == {"high"}
     assert (low.num_preemptions, low.cursor.confirmed, joins(driver, "low")) == (1, 0, [])
     driver.drain()
@@ -382,7 +410,8 @@ def test_other_media_or_another_root_share_nothing() -> None:
 
 
 def test_a_talker_block_with_media_depends_on_what_the_thinker_saw() -> None:
-    """Equal talker rows after different system prompts: the media rows hold the thinker's hidden states."""
+    """Equal talker rows after different system prompts: the media rows hold the thinker's hidden
+    states."""
     scheduler = Scheduler(config())
 
     def talk(id: str, system: list[int], media: bool) -> tuple[int, int]:
@@ -449,7 +478,9 @@ def test_an_open_prompt_starves_only_its_request_and_is_computed_as_it_comes() -
 def test_a_prompt_may_close_after_all_its_rows_have_run(depth: int, rows: int, paced: bool) -> None:
     for retired in (False, True):
         driver = Driver(config(overlap_depth=depth))
-        request = driver.submit("a", [1] * rows, closed=False, max_new=3, paced=paced, cache_output=False)
+        request = driver.submit(
+            "a", [1] * rows, closed=False, max_new=3, paced=paced, cache_output=False
+        )
         driver.launch()
         if retired:
             driver.retire()
@@ -465,7 +496,9 @@ def test_a_prompt_may_close_after_all_its_rows_have_run(depth: int, rows: int, p
 def test_a_paced_decode_waits_for_its_text_and_runs_free_after_the_end() -> None:
     driver = Driver(config(overlap_depth=2))
     driver.submit("other", [1], max_new=30, stop_ids=NEVER)
-    talker = driver.submit("talker", [1, 2, 3], max_new=12, stop_ids=NEVER, paced=True, cache_output=False)
+    talker = driver.submit(
+        "talker", [1, 2, 3], max_new=12, stop_ids=NEVER, paced=True, cache_output=False
+    )
     for _ in range(3):
         turn(driver)
     assert (talker.state, talker.cursor.launched) == (State.STARVED, 3)
@@ -486,7 +519,9 @@ def test_a_paced_decode_waits_for_its_text_and_runs_free_after_the_end() -> None
 def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
     """However urgent it is: here it goes before the others in order."""
     driver = Driver(config(overlap_depth=depth))
-    driver.submit("first", [1, 2, 3], max_new=12, stop_ids=NEVER, paced=True, cache_output=False, priority=-1)
+    driver.submit(
+        "first", [1, 2, 3], max_new=12, stop_ids=NEVER, paced=True, cache_output=False, priority=-1
+    )
     for id in ("second", "third"):
         driver.submit(id, [4, 5], max_new=12, stop_ids=NEVER, paced=True, cache_output=False)
         driver.scheduler.end_text(RequestId(id))
@@ -505,7 +540,8 @@ def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
 
 
 def test_who_has_no_credit_takes_no_share_of_a_step() -> None:
-    """Neither of the rows of a prompt beside it, nor by making that one go in small pieces, as beside an answer."""
+    """Neither of the rows of a prompt beside it, nor by making that one go in small pieces, as
+    beside an answer."""
     driver = Driver(config(overlap_depth=1, prefill_chunk=8, lone_prefill_chunk=16))
     driver.submit("a", list(range(1, 13)), max_new=9, stop_ids=NEVER)
     driver.submit("b", list(range(2, 122)), max_new=2, stop_ids=NEVER)
@@ -583,7 +619,9 @@ def test_rows_computed_again_are_findable_again_but_not_before() -> None:
 
 def test_rows_wait_for_their_input_unless_the_cache_has_them() -> None:
     driver = Driver(config(overlap_depth=1))
-    a = driver.submit("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_new=1, missing=[Span(2, 5), Span(6, 8)])
+    a = driver.submit(
+        "a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_new=1, missing=[Span(2, 5), Span(6, 8)]
+    )
     assert spans(turn(driver)) == {"a": (0, 2)}
     assert turn(driver) is None
     assert a.state is State.STARVED
@@ -592,7 +630,9 @@ def test_rows_wait_for_their_input_unless_the_cache_has_them() -> None:
     driver.provide("a", 0)
     driver.drain()
     assert spans(driver.batches[-1]) == {"a": (2, 10)}
-    b = driver.submit("b", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_new=1, missing=[Span(2, 5), Span(6, 8)])
+    b = driver.submit(
+        "b", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], max_new=1, missing=[Span(2, 5), Span(6, 8)]
+    )
     assert driver.scheduler.num_found(b.id) == 8
     assert spans(driver.launch()) == {"b": (8, 10)}
     driver.drain()
@@ -641,8 +681,8 @@ def test_nobody_is_preempted_in_vain() -> None:
 
 
 def test_two_that_found_their_beginning_do_not_take_the_rest_from_each_other_for_ever() -> None:
-    """Each is seated on what the cache has, lacks input right behind it, and does not fit beside the other. Making one
-    batch must end; and as their input comes, both are answered."""
+    """Each is seated on what the cache has, lacks input right behind it, and does not fit beside
+    the other. Making one batch must end; and as their input comes, both are answered."""
     driver = Driver(config(num_blocks=3, overlap_depth=1))
     for id, ids in (("seed a", [1] * 5), ("seed b", [2] * 5)):
         driver.submit(id, ids, max_new=1)
@@ -739,12 +779,17 @@ def test_what_can_never_work_is_refused_at_the_door() -> None:
     driver.check_idle()
 
 
-@pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_rows", "max_step_tokens", "overlap_depth"])
+@pytest.mark.parametrize(
+    "name", ["num_blocks", "block_size", "max_rows", "max_step_tokens", "overlap_depth"]
+)
 def test_a_senseless_configuration_is_refused(name: str) -> None:
     with pytest.raises(Invalid, match=name):
         config(**{name: 0})
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, stretto.stage.scheduler, stretto.stage.request; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, stretto.stage.scheduler, stretto.stage.request; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,5 @@
-"""The talker's adapter: a prompt of user turns, their text by id and their media by the thinker's rows, and the nine
-rows that open the answer."""
+"""The talker's adapter: a prompt of user turns, their text by id and their media by the thinker's
+rows, and the nine rows that open the answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from stretto.types import Span
 class TalkerInput(FrameInput[TalkerPrompt]):
     """What a request brings, and what came for it since."""
 
-    media: list[torch.Tensor] = field(default_factory=list)  # accept-layer rows on the device, in order
+    media: list[torch.Tensor] = field(
+        default_factory=list
+    )  # accept-layer rows on the device, in order
 
     @property
     def missing(self) -> list[Span]:
@@ -30,7 +32,9 @@ class TalkerInput(FrameInput[TalkerPrompt]):
 
 
 class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):
-    def prompt_input(self, given: TalkerInput, start: int, stop: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
+    def prompt_input(
+        self, given: TalkerInput, start: int, stop: int
+    ) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
         p, device = given.prompt, self.model.device
         users, length = len(p.ids), len(p)
         parts = []
@@ -39,7 +43,9 @@ class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):
             before, upto = int(p.is_media[:start].sum()), int(p.is_media[:end].sum())
             hidden = self.model.config.talker.thinker_hidden_size
             media = torch.cat(given.media) if given.media else torch.empty(0, hidden, device=device)
-            parts.append(user_rows(self.model, p.ids[start:end], p.is_media[start:end], media[before:upto]))
+            parts.append(
+                user_rows(self.model, p.ids[start:end], p.is_media[start:end], media[before:upto])
+            )
         if start < length - 1 and stop > users:
             parts.append(opening_rows(self.model, p)[max(0, start - users) : stop - users])
         if stop == length:

@@ -1,4 +1,5 @@
-"""The thinker's adapter: words and media rows in, text tokens out, accept-layer rows handed on at media positions."""
+"""The thinker's adapter: words and media rows in, text tokens out, accept-layer rows handed on at
+media positions."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class ThinkerInput:
     first_decode: float  # rotary position of the first generated token
     sampling: SamplingParams = GREEDY
     media: list[MediaRows] = field(default_factory=list)  # of the pieces that are encoded by now
-    capture: npt.NDArray[np.int64] | None = None  # sorted prompt positions whose accept-layer rows are wanted
+    capture: npt.NDArray[np.int64] | None = (
+        None  # sorted prompt positions whose accept-layer rows are wanted
+    )
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
     min_p: float = 0.0  # least share of the best token's likelihood
@@ -87,9 +90,13 @@ class ThinkerAdapter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.model.embed(self.next[rows]), (positions + self.rows.offset[rows]).expand(3, -1)
 
-    def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[ThinkerExtra]:
+    def host_input(
+        self, request: StageRequest, start: int, stop: int, fresh: int
+    ) -> HostInput[ThinkerExtra]:
         given, device = self.inputs[request.id], self.model.device
-        media = MediaRows.joined([m.within(start, stop) for m in given.media]) if given.media else None
+        media = (
+            MediaRows.joined([m.within(start, stop) for m in given.media]) if given.media else None
+        )
         x = self.model.embed(to_device(request.ids[start:stop], device, torch.int64), media)
         capture: list[int] = []
         if given.capture is not None:
@@ -99,17 +106,31 @@ class ThinkerAdapter:
         return HostInput(x, to_device(rope_rows(given, start, stop), device, torch.float32), extra)
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, paging: Paging, extras: list[tuple[int, int, ThinkerExtra]]
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        paging: Paging,
+        extras: list[tuple[int, int, ThinkerExtra]],
     ) -> tuple[torch.Tensor, SideRows]:
         device, captured = self.model.device, SideRows()
-        visual = [(row, e.media) for _, row, e in extras if e.media is not None and len(e.media.visual_places)]
+        visual = [
+            (row, e.media)
+            for _, row, e in extras
+            if e.media is not None and len(e.media.visual_places)
+        ]
         deep = None
         if visual:
             places = np.concatenate([m.visual_places.numpy() + row for row, m in visual])
-            deep = Deep(to_device(places, device, torch.int64), torch.cat([m.deep for _, m in visual], 1))
+            deep = Deep(
+                to_device(places, device, torch.int64), torch.cat([m.deep for _, m in visual], 1)
+            )
         wanted = [row + r for _, row, e in extras for r in e.capture]
         capture = to_device(wanted, device, torch.int64) if wanted else None
-        found = None if self.prompts is None or deep is not None else self.prompts.run(x, positions, paging)
+        found = (
+            None
+            if self.prompts is None or deep is not None
+            else self.prompts.run(x, positions, paging)
+        )
         if found is None:
             hidden, rows = self.model(x, positions, self.cache, paging, deep, capture)
         else:
@@ -117,18 +138,24 @@ class ThinkerAdapter:
             rows = None if capture is None or accept is None else accept[capture]
         if rows is not None:
             taken = [(i, e) for i, _, e in extras if e.capture]
-            for (i, e), part in zip(taken, rows.split([len(e.capture) for _, e in taken]), strict=True):
+            for (i, e), part in zip(
+                taken, rows.split([len(e.capture) for _, e in taken]), strict=True
+            ):
                 captured.places[i], captured.rows[i] = [e.start + r for r in e.capture], part
         return hidden, captured
 
-    def pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How) -> Picked:
+    def pick(
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+    ) -> Picked:
         if self.fused and len(hidden) <= MAX_ROWS:
             return self._fused_pick(rows, positions, hidden)
         logits = self.model.logits(hidden)
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
-        self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
+        self.floors.apply(
+            logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end
+        )
         seen = self.rows.seen[rows] if how.penalty else None
         tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
         self.next[rows] = tokens
@@ -136,7 +163,9 @@ class ThinkerAdapter:
             self.rows.seen.index_put_((rows, tokens), self.true)
         return Picked(guarded(tokens[:, None], logits), hidden)
 
-    def fused_step(self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> Picked:
+    def fused_step(
+        self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+    ) -> Picked:
         model = self.model.model
         hidden = model.fused_step(
             rows,
@@ -150,7 +179,9 @@ class ThinkerAdapter:
         )
         return self._fused_pick(rows, positions, hidden)
 
-    def _fused_pick(self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> Picked:
+    def _fused_pick(
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> Picked:
         from stretto.kernels.triton.linear import project
         from stretto.kernels.triton.sampling import Columns, PickState, pick_text
 
@@ -159,13 +190,21 @@ class ThinkerAdapter:
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
-        self.floors.apply(logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end)
-        return Picked(pick_text(logits, rows, positions, params, answer, self.next)[:, None], hidden)
+        self.floors.apply(
+            logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end
+        )
+        return Picked(
+            pick_text(logits, rows, positions, params, answer, self.next)[:, None], hidden
+        )
 
 
 def rope_rows(given: ThinkerInput, start: int, stop: int) -> npt.NDArray[np.float32]:
     """Positions of rows [start, stop), prompt rows and generated ones alike."""
     prompt = given.positions.shape[1]
-    beyond = given.first_decode + np.arange(max(start, prompt), max(stop, prompt), dtype=np.float32) - prompt
+    beyond = (
+        given.first_decode
+        + np.arange(max(start, prompt), max(stop, prompt), dtype=np.float32)
+        - prompt
+    )
     tail = np.broadcast_to(beyond.astype(np.float32), (3, len(beyond)))
     return np.concatenate([given.positions[:, start : min(stop, prompt)], tail], 1)

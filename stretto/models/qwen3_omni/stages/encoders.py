@@ -1,8 +1,9 @@
 """Encodes the media of the thinker's prompts, piece by piece, as their prefill comes to them.
 
-A piece that the prefix cache has the rows of is never encoded. What was encoded is kept for a while, since a piece that
-ends in the middle of a block is needed again by the prompt that goes on behind it. Features that did not come with the
-request are asked for when they are needed. Owned by the thinker's stage; on the loop thread."""
+A piece that the prefix cache has the rows of is never encoded. What was encoded is kept for a
+while, since a piece that ends in the middle of a block is needed again by the prompt that goes on
+behind it. Features that did not come with the request are asked for when they are needed. Owned by
+the thinker's stage; on the loop thread."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ from stretto.stage.request import StageRequest
 from stretto.types import RequestId
 
 AHEAD = 2048
-"""Rows that encoding may be ahead of the prefill: enough for the next step, and no more than others can wait for."""
+"""Rows that encoding may be ahead of the prefill: enough for the next step, and no more than others
+can wait for."""
 KEPT_BYTES = 64 << 20
 OTHERS = 15
-"""While there are other requests, encoding media on a CPU takes one part of the loop's time in 1 + this: a part takes
-as long as several steps there, for which listeners would have to wait. A GPU does a part and a step in turns: a rest
-would only keep those waiting whose sound is to be encoded."""
+"""While there are other requests, encoding media on a CPU takes one part of the loop's time in 1 +
+this: a part takes as long as several steps there, for which listeners would have to wait. A GPU
+does a part and a step in turns: a rest would only keep those waiting whose sound is to be
+encoded."""
 
 Key = tuple[bytes, bytes, bool]
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -91,7 +94,9 @@ class Encoded(NamedTuple):
 
     requests: Sequence[RequestId]  # of which a part was encoded
     reports: Sequence[Working | MediaRequest]
-    failures: Sequence[tuple[RequestId, StrettoError]]  # requests whose media cannot be encoded, and why
+    failures: Sequence[
+        tuple[RequestId, StrettoError]
+    ]  # requests whose media cannot be encoded, and why
 
 
 class Encoders:
@@ -113,9 +118,13 @@ class Encoders:
             "stretto_stage_asked_total": lambda: self.asked,
         }.items():
             context.recorder.number(name, read, stage=core.name)
-        self._flat = torch.empty(len(vision.deepstack_layers), 0, hidden, device=model.device, dtype=model.dtype)
+        self._flat = torch.empty(
+            len(vision.deepstack_layers), 0, hidden, device=model.device, dtype=model.dtype
+        )
 
-    def add(self, request: StageRequest, given: ThinkerInput, root: bytes, pieces: list[MediaPiece]) -> None:
+    def add(
+        self, request: StageRequest, given: ThinkerInput, root: bytes, pieces: list[MediaPiece]
+    ) -> None:
         base = self.core.scheduler.num_found(request.id)
         self.requests[request.id] = Encoding(request, given, root, pieces, base)
 
@@ -135,8 +144,8 @@ class Encoders:
         self.kept, self.encoded, self.asked, self._rests_ns = Kept(), 0, 0, 0
 
     def proven(self, id: RequestId) -> int:
-        """A request has picked a token: all that was encoded for it are numbers, so others may find it. Returns how
-        many pieces that were."""
+        """A request has picked a token: all that was encoded for it are numbers, so others may find
+        it. Returns how many pieces that were."""
         e = self.requests.get(id)
         if e is None:
             return 0
@@ -216,7 +225,9 @@ class Encoders:
 
     def _ask(self, e: Encoding, start: int) -> None:
         """For all that will be needed, not for the next piece alone."""
-        absent = [p for p in e.left if p.stop > start and p.values is None and e.key(p) not in self.kept]
+        absent = [
+            p for p in e.left if p.stop > start and p.values is None and e.key(p) not in self.kept
+        ]
         digests = dict.fromkeys(p.digest for p in absent if p.digest not in e.asked)
         if digests:
             e.asked.update(digests)
@@ -224,9 +235,9 @@ class Encoders:
             self._reports.append(MediaRequest(e.request.id, self.core.name, tuple(digests)))
 
     def run(self, ids: Sequence[RequestId]) -> None:
-        """Encode a part of what is due of a request, or windows of several; then they are behind the others. What was
-        kept costs nothing, so it does not end the turn: a step would be launched for its few rows, and the encoder
-        would wait behind that."""
+        """Encode a part of what is due of a request, or windows of several; then they are behind
+        the others. What was kept costs nothing, so it does not end the turn: a step would be
+        launched for its few rows, and the encoder would wait behind that."""
         several = [self.requests.pop(id) for id in ids]
         self.requests |= dict(zip(ids, several, strict=True))
         e = several[0]
@@ -245,15 +256,22 @@ class Encoders:
             self._hear([(e, [piece])], padded=False)
 
     def _windows(self, e: Encoding) -> list[MediaPiece]:
-        """Windows of sound that are due and follow each other; none of a clip that is not padded to one."""
+        """Windows of sound that are due and follow each other; none of a clip that is not padded to
+        one."""
         first, found = self._next(e), []
-        for p in e.left[e.left.index(first) :][: self.model.audio_tower.batch] if first is not None else ():
+        for p in (
+            e.left[e.left.index(first) :][: self.model.audio_tower.batch]
+            if first is not None
+            else ()
+        ):
             if p.grid is not None or p.values is None or not p.padded or e.key(p) in self.kept:
                 break
             found.append(p)
         return found
 
-    def _hear(self, windows: Sequence[tuple[Encoding, list[MediaPiece]]], padded: bool = True) -> None:
+    def _hear(
+        self, windows: Sequence[tuple[Encoding, list[MediaPiece]]], padded: bool = True
+    ) -> None:
         """In one launch."""
         device, dtype = self.model.device, self.model.dtype
         given = [p.values for _, pieces in windows for p in pieces if p.values is not None]

@@ -1,5 +1,6 @@
-"""Requests of the thinker whose text must follow a grammar, or is penalised by what it has said: what guides them, and
-where they wait until their grammar is compiled. Used by the thinker's node, on the loop thread."""
+"""Requests of the thinker whose text must follow a grammar, or is penalised by what it has said:
+what guides them, and where they wait until their grammar is compiled. Used by the thinker's node,
+on the loop thread."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from stretto.stage.guide import Grammars, Guide, PenaltyGuide
 from stretto.types import RequestId
 
 WORKING_NS = 1_000_000_000
-"""Between two words that requests still wait for their grammars, of which others may be compiled first."""
+"""Between two words that requests still wait for their grammars, of which others may be compiled
+first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,13 +38,17 @@ class PendingRequest:
 def guide_of(p: ThinkerParams, grammar: GrammarGuide | None) -> Guide | None:
     if not p.frequency_penalty and not p.presence_penalty:
         return grammar
-    return PenaltyGuide(p.frequency_penalty, p.presence_penalty, dict(p.logit_bias), MAX_BIAS, grammar)
+    return PenaltyGuide(
+        p.frequency_penalty, p.presence_penalty, dict(p.logit_bias), MAX_BIAS, grammar
+    )
 
 
 class Compiling:
     """Requests whose grammar is not there yet. `ring` is called, on any thread, when one is."""
 
-    def __init__(self, grammars: Grammars, ring: Callable[[], None], clock: Callable[[], int]) -> None:
+    def __init__(
+        self, grammars: Grammars, ring: Callable[[], None], clock: Callable[[], int]
+    ) -> None:
         """`clock`: the loop's."""
         self._grammars, self._ring, self._clock = grammars, ring, clock
         self.waiting: dict[RequestId, tuple[PendingRequest, Future[GrammarGuide]]] = {}

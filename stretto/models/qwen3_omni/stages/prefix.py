@@ -1,6 +1,8 @@
-"""How the prefix cache tells rows of prompts apart: by token ids, and where ids do not say it all, by salts.
+"""How the prefix cache tells rows of prompts apart: by token ids, and where ids do not say it all,
+by salts.
 
-Pure; called by the thinker's and the talker's node when they admit a request or its prompt grows."""
+Pure; called by the thinker's and the talker's node when they admit a request or its prompt
+grows."""
 
 from __future__ import annotations
 
@@ -20,13 +22,17 @@ SPEAKER_ID, SPEAKER_ROW = 1 << 41, 6
 
 
 def thinker_salts(pieces: Sequence[MediaPiece]) -> list[Salt]:
-    """What tells media rows apart, whose ids are all the same: the digest of the piece that they are of."""
-    return sorted((Salt(run, p.digest) for p in pieces for run in p.runs), key=lambda salt: salt.span.start)
+    """What tells media rows apart, whose ids are all the same: the digest of the piece that they
+    are of."""
+    return sorted(
+        (Salt(run, p.digest) for p in pieces for run in p.runs), key=lambda salt: salt.span.start
+    )
 
 
 def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) -> list[Salt]:
-    """What tells media rows apart: the thinker's whole prefix up to their end, which they depend on though the talker
-    never sees its text. `salts` are the thinker's. What comes behind a piece does not change its salt."""
+    """What tells media rows apart: the thinker's whole prefix up to their end, which they depend on
+    though the talker never sees its text. `salts` are the thinker's. What comes behind a piece does
+    not change its salt."""
     rows = {place: row for row, place in enumerate(plan.places)}
     keyed = zip(salts, prefix_keys(ids, salts), strict=True)
     found = ((rows.get(salt.span.start), len(salt.span), key) for salt, key in keyed)
@@ -34,8 +40,9 @@ def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) 
 
 
 def row_ids(given: TalkerInput, start: int, stop: int) -> list[int]:
-    """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id, opening rows by their
-    place, of these one by the voice in it, and the last one by the text token in it."""
+    """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id,
+    opening rows by their place, of these one by the voice in it, and the last one by the text token
+    in it."""
     users = len(given.prompt.ids)
     told = {SPEAKER_ROW: SPEAKER_ID + given.prompt.speaker}
     if given.text:

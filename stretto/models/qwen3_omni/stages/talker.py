@@ -1,4 +1,5 @@
-"""The talker's stage: the thinker's rows in, frames of speech out. Driven by the host, on the loop thread."""
+"""The talker's stage: the thinker's rows in, frames of speech out. Driven by the host, on the loop
+thread."""
 
 from __future__ import annotations
 
@@ -58,10 +59,17 @@ class TalkerStage(SpeechStage):
             super().admit(a, params, prompt)
 
     def _read_ahead(self, a: Admit, plan: PromptPlan, num_prompt: int) -> None:
-        """Rows of the user's turns for the prefix cache. One frame is picked behind them, which nobody hears: it shows
-        that they are numbers."""
+        """Rows of the user's turns for the prefix cache. One frame is picked behind them, which
+        nobody hears: it shows that they are numbers."""
         id, given = a.request, plan.given
-        spec = RequestSpec(id, 1, sampling=given.code0, priority=a.priority, cache_output=False, cache_root=plan.root)
+        spec = RequestSpec(
+            id,
+            1,
+            sampling=given.code0,
+            priority=a.priority,
+            cache_output=False,
+            cache_root=plan.root,
+        )
         request = self.core.submit(spec, given, plan.rows, salts=plan.salts, missing=plan.missing)
         pace = Pace(1, 1, None, self.rhythm)
         self.requests[id] = SpeechOutput(
@@ -81,7 +89,9 @@ class TalkerStage(SpeechStage):
         if rows is not None:
             if rows.media:
                 if rows.hidden.shape[1] != self.config.talker.thinker_hidden_size:
-                    raise Corrupt(f"media rows {tuple(rows.hidden.shape)} are not the thinker's", request=id)
+                    raise Corrupt(
+                        f"media rows {tuple(rows.hidden.shape)} are not the thinker's", request=id
+                    )
                 with self.core.runner.on_stream():
                     arrival.adopt()
                     given.media.append(rows.hidden.to(self.model.device))
@@ -89,7 +99,8 @@ class TalkerStage(SpeechStage):
             first = max(self.requests[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
-                # On the device they are looked up unseen: one that is not in the table would end all requests.
+                # On the device they are looked up unseen: one that is not in the table would end
+                # all requests.
                 if min(tokens) < 0 or max(tokens) >= len(self.model.text_table):
                     raise Corrupt(f"text {tokens} is not of this vocabulary", request=id)
                 self._text(id, given, tokens)

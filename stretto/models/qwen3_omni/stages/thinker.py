@@ -1,7 +1,7 @@
 """The thinker's stage: prompts in, text out as reports, and its rows out to the talker.
 
-No link ends here: a prompt's features come with its announcement, or when they are asked for. Driven by the host, on
-the loop thread."""
+No link ends here: a prompt's features come with its announcement, or when they are asked for.
+Driven by the host, on the loop thread."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ from stretto.types import Mark, RequestId, Span
 
 LINK = "thinker>talker"
 TEXT_GROUP, TEXT_WAIT_S = 4, 0.025
-"""Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report for each token
-would cost the host more than its share of the step. The first ones go one by one, since the talker waits."""
+"""Tokens leave together, up to so many, unless the last ones left so long ago: a chunk and a report
+for each token would cost the host more than its share of the step. The first ones go one by one,
+since the talker waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,10 @@ class TextOutput:
     logprobs: list[Scored] = field(default_factory=list)  # of these, if they are asked for
 
     def due(self, now: float) -> bool:
-        return len(self.tokens) >= min(TEXT_GROUP, 1 + self.left // 2) or now - self.left_at >= TEXT_WAIT_S
+        return (
+            len(self.tokens) >= min(TEXT_GROUP, 1 + self.left // 2)
+            or now - self.left_at >= TEXT_WAIT_S
+        )
 
 
 class ThinkerStage:
@@ -70,7 +74,9 @@ class ThinkerStage:
     receives: Mapping[str, type[Payload]] = {}
     sends: Mapping[str, type[Payload]] = {LINK: ThinkerRows}
 
-    def __init__(self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic
+    ) -> None:
         self.core, self.model, self.clock = core, model, clock
         self.config = model.config
         self.requests: dict[RequestId, TextOutput] = {}
@@ -94,7 +100,9 @@ class ThinkerStage:
 
     def admit(self, a: Admit, params: ThinkerParams, prompt: Prompt) -> None:
         c = self.config
-        check_ids(a.request, c.thinker.text.vocab_size, prompt.ids, tuple(i for i, _ in params.logit_bias))
+        check_ids(
+            a.request, c.thinker.text.vocab_size, prompt.ids, tuple(i for i, _ in params.logit_bias)
+        )
         positions, first = rope_positions(
             prompt.ids,
             c.tokens,
@@ -113,9 +121,18 @@ class ThinkerStage:
     def _submit(self, pending: PendingRequest, grammar: GrammarGuide | None = None) -> None:
         a, params, prompt, c = pending.admit, pending.params, pending.prompt, self.config
         pieces, sampling = media_pieces(prompt, c), params.sampling
-        capture = np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
+        capture = (
+            np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
+        )
         given = ThinkerInput(
-            pending.positions, pending.first, sampling, [], capture, params.logit_bias, params.min_tokens, params.min_p
+            pending.positions,
+            pending.first,
+            sampling,
+            [],
+            capture,
+            params.logit_bias,
+            params.min_tokens,
+            params.min_p,
         )
         spec = RequestSpec(
             a.request,
@@ -223,7 +240,13 @@ class ThinkerStage:
         if output.speak:
             # The answer's last token is never spoken, so it does not leave.
             ready = o.confirmed + (o.token is not None and reason is None)
-            self._forward(request, output, ready, Mark.REQUEST_END if reason is not None else Mark.MORE, o.media)
+            self._forward(
+                request,
+                output,
+                ready,
+                Mark.REQUEST_END if reason is not None else Mark.MORE,
+                o.media,
+            )
         if reason is not None:
             del self.requests[id]
             self.encoders.drop(id)
@@ -238,7 +261,12 @@ class ThinkerStage:
             output.tokens, output.logprobs = [], []
 
     def _forward(
-        self, request: StageRequest, output: TextOutput, ready: int, mark: Mark, media: MediaOutput | None
+        self,
+        request: StageRequest,
+        output: TextOutput,
+        ready: int,
+        mark: Mark,
+        media: MediaOutput | None,
     ) -> None:
         """Rows that the talker may have: the id at each position, and media rows."""
         start, rows = output.sent, None

@@ -1,4 +1,5 @@
-"""Run by test_clients.py in an interpreter that has the Agents SDK: turns, a function, an interruption."""
+"""Run by test_clients.py in an interpreter that has the Agents SDK: turns, a function, an
+interruption."""
 
 import asyncio
 import sys

@@ -1,4 +1,5 @@
-"""Run by test_clients.py in an interpreter that has LiveKit Agents: turns, a function, an interruption, memory."""
+"""Run by test_clients.py in an interpreter that has LiveKit Agents: turns, a function, an
+interruption, memory."""
 
 import asyncio
 import sys
@@ -25,7 +26,10 @@ async def main(url: str, sound: bytes) -> None:
     words: list[str] = []
     session.on("generation_created", answers.put_nowait)
     session.on("input_speech_started", started.put_nowait)
-    session.on("input_audio_transcription_completed", lambda e: words.append(e.transcript) if e.is_final else None)
+    session.on(
+        "input_audio_transcription_completed",
+        lambda e: words.append(e.transcript) if e.is_final else None,
+    )
     errors: list[Any] = []
     session.on("error", errors.append)
     async with asyncio.timeout(100):
@@ -44,7 +48,9 @@ async def main(url: str, sound: bytes) -> None:
         assert [(c.name, c.arguments) for c in calls] == [("weather", '{"city": "Bonn"}')], calls
         memory = session.chat_ctx.copy()
         memory.items.append(
-            llm.FunctionCallOutput(call_id=calls[0].call_id, name="weather", output="sunny", is_error=False)
+            llm.FunctionCallOutput(
+                call_id=calls[0].call_id, name="weather", output="sunny", is_error=False
+            )
         )
         await session.update_chat_ctx(memory)
         asked = session.generate_reply()  # is found again by its metadata

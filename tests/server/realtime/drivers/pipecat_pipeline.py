@@ -1,4 +1,5 @@
-"""Run by test_clients.py in an interpreter that has Pipecat: turns, a function, an interruption, memory."""
+"""Run by test_clients.py in an interpreter that has Pipecat: turns, a function, an interruption,
+memory."""
 
 import asyncio
 import sys
@@ -21,7 +22,12 @@ from pipecat.pipeline.task import PipelineParams, PipelineTask
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
-from pipecat.services.openai.realtime.events import AudioConfiguration, AudioInput, SessionProperties, TurnDetection
+from pipecat.services.openai.realtime.events import (
+    AudioConfiguration,
+    AudioInput,
+    SessionProperties,
+    TurnDetection,
+)
 from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 
 RATE, PIECE = 24_000, 960
@@ -51,8 +57,12 @@ class Ear(FrameProcessor):
 
 
 async def main(url: str, sound: bytes) -> None:
-    turns = AudioConfiguration(input=AudioInput(turn_detection=TurnDetection(silence_duration_ms=500)))
-    tools = ToolsSchema([FunctionSchema("weather", "The weather", {"city": {"type": "string"}}, ["city"])])
+    turns = AudioConfiguration(
+        input=AudioInput(turn_detection=TurnDetection(silence_duration_ms=500))
+    )
+    tools = ToolsSchema(
+        [FunctionSchema("weather", "The weather", {"city": {"type": "string"}}, ["city"])]
+    )
     service = OpenAIRealtimeLLMService(
         api_key="none",
         base_url=url,
@@ -72,7 +82,9 @@ async def main(url: str, sound: bytes) -> None:
     memory = LLMContextAggregatorPair(LLMContext([], tools=tools))
     ear = Ear()
     pipeline = Pipeline([memory.user(), service, ear, memory.assistant()])
-    task = PipelineTask(pipeline, params=PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE))
+    task = PipelineTask(
+        pipeline, params=PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE)
+    )
 
     async def say() -> None:
         for i in range(0, len(sound), PIECE):
@@ -98,7 +110,9 @@ async def main(url: str, sound: bytes) -> None:
         await task.queue_frame(EndFrame())
 
     talking = asyncio.create_task(talk())
-    talking.add_done_callback(lambda t: asyncio.ensure_future(task.cancel()) if t.exception() else None)
+    talking.add_done_callback(
+        lambda t: asyncio.ensure_future(task.cancel()) if t.exception() else None
+    )
     await PipelineRunner(handle_sigint=False).run(task)
     await talking
 

@@ -1,5 +1,5 @@
-"""Which connectors there are, by name, and what they need. Imports nothing heavy: settings are checked with it, minutes
-before the first link is made."""
+"""Which connectors there are, by name, and what they need. Imports nothing heavy: settings are
+checked with it, minutes before the first link is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def check_connector(name: str) -> None:
         raise unknown(name, names(OURS))
     package = PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
-        raise Invalid(f"connector {name!r} needs the package {package}: pip install 'stretto[{name}]'", "connector")
+        raise Invalid(
+            f"connector {name!r} needs the package {package}: pip install 'stretto[{name}]'",
+            "connector",
+        )
 
 
 def names(own: Iterable[str]) -> list[str]:

@@ -15,9 +15,9 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to `each`. Where a
-    listener would otherwise have to wait, the first may be larger and the others smaller (see `stage/pacing.py`); they
-    may be joined where the vocoder is behind."""
+    """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to
+    `each`. Where a listener would otherwise have to wait, the first may be larger and the others
+    smaller (see `stage/pacing.py`); they may be joined where the vocoder is behind."""
 
     # Eight frames cost the vocoder little more than one, and the host an eighth of the work.
     first: int = 1
@@ -27,14 +27,15 @@ class ChunkSizes:
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.each:
             raise Invalid(
-                f"packets must grow from at least 1 frame: first={self.first}, each={self.each}", "first_frames"
+                f"packets must grow from at least 1 frame: first={self.first}, each={self.each}",
+                "first_frames",
             )
         if self.ramp is not None and self.ramp < 2:
             raise Invalid(f"ramp must be at least 2, or none, got {self.ramp}", "ramp")
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class SpeechStyle:
     """How a text is to be read aloud, beside the voice's name. Not every model takes all of it."""
 
     instructions: str = ""
@@ -42,13 +43,13 @@ class Manner:
     voice: bytes = b""  # one that was made of a clip, as `Engine.enrol` gave it
 
 
-PLAIN = Manner()
+DEFAULT_STYLE = SpeechStyle()
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """How a request is answered. What a caller leaves open comes from the model (`ModelInfo.defaults`); the values here
-    are for models that say nothing."""
+    """How a request is answered. What a caller leaves open comes from the model
+    (`ModelInfo.defaults`); the values here are for models that say nothing."""
 
     temperature: float = 0.0  # of the text; 0 is greedy
     top_p: float = 1.0
@@ -68,9 +69,14 @@ class Params:
     stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""  # that the text must follow, in llguidance's form of Lark; none: it is free
-    logprobs: int | None = None  # tell how likely each token of the text was, and this many of the likeliest; None: not
+    logprobs: int | None = (
+        # tell how likely each token of the text was, and this many of the likeliest; None: not
+        None
+    )
     ignore_eos: bool = False  # the text runs to `max_text_tokens`
-    min_text_tokens: int = 0  # come before the end token, or the token that completes a stop string, may
+    min_text_tokens: int = (
+        0  # come before the end token, or the token that completes a stop string, may
+    )
     min_frames: int = 0
     packets: ChunkSizes = field(default_factory=ChunkSizes)
     want_codes: bool = False  # also yield `CodeFrames`
@@ -95,12 +101,19 @@ class Params:
             "min_frames": 0 <= self.min_frames <= self.max_frames,
             "stop": len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logit_bias": len(self.logit_bias) <= 1024 and all(-100 <= b <= 100 for b in self.logit_bias.values()),
+            "logit_bias": len(self.logit_bias) <= 1024
+            and all(-100 <= b <= 100 for b in self.logit_bias.values()),
         }
         for name, fine in checks.items():
             if not fine:
                 raise Invalid(f"{name} is out of range: {str(getattr(self, name))[:200]}", name)
         if (size := len(self.grammar)) > MAX_GRAMMAR:
-            raise Invalid(f"the schema is too long: {size} letters of at most {MAX_GRAMMAR}", "response_format")
+            raise Invalid(
+                f"the schema is too long: {size} letters of at most {MAX_GRAMMAR}",
+                "response_format",
+            )
         if self.grammar and (self.ignore_eos or self.min_text_tokens):
-            raise Invalid("a grammar says where the text ends: leave out min_tokens and ignore_eos", "response_format")
+            raise Invalid(
+                "a grammar says where the text ends: leave out min_tokens and ignore_eos",
+                "response_format",
+            )
