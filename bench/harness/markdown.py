@@ -1,4 +1,5 @@
-"""A table as Markdown, and the words that its cells are made of. Used by the tables of bench/report."""
+"""A table as Markdown, and the words that its cells are made of. Used by the tables of
+bench/report."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         return ""
     rule = "|" + "---|" * len(head)
-    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join(
+        [f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)]
+    )
 
 
 def both(values: Sequence[float], digits: int) -> str:

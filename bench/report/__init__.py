@@ -4,8 +4,8 @@
     python -m bench report --write          # and writes the tables into the documents
     python -m bench report --tables         # prints the tables, nothing else
 
-Tables stand in the pages between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A table without a file is left out. A
-test compares the pages with the files."""
+Tables stand in the pages between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. A table without a
+file is left out. A test compares the pages with the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from pathlib import Path
 from bench.harness.results import RESULTS, ROOT, parser
 
 NOTES = ("serving", "steps", "links", "ablation", "host", "decode")
-PAGES = ("README.md", "docs/performance.md", "docs/faults.md", "docs/path.md", *(f"bench/notes/{n}.md" for n in NOTES))
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/faults.md",
+    "docs/path.md",
+    *(f"bench/notes/{n}.md" for n in NOTES),
+)
 
 
 def fill(page: str, tables: dict[str, str]) -> str:
@@ -34,8 +40,15 @@ def main(given: Sequence[str]) -> int:
     from bench.report.tables import TABLES
 
     p = parser("report", __doc__, out=False)
-    p.add_argument("--results", type=Path, default=RESULTS, help="the folder (default: bench/results)")
-    p.add_argument("--img", type=Path, default=ROOT / "docs" / "img", help="for the pictures (default: docs/img)")
+    p.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder (default: bench/results)"
+    )
+    p.add_argument(
+        "--img",
+        type=Path,
+        default=ROOT / "docs" / "img",
+        help="for the pictures (default: docs/img)",
+    )
     p.add_argument("--tables", action="store_true", help="print the tables, nothing else")
     p.add_argument("--write", action="store_true", help="put the tables into the pages too")
     args = p.parse_args(given)

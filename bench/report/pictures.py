@@ -1,6 +1,6 @@
-"""The pictures of bench/notes, from the files in bench/results: roofline.svg (steps and kernels against what
-memory and arithmetic allow), overlap.svg (one answer, stage by stage over time) and layers.svg (the kernels of a
-thinker's layer over time). One whose file is missing is left out."""
+"""The pictures of bench/notes, from the files in bench/results: roofline.svg (steps and kernels
+against what memory and arithmetic allow), overlap.svg (one answer, stage by stage over time) and
+layers.svg (the kernels of a thinker's layer over time). One whose file is missing is left out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def points(results: Results) -> list[tuple[str, str, float, float, float]]:
                 add(f"{kind} x{batch}", kind, step_flops(what, batch), step["bytes"], seconds)
     tuned, hidden, size = results.tuned(), THINKER.hidden, THINKER.expert
     for rows, tile in ((1, 0), (8, 16), (32, 32)):
-        reads = layer_bytes(THINKER, rows, float(THINKER.top_k) if rows == 1 else distinct(THINKER, rows))
+        reads = layer_bytes(
+            THINKER, rows, float(THINKER.top_k) if rows == 1 else distinct(THINKER, rows)
+        )
         kind = "matrix" if rows > 1 else "vector"
         head: tuple[int, ...] = (THINKER.vocab, hidden)
         shapes: dict[str, tuple[str, tuple[int, ...], float]] = {
@@ -59,8 +61,16 @@ def points(results: Results) -> list[tuple[str, str, float, float, float]]:
         if (m := re.fullmatch(r"(gate_up|down) rows=(\d+)", name)) and int(m[2]) in (512, 2500):
             rows, wide = int(m[2]), 2 if m[1] == "gate_up" else 1
             weights = wide * size * hidden
-            nbytes = 2.0 * (min(THINKER.experts, distinct(THINKER, rows)) * weights + 9 * rows * hidden)
-            add(f"prompt {m[1]} x{rows}", "prompt", 2.0 * rows * THINKER.top_k * weights, nbytes, us / 1e6)
+            nbytes = 2.0 * (
+                min(THINKER.experts, distinct(THINKER, rows)) * weights + 9 * rows * hidden
+            )
+            add(
+                f"prompt {m[1]} x{rows}",
+                "prompt",
+                2.0 * rows * THINKER.top_k * weights,
+                nbytes,
+                us / 1e6,
+            )
     return found
 
 
@@ -86,7 +96,9 @@ def roofline(results: Results) -> Picture | None:
     p.text(x(ridge) - 8, y(PEAK_FLOPS) - 8, f"{PEAK_FLOPS / 1e12:.0f} TFLOP/s", "end", "small")
     p.text(x(7), y(9 * bandwidth), f"{bandwidth / 1e12:.2f} TB/s", "end", "small")
     colours = {"thinker": BLUE, "talker": ORANGE, "kernel": GREY, "prompt": GREEN}
-    for label, kind, intensity, flops, rate in sorted(found, key=lambda f: f[1] in ("thinker", "talker")):
+    for label, kind, intensity, flops, rate in sorted(
+        found, key=lambda f: f[1] in ("thinker", "talker")
+    ):
         step = kind in ("thinker", "talker")
         about = f"{label}: {rate / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOP/s"
         p.dot(x(intensity), y(flops), colours[kind], 5.5 if step else 3.2, about, hollow=not step)
@@ -94,10 +106,18 @@ def roofline(results: Results) -> Picture | None:
         if step:
             p.text(x(intensity) + 9, y(flops) + 13, f"{label}: {100 * share:.0f} %", style="small")
         elif kind == "prompt" and "gate_up" in label:
-            p.text(x(intensity) + 8, y(flops) + 11, f"{label.rpartition('x')[2]} rows", style="small dim")
-    legend = {"thinker": "thinker step", "talker": "talker frame", "kernel": "kernel by itself, 1 / 8 / 32 rows",
+            p.text(
+                x(intensity) + 8,
+                y(flops) + 11,
+                f"{label.rpartition('x')[2]} rows",
+                style="small dim",
+            )
+    legend = {"thinker": "thinker step", "talker": "talker frame", "kernel": "kernel by itself, 1 "
+                                                                             "/ 8 / 32 rows",
               "prompt": "expert products of a prompt"}  # fmt: skip
-    for i, (kind, words) in enumerate((k, w) for k, w in legend.items() if any(f[1] == k for f in found)):
+    for i, (kind, words) in enumerate(
+        (k, w) for k, w in legend.items() if any(f[1] == k for f in found)
+    ):
         p.dot(510, 340 + 18 * i, colours[kind], 4.5, hollow=kind in ("kernel", "prompt"))
         p.text(520, 344 + 18 * i, words, style="small")
     return p
