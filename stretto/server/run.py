@@ -24,7 +24,6 @@ from starlette.applications import Starlette
 from stretto.config.server import ServerConfig
 from stretto.errors import StrettoError
 from stretto.server.app import make_app, make_metrics_app
-from stretto.server.http.flow_throttle import Floods
 from stretto.server.http.listen import BACKLOG, Listener, listen, listen_for_metrics
 from stretto.server.http.protocol import Connection, Front
 from stretto.server.http.websocket import Socket
@@ -106,7 +105,7 @@ class Server:
             front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
             apps = [app, *([make_metrics_app(app.state.service)] if for_metrics else [])]
             memory = app.state.service.sessions.memory
-            first, *others = (_with_tls(_settings(config, a, front.floods, memory)) for a in apps)
+            first, *others = (_with_tls(_settings(config, a, front, memory)) for a in apps)
             server = _Uvicorn(first, front, others)
             metrics.connections.set_function(lambda: len(server.server_state.connections))
             taken.pop_all()
@@ -201,9 +200,7 @@ def raise_file_limit(connections: int) -> int:
     return fewer
 
 
-def _settings(
-    config: ServerConfig, app: Starlette, floods: Floods, memory: Shares
-) -> uvicorn.Config:
+def _settings(config: ServerConfig, app: Starlette, front: Front, memory: Shares) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         root_path=config.root_path,
@@ -213,7 +210,7 @@ def _settings(
         proxy_headers=bool(config.trusted_proxies),  # or any client says which address it has
         forwarded_allow_ips="*" if "*" in config.trusted_proxies else list(config.trusted_proxies),
         http="httptools",
-        ws=cast(type[asyncio.Protocol], partial(Socket, floods, memory)),
+        ws=cast(type[asyncio.Protocol], partial(Socket, front.floods, front.large_reads, memory)),
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,

@@ -528,6 +528,7 @@ def test_a_key_that_is_revoked_ends_its_text(
 def test_a_message_has_a_greatest_size() -> None:
     with scripted() as (_, it), opened(it) as socket:
         send(socket, json.dumps({"type": "session.config"}) + " " * livespeech.MAX_MESSAGE)
+        tell(socket, "session.config")  # which would be one too many
         events, _ = heard(socket)
     assert (events[-2]["error"]["code"], events[-1]["code"]) == ("context_length_exceeded", 1008)
     assert f"{livespeech.MAX_MESSAGE:,} bytes" in events[-2]["message"]

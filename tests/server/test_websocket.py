@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from stretto.server.http import flow_throttle as floods
 from stretto.server.http import websocket
-from stretto.server.http.flow_throttle import Floods
+from stretto.server.http.flow_throttle import TurnQueue
 from stretto.server.http.websocket import (
     MANY,
     MAX_FRAGMENTS,
@@ -24,6 +24,7 @@ from stretto.server.http.websocket import (
     TINY_BYTES,
     Socket,
 )
+from stretto.server.loop_time import HEAVY
 from stretto.server.shares import Shares
 from tests.server.test_connections import Wire, settle
 
@@ -45,16 +46,22 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 class Talk:
     """A client's connection to an app that takes messages, while `takes` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, large_reads: TurnQueue | None = None) -> None:
         self.got: list[bytes] = []
         self.takes, self.ended = asyncio.Event(), asyncio.Event()
         self.takes.set()
         self.turns = 0  # of the loop that it needs for a message
         config = uvicorn.Config(self.app, interface="asgi3", log_config=None, ws_ping_interval=None)
         self.line = Wire()
-        self.floods, self.memory = Floods(), Shares(64 << 20)
+        self.floods, self.memory = TurnQueue(floods.REST_S), Shares(64 << 20)
+        large_reads = large_reads or TurnQueue()
         self.line.protocol = self.socket = Socket(
-            self.floods, self.memory, config=config, server_state=ServerState(), app_state={}
+            self.floods,
+            large_reads,
+            self.memory,
+            config=config,
+            server_state=ServerState(),
+            app_state={},
         )
         self.socket.connection_made(self.line)
 
@@ -147,15 +154,14 @@ class Turns:
 
     def go_on(self) -> None:
         [(seconds, call)] = self.asked
-        assert seconds == floods.REST_S
+        assert seconds == 7.0
         self.asked.clear()
         call()
 
 
-def test_floods_share_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floods_share_one_turn() -> None:
     """However many there are: a rest, one turn, a rest."""
-    monkeypatch.setattr(floods, "REST_S", 7.0)
-    loop, line, done = Turns(), Floods(), []
+    loop, line, done = Turns(), TurnQueue(7.0), []
 
     def flood(name: str, turns: int) -> None:
         done.append(name)
@@ -184,6 +190,7 @@ def test_a_flood_waits_for_its_turn(count: int) -> None:
         talk.floods.wait = lambda loop, turn: turns.append(turn)  # type: ignore[method-assign]
         tiny = frame(TEXT, b"")
         await talk.say(tiny * count)
+        await settle()
         heard, waits = 0, 0
         while turns:
             await settle()
@@ -197,6 +204,42 @@ def test_a_flood_waits_for_its_turn(count: int) -> None:
         assert not talk.line.paused
 
     run(test)
+
+
+def test_large_reads_of_many_connections_share_one_turn() -> None:
+    """In each pass of the loop one of them has a turn; what is small does not wait for that."""
+
+    async def main() -> None:
+        line = TurnQueue()
+        talks = [Talk(line) for _ in range(8)]
+        for talk in talks:
+            await talk.open()
+        part = frame(TEXT, b"x" * 60_000, False)
+        assert len(part) > HEAVY
+        for talk in talks:
+            talk.socket.data_received(part)
+
+        def left() -> int:
+            return sum(len(talk.socket.rest) for talk in talks)
+
+        lefts = [left()]
+        while lefts[-1]:
+            assert all(talk.line.paused for talk in talks if talk.socket.rest)
+            await asyncio.sleep(0)  # one pass of the loop
+            lefts.append(left())
+        assert lefts[0] == 8 * len(part)
+        assert max(a - b for a, b in itertools.pairwise(lefts)) <= SLICE_BYTES
+        assert not any(talk.line.paused for talk in talks)
+        talks[0].socket.data_received(part)
+        talks[1].socket.data_received(frame(CONTINUED, b"y"))
+        await settle()
+        assert talks[1].got == [b"x" * 60_000 + b"y"]
+        assert talks[0].socket.rest
+        for talk in talks:
+            talk.line.abort()
+            await talk.ended.wait()
+
+    asyncio.run(main())
 
 
 def test_what_is_no_flood_does_not_wait() -> None:

@@ -1,6 +1,7 @@
-"""Turns for what clients cut into many tiny pieces, on purpose or not: chunks of a body
-(`protocol.py`), frames of a WebSocket (`websocket.py`). Each piece is a call, so that a read of
-them takes a hundred times as long as any other."""
+"""Turns of the event loop for what takes long to parse: large reads of a WebSocket
+(`websocket.py`), and what clients cut into many tiny pieces, on purpose or not: chunks of a body
+(`protocol.py`), frames of a WebSocket. Each piece is a call, so that a read of them takes a hundred
+times as long as any other."""
 
 from __future__ import annotations
 
@@ -12,20 +13,21 @@ from collections.abc import Callable
 REST_S = 0.02
 
 
-class Floods:
-    """The connections of a server that flood it. They wait in a line: one has a turn, then nobody
-    for a while, however many they are. On the event loop."""
+class TurnQueue:
+    """Connections of a server that wait for a turn: one has a turn, then nobody for `rest_s`
+    seconds (0: until the next pass of the event loop), however many they are. On the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest_s: float = 0.0) -> None:
+        self.rest_s = rest_s
         self.waiting: deque[Callable[[], None]] = deque()
 
     def wait(self, loop: AbstractEventLoop, turn: Callable[[], None]) -> None:
         self.waiting.append(turn)
         if len(self.waiting) == 1:
-            loop.call_later(REST_S, self._next, loop)
+            loop.call_later(self.rest_s, self._next, loop)
 
     def _next(self, loop: AbstractEventLoop) -> None:
         turn = self.waiting.popleft()
         if self.waiting:
-            loop.call_later(REST_S, self._next, loop)
+            loop.call_later(self.rest_s, self._next, loop)
         turn()  # which may put it at the end of the line

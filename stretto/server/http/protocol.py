@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from stretto.config.server import ServerConfig
-from stretto.server.http.flow_throttle import Floods
+from stretto.server.http.flow_throttle import REST_S, TurnQueue
 from stretto.server.openai.error_body import Refused, respond
 
 # Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common
@@ -89,7 +89,8 @@ class Front:
     idle: dict[Connection, None] = field(
         default_factory=dict
     )  # nothing asked or all answered; longest idle first
-    floods: Floods = field(default_factory=Floods)
+    floods: TurnQueue = field(default_factory=lambda: TurnQueue(REST_S))
+    large_reads: TurnQueue = field(default_factory=TurnQueue)  # of WebSockets
 
     @classmethod
     def of(cls, config: ServerConfig, count: Callable[[str], None]) -> Front:

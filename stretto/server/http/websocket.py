@@ -1,11 +1,12 @@
 """uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that
 large ones are not decoded on the event loop for nothing. A connection that is closing and whose
-client takes nothing is cut, where uvicorn would wait for ever. And no client holds up the others by
-tiny frames, of which one read may bring 40,000: they are parsed in short turns of the event loop,
-all who send them share a small part of its time, a message has so many fragments, and whoever takes
-no answers to its pings is cut. And what has come and was not taken in by the app counts among the
-memory of its owner's sessions: a message that is never finished costs others nothing. `run.py`
-gives it to uvicorn."""
+client takes nothing is cut, where uvicorn would wait for ever. Large reads are parsed in short
+turns of the event loop, of which all connections together have one in each of its passes. And no
+client holds up the others by tiny frames, of which one read may bring 40,000: all who send them
+share a small part of the loop's time, a message has so many fragments, and whoever takes no answers
+to its pings is cut. And what has come and was not taken in by the app counts among the memory of
+its owner's sessions: a message that is never finished costs others nothing. `run.py` gives it to
+uvicorn."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
 
-from stretto.server.http.flow_throttle import Floods
+from stretto.server.http.flow_throttle import TurnQueue
+from stretto.server.loop_time import HEAVY
 from stretto.server.shares import Holding, Shares
 
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
@@ -37,9 +39,11 @@ MAX_UNREAD_BYTES = (
 
 
 class Socket(WebSocketsSansIOProtocol):
-    def __init__(self, floods: Floods, memory: Shares, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, floods: TurnQueue, large_reads: TurnQueue, memory: Shares, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.floods = floods
+        self.floods, self.large_reads = floods, large_reads
         self.incoming = Holding(memory, "")
         self.gathered = 0  # bytes of a message's fragments so far
         self.queued = 0  # of messages that are whole, up to the one that the app has now
@@ -61,8 +65,11 @@ class Socket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         if self.waits:  # a transport may have had more in its hands
             self.rest += data
-        else:
+        elif len(data) <= HEAVY:
             self._parse(data)
+        else:
+            self._wait(data, self.large_reads)
+        self._count()
 
     def handle_events(self) -> None:
         self.parsed += len(self.conn.events)
@@ -79,14 +86,13 @@ class Socket(WebSocketsSansIOProtocol):
                 break
         flood = self.parsed >= MANY and self.parsed * TINY_BYTES > min(at, len(data))
         if not self.transport.is_closing() and (flood or at < len(data)):
-            self.rest, self.waits = data[at:], True
-            self.transport.pause_reading()
-            if flood:
-                self.floods.wait(self.loop, self._parse_rest)
-            else:
-                self.loop.call_soon(self._parse_rest)
+            self._wait(data[at:], self.floods if flood else self.large_reads)
 
-        self._count()
+    def _wait(self, rest: bytes, line: TurnQueue) -> None:
+        """For a turn to parse the rest; nothing more is read until then."""
+        self.rest, self.waits = rest, True
+        self.transport.pause_reading()
+        line.wait(self.loop, self._parse_rest)
 
     def _count(self) -> None:
         """What lies here, on behalf of whoever sent it."""
@@ -108,6 +114,7 @@ class Socket(WebSocketsSansIOProtocol):
     def _parse_rest(self) -> None:
         rest, self.rest, self.waits = self.rest, b"", False
         self._parse(rest)
+        self._count()
         if not self.waits and not self.read_paused:
             self.transport.resume_reading()
 
