@@ -108,11 +108,16 @@ class Reader:
                 f"messages: at most {self.limits.messages:,} are allowed, got {len(messages):,}",
                 "messages",
             )
-        turns = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-        while self._coming:
-            at, kind, decode = self._coming.popleft()
-            with _blaming(at):
-                self.found(decode(), kind)
+        try:
+            turns = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+            while self._coming:
+                at, kind, decode = self._coming.popleft()
+                with _blaming(at):
+                    self.found(decode(), kind)
+        finally:
+            # What waits here refers to this reader: without this circle, the media of a request
+            # that is refused go with it rather than when the interpreter looks for circles.
+            self._coming.clear()
         return turns
 
     def _message(self, message: object, at: str) -> dict[str, Any]:

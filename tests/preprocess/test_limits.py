@@ -4,6 +4,8 @@ field by field."""
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,25 @@ def test_media_are_bounded_in_all(
     )
     assert error.param == "messages[2].content[0]"
     assert message in str(error)
+
+
+def test_media_of_a_refused_request_go_with_it(builder: PromptBuilder) -> None:
+    """Not when the interpreter looks for circles, before which many more may come."""
+    gc.collect()
+    gc.disable()
+    try:
+        sound = np.zeros(16_000, np.float32)
+        held = weakref.ref(sound)
+        part = {"type": "audio", "data": sound, "sample_rate": 16_000}
+        try:
+            within(builder, media=2).build([{"role": "user", "content": [part] * 3}])
+        except MediaError as e:  # `pytest.raises` makes a circle of its own
+            words = str(e)
+        del sound, part
+        assert "at most 2" in words
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_request_knows_nothing_of_others(builder: PromptBuilder) -> None:
