@@ -16,7 +16,7 @@ from stretto.config.server import ServerConfig
 from stretto.engine.protocol import EngineClient, Progress
 from stretto.errors import StrettoError
 from stretto.server.admission import Admission
-from stretto.server.heap import Trimmer
+from stretto.server.heap import Trimmer, map_large_blocks
 from stretto.server.keys import Keys
 from stretto.server.loop_time import LoopTurns
 from stretto.server.metrics import Metrics
@@ -88,6 +88,7 @@ class Service:
     def start(self) -> None:
         self._cut = asyncio.get_running_loop().create_future()
         self._loading = asyncio.create_task(self._open(), name="open engine")
+        map_large_blocks()
         trimmer = Trimmer(lambda: self.bodies.returned + self.sessions.memory.returned)
         self._trimming = asyncio.create_task(trimmer.run(), name="trim the heap")
 
