@@ -20,9 +20,9 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def map_large_blocks() -> None:
-    """Of this process, from now on. Left alone, glibc keeps blocks of up to 32 MiB in its arenas once
-    one of that size was freed, and `malloc_trim` then stops the event loop for 0.1 s for each GiB
-    of them. Does nothing where the C library is not glibc."""
+    """Of this process, from now on. Left alone, glibc keeps blocks of up to 32 MiB in its arenas
+    once one of that size was freed, and `malloc_trim` then stops the event loop for 0.1 s for each
+    GiB of them. Does nothing where the C library is not glibc."""
     library = ctypes.CDLL(None)
     try:
         library.mallopt(_M_MMAP_THRESHOLD, LARGE)

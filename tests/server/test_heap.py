@@ -7,7 +7,7 @@ import sys
 
 FREED = """
 import asyncio, os
-from stretto.server.config import ServerConfig
+from stretto.config.server import ServerConfig
 from stretto.server.service import Service
 
 BLOCK, COUNT = 1 << 20, 100
@@ -30,7 +30,8 @@ async def main():
             pins.append(bytearray(20_000))  # above it in the heap: nothing goes back by itself
         most = resident()
         del blocks
-        print(most - before, resident() - before)  # the event loop had no turn: nobody has trimmed the heap
+        # The event loop had no turn since: nobody has trimmed the heap.
+        print(most - before, resident() - before)
     await service.close()
 
 asyncio.run(main())
