@@ -6,6 +6,8 @@ import filecmp
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,17 @@ def test_same_seed_same_bytes(tiny_dir: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "again").iterdir()) == names
     same, differ, failed = filecmp.cmpfiles(tiny_dir, tmp_path / "again", names, shallow=False)
     assert (sorted(same), differ, failed) == (names, [], [])
+
+
+@pytest.mark.parametrize("cpu", ["Prescott", "Haswell"])
+def test_same_bytes_with_the_matrix_products_of_another_cpu(
+    cpu: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    write = "import sys; from stretto.registry import write_tiny; write_tiny(sys.argv[1])"
+    env = os.environ | {"OPENBLAS_CORETYPE": cpu}
+    subprocess.run([sys.executable, "-c", write, str(tmp_path)], env=env, check=True)
+    names = [p.name for p in tiny_dir.glob("*.safetensors")]
+    assert filecmp.cmpfiles(tiny_dir, tmp_path, names, shallow=False) == (names, [], [])
 
 
 def test_other_seed_changes_every_tensor(tiny_config: OmniConfig) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from stretto.embedded import RANDOM
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.shapes import checkpoint_shapes
-from stretto.models.tiny_files import Weights, merged, random_tensor, write_json
+from stretto.models.tiny_files import Weights, merged, padding_row, random_tensor, write_json
 from stretto.models.tiny_text import (
     CHAT_TEMPLATE,
     SPECIAL,
@@ -243,11 +243,5 @@ def _steer_text(weights: Weights, config: OmniConfig) -> None:
 def _steer_speech(weights: Weights, config: OmniConfig) -> None:
     """Let speech end some frames after its text: the end code's row looks for the padding text
     row."""
-    fc1, fc2 = "talker.text_projection.linear_fc1", "talker.text_projection.linear_fc2"
-    x = (
-        weights["thinker.model.embed_tokens.weight"] @ weights[f"{fc1}.weight"].T
-        + weights[f"{fc1}.bias"]
-    )
-    rows = (x / (1 + np.exp(-x))) @ weights[f"{fc2}.weight"].T  # of all tokens, less a constant
-    row = rows[config.tokens.tts_pad] - rows.mean(axis=0)
-    weights["talker.codec_head.weight"][config.talker.codec.eos] = row / np.linalg.norm(row)
+    row = padding_row(weights["thinker.model.embed_tokens.weight"], weights, config.tokens.tts_pad)
+    weights["talker.codec_head.weight"][config.talker.codec.eos] = row

@@ -15,7 +15,7 @@ import numpy as np
 from stretto.embedded import RANDOM
 from stretto.models.qwen3_tts.config import CODEC, Kind, TtsConfig, parse
 from stretto.models.qwen3_tts.shapes import codec_shapes, model_shapes
-from stretto.models.tiny_files import Weights, merged, random_tensor, write_json
+from stretto.models.tiny_files import Weights, merged, padding_row, random_tensor, write_json
 from stretto.models.tiny_text import token_ids, tokenizer_config, vocabulary
 
 VOCAB_SIZE = 1920  # the tokenizer's 1902 ids and a few that no text has, as in the released model
@@ -223,14 +223,8 @@ def _model(config: TtsConfig, seed: int) -> Weights:
 def _steer(weights: Weights, config: TtsConfig) -> None:
     """Let speech end some frames after its text: the end code's row looks for the padding text
     row."""
-    fc1, fc2 = "talker.text_projection.linear_fc1", "talker.text_projection.linear_fc2"
-    x = (
-        weights["talker.model.text_embedding.weight"] @ weights[f"{fc1}.weight"].T
-        + weights[f"{fc1}.bias"]
-    )
-    rows = (x / (1 + np.exp(-x))) @ weights[f"{fc2}.weight"].T
-    row = rows[config.tokens.tts_pad] - rows.mean(axis=0)
-    weights["talker.codec_head.weight"][config.talker.codec.eos] = SCALE * row / np.linalg.norm(row)
+    row = padding_row(weights["talker.model.text_embedding.weight"], weights, config.tokens.tts_pad)
+    weights["talker.codec_head.weight"][config.talker.codec.eos] = np.float32(SCALE) * row
 
 
 def _codec(config: TtsConfig, seed: int) -> Weights:
