@@ -1,28 +1,28 @@
 """A server over HTTP, at full size: starts `stretto serve`, sends it requests, records what every
 stream received when.
 
-    python -m bench serve --out bench/results/h200.json                                     #
-    everything python -m bench serve --parts latency --last-first --out
-    bench/results/h200_again.json  # a second run python -m bench serve --parts host --add --out
-    bench/results/h200.json                  # one part more python -m bench serve --host
-    'expert_weights="float8"'                                   # another setting python -m bench
-    serve --parts latency --host memory_share=0.9 --beside 2                # a card with others on
-    it python -m bench serve --model tiny --device cpu --quick                                 #
-    tries the program itself
+    python -m bench serve --out bench/results/h200.json  # everything
+    # a second run
+    python -m bench serve --parts latency --last-first --out bench/results/h200_again.json
+    python -m bench serve --parts host --add --out bench/results/h200.json  # one part more
+    python -m bench serve --host 'expert_weights="float8"'  # another setting
+    # a card with others on it
+    python -m bench serve --parts latency --host memory_share=0.9 --beside 2
+    python -m bench serve --model tiny --device cpu --quick  # tries the program itself
 
 Parts, in this order (one that fails is reported, and the others go on):
 
     latency    closed loop at each of --levels: first text, first audio, RTF, what a player would
-    hear prompts    first audio of one stream with a prompt of 2,000 tokens, and of 10 s of sound
+               hear
+    prompts    first audio of one stream with a prompt of 2,000 tokens, and of 10 s of sound
     open       open loop: requests at random moments, --rates a second on average, whether or not
-    the server keeps up realtime   --streams requests within two seconds, 60 s of speech each, read
-    as fast as it comes players    as many as the largest of --streams, at random moments within
-    --arrive seconds, 60 s of speech each; each
-               reads as it plays, at most --lead seconds ahead
-    timeline   where the time to the first packet goes, stage by stage (one stream, and eight) host
-    what the loop thread does with its time, and the share of time in which the GPU is idle; in a
-    process
-               of its own, after the server has ended (`python -m bench host`)
+               the server keeps up
+    realtime   --streams requests within two seconds, 60 s of speech each, read as fast as it comes
+    players    as many as the largest of --streams, at random moments within --arrive seconds, 60 s
+               of speech each; each reads as it plays, at most --lead seconds ahead
+    timeline   where the time to the first packet goes, stage by stage (one stream, and eight)
+    host       what the loop thread does with its time, and the share of time in which the GPU is
+               idle; in a process of its own, after the server has ended (`python -m bench host`)
 
 Every run starts its own server, with the released shape and random weights, in one process per host
 as in service; the clients are processes of their own (harness/listener.py), whose players are

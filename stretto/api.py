@@ -86,8 +86,9 @@ class AsyncEngine:
     """Answers with text and speech, for programs with an event loop.
 
     async with AsyncEngine("checkpoint directory") as engine:
-        answer = await engine.chat("Hello!") async for event in engine.stream("Tell me more."): ...
-        # TextDelta, AudioChunk, at last Finished"""
+        answer = await engine.chat("Hello!")
+        # TextDelta, AudioChunk, at last Finished
+        async for event in engine.stream("Tell me more."): ..."""
 
     def __init__(
         self,
@@ -217,8 +218,9 @@ class Engine:
     """Answers with text and speech. Any thread may call.
 
     with Engine("checkpoint directory") as engine:
-        answer = engine.chat("Hello!") for event in engine.stream("Tell me more."): ...  #
-        TextDelta, AudioChunk, at last Finished"""
+        answer = engine.chat("Hello!")
+        # TextDelta, AudioChunk, at last Finished
+        for event in engine.stream("Tell me more."): ..."""
 
     def __init__(
         self,

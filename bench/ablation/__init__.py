@@ -1,21 +1,21 @@
 """What each overlap brings: one workload with each of them off in turn, and stage by stage as the
 baseline.
 
-    python -m bench ablation --model released --out bench/results/ablation_h200.json    # on a GPU,
-    about two minutes python -m bench ablation --workload small --rounds 8 --out ablation.json
+    # on a GPU, about two minutes
+    python -m bench ablation --model released --out bench/results/ablation_h200.json
     # whole engines, on a CPU
+    python -m bench ablation --workload small --rounds 8 --out ablation.json
 
 Every variant is measured against its base within the same run, as a ratio of medians (in brackets
 the middle half of the ratios of single requests): above 1 means that switching it off costs time.
 There are two ways:
 
 - `--load once` (the default on a GPU): one host in this process, loaded and captured once, whose
-  overlaps are switched while it runs (rows.py); at each of `--streams`, limited to `--seconds`,
-  written after every row.
-- `--load each` (the default on a CPU): whole engines, with their processes. On a CPU base and
-  variant stay open and take turns, so that a noisy machine disturbs both alike; on a GPU each is
-  opened by itself (a minute or two each), and the base is measured again at the end to show the
-  drift.
+overlaps are switched while it runs (rows.py); at each of `--streams`, limited to `--seconds`,
+written after every row. - `--load each` (the default on a CPU): whole engines, with their
+processes. On a CPU base and variant stay open and take turns, so that a noisy machine disturbs both
+alike; on a GPU each is opened by itself (a minute or two each), and the base is measured again at
+the end to show the drift.
 
 `stage by stage` lets the thinker finish, then the talker, then the vocoder. With whole engines it
 is measured twice: through the engine (a silent answer, then a text of that length read aloud in one

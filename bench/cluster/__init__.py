@@ -5,8 +5,10 @@ ingress adds.
 
 Needs the extra `stretto[ray]`. Parts:
     kills      hosts, workers, raylets and the replica are killed at seeded moments; nothing may be
-    left replicas   one of two Serve replicas is killed while others ask ingress    32 streams of
-    packets through Serve's HAProxy and from plain uvicorn, by turns in one run
+               left
+    replicas   one of two Serve replicas is killed while others ask
+    ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one
+               run
 """
 
 from __future__ import annotations

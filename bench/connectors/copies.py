@@ -2,8 +2,7 @@
 off in turn.
 
     python -m bench connectors --parts copies --out bench/results/copies_h200.json      # 2 min
-    python -m bench connectors --parts copies --tiny                                    # tries it,
-    on any GPU
+    python -m bench connectors --parts copies --tiny  # tries it, on any GPU
 
 The link is the one that serves between hosts: an outlet with its courier, shared memory, and a
 courier with an inlet in another process, which uploads to the same GPU. The payload is rows of 2048

@@ -1,10 +1,10 @@
 """What a hop between two processes costs: our connectors beside plain sockets, in one run.
 
-    python -m bench connectors --out bench/results/connectors.json    # all lanes and sizes, paced
-    hops; four minutes python -m bench connectors --quick shm unix                       # some
-    lanes, few rounds python -m bench connectors --placement each                       # the table
-    with a core for each of two processes python -m bench connectors --only paced
-    # only the hops of 4 KiB, in every placement
+    # all lanes and sizes, paced hops; four minutes
+    python -m bench connectors --out bench/results/connectors.json
+    python -m bench connectors --quick shm unix                       # some lanes, few rounds
+    python -m bench connectors --placement each  # the table with a core for each of two processes
+    python -m bench connectors --only paced  # only the hops of 4 KiB, in every placement
 
 A *lane* is a way to move a payload to another process (lanes.py). The `chunk` lanes move a chunk: a
 typed header, checks, a tensor on both sides. `unix chunk` is a plain socket with our wire format on

@@ -1,9 +1,8 @@
 """What an answer by a grammar costs: its own steps, and those of answers beside it, at 1, 8 and 32
 rows.
 
-    python -m bench engine --parts guided                                   # the tiny model, on any
-    machine python -m bench engine --parts guided --model released --out
-    bench/results/guided_h200.json
+    python -m bench engine --parts guided  # the tiny model, on any machine
+    python -m bench engine --parts guided --model released --out bench/results/guided_h200.json
 
 In each round N text answers of a fixed length run together, twice: once all of them free, once with
 one of them guided by a schema that never ends it. Both take turns, so that other load on the

@@ -2,10 +2,11 @@
 placement and size.
 
     python -m bench engine --model released -c 1 4 8 16 32 --workload text-100 --host max_rows=64
-    --out engine.json python -m bench engine --model DIR -r 1 4 16 -d 30 --workload text-20 audio-2s
-    --max-requests 128 python -m bench engine --model tts-0.6b --read --out tts.json
-    # a model that reads aloud python -m bench engine --workload small -c 1 2
-    # the tiny model, on any machine
+    --out engine.json
+    python -m bench engine --model DIR -r 1 4 16 -d 30 --workload text-20 audio-2s --max-requests
+    128
+    python -m bench engine --model tts-0.6b --read --out tts.json  # a model that reads aloud
+    python -m bench engine --workload small -c 1 2  # the tiny model, on any machine
 
 Closed: each of N streams sends its next request when it has its answer. Open: R requests a second
 on average, at random moments (Poisson, seeded), whether or not the engine keeps up; those that it

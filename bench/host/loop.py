@@ -1,11 +1,10 @@
 """The host's own time for a frame: what its loop thread does, by stage and phase, and how long the
 GPU is idle.
 
-    python -m bench host --model released --streams 1 8 32 64 --out host.json     # on a GPU python
-    -m bench host --stub --streams 1 8 32 128                              # the host's own work, on
-    any machine python -m bench host --stub --profile                                         # and
-    which functions it went to python -m bench host --tree ../before --rounds 12 --out
-    bench/results/host_before_after.json
+    python -m bench host --model released --streams 1 8 32 64 --out host.json     # on a GPU
+    python -m bench host --stub --streams 1 8 32 128  # the host's own work, on any machine
+    python -m bench host --stub --profile  # and which functions it went to
+    python -m bench host --tree ../before --rounds 12 --out bench/results/host_before_after.json
 
 Opens a host in this process, without server and orchestrator (its reports go to a process that
 discards them), admits N requests at once, and measures from when all of them have sound until the

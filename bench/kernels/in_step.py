@@ -1,8 +1,7 @@
 """Decode kernels inside a whole step, where they overlap their neighbours: finds launch parameters
 there.
 
-    python -m bench kernels --parts in_step --stage thinker --batch 8 --tuned tuned.json      # 2
-    min
+    python -m bench kernels --parts in_step --stage thinker --batch 8 --tuned tuned.json  # 2 min
 
 The part `alone` times each kernel by itself; its candidates are tried here one kernel at a time in
 a captured step of a model with fewer layers (random weights), against the step as it stands: both

@@ -2,8 +2,7 @@
 variants of the products.
 
     python -m bench kernels --parts prompts --out bench/results/prefill_h200.json      # 1 to 2 min
-    python -m bench kernels --parts prompts --passes 64 128 256                        # only
-    passes, of so many rows
+    python -m bench kernels --parts prompts --passes 64 128 256  # only passes, of so many rows
 
 Passes are timed as a graph, which has room for as many sequences as a server's (`--sequences`), and
 launched one by one. Kernels are captured in a graph that goes through all layers, so that neither

@@ -1,15 +1,13 @@
 """A step of the vocoder: frames per second for combinations of slots and frames per step.
 
-    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 --slots
-    1,8,32 \\
-        --frames 1,4 --steps 100 --graph --cudnn-benchmark --out bench/results/code2wav_h200.json
-        # 1 min
-    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16
-    --captured \\
-        --cudnn-benchmark                                # as graphs, in the shapes that a server
-        captures
-    python -m bench kernels --parts vocoder                               # the tiny model, on any
-    machine
+    # 1 min
+    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 \\
+        --slots 1,8,32 --frames 1,4 --steps 100 --graph --cudnn-benchmark \\
+        --out bench/results/code2wav_h200.json
+    # as graphs, in the shapes that a server captures
+    python -m bench kernels --parts vocoder --config released --device cuda --dtype bfloat16 \\
+        --captured --cudnn-benchmark
+    python -m bench kernels --parts vocoder  # the tiny model, on any machine
 
 Weights are random (speed does not depend on them). Every slot takes a full share of frames in every
 step; one frame is 80 ms of audio.

@@ -1,34 +1,32 @@
 """Conversations: commit → first audio, the cost of listening, barge-in and live sessions, against
 whole-audio requests.
 
+    # all, on a GPU
     python -m bench realtime --model released --out bench/results/realtime_h200.json
-    # all, on a GPU python -m bench realtime --model released --parts http --add --out
-    bench/results/realtime_h200.json  # one part more python -m bench realtime --quick --max-rows 16
-    # the tiny model: does it run at all?
+    # one part more
+    python -m bench realtime --model released --parts http --add \\
+        --out bench/results/realtime_h200.json
+    python -m bench realtime --quick --max-rows 16  # the tiny model: does it run at all?
 
 Parts, in this order (one that fails is reported, and the others go on; the file is written after
 each measurement):
 
     first    commit → first audio of turns of --lengths seconds. One session: all of a turn is
-    appended and read before
-             the commit (--pace 1: in real time). --sessions at once: lengths mixed, the last 2 s of
-             each turn in real time, commits spread over --spread seconds. The same turns as chat
-             requests that carry the whole sound. Parts of the latency: commit, admission, encode
-             and prefill, talker, vocoder; encoding by itself
+             appended and read before the commit (--pace 1: in real time). --sessions at once:
+             lengths mixed, the last 2 s of each turn in real time, commits spread over --spread
+             seconds. The same turns as chat requests that carry the whole sound. Parts of the
+             latency: commit, admission, encode and prefill, talker, vocoder; encoding by itself
     append   what an append of 2 s costs, by how much was said before: the call, until it is read,
-    time of steps on the
-             device; and 16 sessions that append without a pause, by nvidia-smi's share of time with
-             a kernel running
+             time of steps on the device; and 16 sessions that append without a pause, by
+             nvidia-smi's share of time with a kernel running
     barge    an answer is closed at a random packet: until that is done, until the stages have
-    nothing of it, and the
-             next turn's first audio; alone and beside 31 others
+             nothing of it, and the next turn's first audio; alone and beside 31 others
     live     --live sessions that speak 5 s and listen to 5 s in real time, for --live-seconds:
-    underruns of a listener
-             who plays each packet as it comes
+             underruns of a listener who plays each packet as it comes
     http     a `stretto serve` of its own, over WebSockets: first audio for all lengths, the same as
-    whole-audio chat
-             requests, response.cancel to the last packet and to its confirmation, turns and
-             barge-in found by voice activity detection, and --http-live sessions as in `live`
+             whole-audio chat requests, response.cancel to the last packet and to its confirmation,
+             turns and barge-in found by voice activity detection, and --http-live sessions as in
+             `live`
 
 The first four run on the engine's sessions, in the process that would be the server, with hosts as
 in service. What is said is synthetic. Every part has a limit of time (--limits): what does not fit

@@ -1,10 +1,11 @@
 """What a frame of speech costs a CPU: talker, predictor and vocoder of a speech model, by type of
 weights and rows.
 
-    python -m bench steps --parts cpu --out bench/results/tts_cpu_frames.json     # the 0.6B shape,
-    some minutes python -m bench steps --parts cpu --model tts-1.7b --rows 1 --frames 4 python -m
-    bench steps --parts cpu --model DIR --dtypes float32 --rows 1 2     # a checkpoint, such as a
-    tiny one
+    # the 0.6B shape, some minutes
+    python -m bench steps --parts cpu --out bench/results/tts_cpu_frames.json
+    python -m bench steps --parts cpu --model tts-1.7b --rows 1 --frames 4
+    # a checkpoint, such as a tiny one
+    python -m bench steps --parts cpu --model DIR --dtypes float32 --rows 1 2
 
 Random weights, one thread. Taken are the CPU time of that thread, which other load on the machine
 changes little, and wall time. Types and rows take turns, so that such load meets all of them
