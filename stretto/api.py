@@ -100,7 +100,9 @@ class AsyncEngine:
         """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model,
         to try things. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
         else; it then names the device."""
-        self._model, self._config, self._stack = model, _config(device, config), ExitStack()
+        self._model = model
+        self._config = _config(device, config)
+        self._stack = ExitStack()
         self._engine: PipelineEngine | None = None
 
     async def __aenter__(self) -> AsyncEngine:
@@ -232,7 +234,9 @@ class Engine:
         """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model,
         to try things. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
         else; it then names the device."""
-        self._model, self._config, self._stack = model, _config(device, config), ExitStack()
+        self._model = model
+        self._config = _config(device, config)
+        self._stack = ExitStack()
         self._engine: SyncEngine | None = None
 
     def __enter__(self) -> Engine:

@@ -123,9 +123,8 @@ class ModelInfo:
     instructions: bool = False  # how a text is to be read can be said in words
     cloning: bool = False  # voices can be made of clips
     live_text: bool = False  # a text can be read while it is written
-    passage: int = (
-        0  # characters that are read at once; longer texts are cut into such passages. 0: never
-    )
+    # characters that are read at once; longer texts are cut into such passages. 0: never
+    passage: int = 0
     stages: Mapping[str, str] = field(
         default_factory=dict
     )  # and what each does, in words; told by the engine

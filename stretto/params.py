@@ -69,14 +69,11 @@ class Params:
     stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""  # that the text must follow, in llguidance's form of Lark; none: it is free
-    logprobs: int | None = (
-        # tell how likely each token of the text was, and this many of the likeliest; None: not
-        None
-    )
+    # tell how likely each token of the text was, and this many of the likeliest; None: not
+    logprobs: int | None = None
     ignore_eos: bool = False  # the text runs to `max_text_tokens`
-    min_text_tokens: int = (
-        0  # come before the end token, or the token that completes a stop string, may
-    )
+    # come before the end token, or the token that completes a stop string, may
+    min_text_tokens: int = 0
     min_frames: int = 0
     packets: ChunkSizes = field(default_factory=ChunkSizes)
     want_codes: bool = False  # also yield `CodeFrames`

@@ -66,9 +66,8 @@ class Variant:
     packets: ChunkSizes | None = None  # None: the workload's
     how: How = sender
     needs_cuda: bool = False  # without a GPU it changes nothing
-    control: bool = (
-        False  # differs from its base in nothing: an engine of its own shows what chance does
-    )
+    # differs from its base in nothing: an engine of its own shows what chance does
+    control: bool = False
 
 
 @dataclass(slots=True)

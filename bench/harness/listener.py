@@ -32,12 +32,10 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
     seconds: float = 60.0  # no request begins after so long
     timeout: float = 60.0  # of one request
     spread: float = 0.0  # the listeners come one by one over so many seconds
-    arrivals: list[float] | None = (
-        None  # when each request is sent, by seconds from the beginning; then `streams` is moot
-    )
-    lead: float | None = (
-        None  # reads no further ahead than so many seconds of sound, as a player would
-    )
+    # when each request is sent, by seconds from the beginning; then `streams` is moot
+    arrivals: list[float] | None = None
+    # reads no further ahead than so many seconds of sound, as a player would
+    lead: float | None = None
 
 
 class Heard(msgspec.Struct):

@@ -24,9 +24,8 @@ from bench.hostile import bodies
 PROBE_S = 0.02
 PAUSE_S = 0.3
 PATIENCE_S = 60.0
-LATE_S = (
-    5.0  # an ordinary request without an answer after so long counts as refused when the watch ends
-)
+# an ordinary request without an answer after so long counts as refused when the watch ends
+LATE_S = 5.0
 LISTENERS = 2
 FRAMES = 100  # of each streamed answer
 CHAT, SPEECH, FORMS = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"

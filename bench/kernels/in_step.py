@@ -52,9 +52,8 @@ from stretto.types import ExpertWeights
 # others
 SHALLOW = 2
 INPUTS = 16  # different ones, so that steps choose different experts
-CHECKED = (
-    5  # of them, for the output: a single row may choose another expert or code by rounding alone
-)
+# of them, for the output: a single row may choose another expert or code by rounding alone
+CHECKED = 5
 WARM = 4  # replays before those that count
 
 

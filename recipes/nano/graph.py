@@ -46,9 +46,8 @@ class Trainer:
     labels: tuple[str, ...]
     device: torch.device
     bfloat16: bool | None = None  # None: the faster of the two
-    exact_products: bool = (
-        False  # matrix products in full float32; convolutions are TF32 all the same
-    )
+    # matrix products in full float32; convolutions are TF32 all the same
+    exact_products: bool = False
     after_block: Callable[[int], None] | None = None  # called every `block` steps, with the step
     block: int = 32
     every: float = 15.0  # seconds between reports

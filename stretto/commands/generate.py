@@ -135,7 +135,8 @@ class Result:
                 self.first.setdefault("audio", now)
                 self.samples.append(samples)
             case Finished():
-                self.end, self.total = event, now
+                self.end = event
+                self.total = now
         return ""
 
     def report(self, load_s: float) -> dict[str, Any]:

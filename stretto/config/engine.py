@@ -22,9 +22,8 @@ class HostPlace:
     """One host of a placement: its stages in data-flow order, and where they run."""
 
     stages: tuple[str, ...]
-    device: str | None = (
-        None  # None: as the settings say; with replicas, one for each of them in turn, joined by |
-    )
+    # None: as the settings say; with replicas, one for each of them in turn, joined by |
+    device: str | None = None
 
     @property
     def name(self) -> str:
@@ -306,9 +305,8 @@ class EngineConfig:
         "sound that may wait for a slow listener before its request is throttled",
         "SECONDS",
     )
-    prompts: PoolSettings | None = (
-        None  # None: no prompt worker; prompts are built in threads of this process
-    )
+    # None: no prompt worker; prompts are built in threads of this process
+    prompts: PoolSettings | None = None
     trace_dir: str | None = setting(
         None,
         "logging",

@@ -184,7 +184,10 @@ class _Relay:
         host: socket.socket,
         keeper: int | None,
     ) -> None:
-        self.dealer, self.monitor, self.host, self.keeper = dealer, monitor, host, keeper
+        self.dealer = dealer
+        self.monitor = monitor
+        self.host = host
+        self.keeper = keeper
         self.inward = memoryview(b"")  # for the host, which has no room
         self.outward = b""  # for the orchestrator
 

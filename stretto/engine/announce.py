@@ -40,9 +40,8 @@ class Ask:
     enrols: bool = False  # wants a voice, not an answer
     sender: str = ""  # whose turn it is when many ask at once
     owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
-    prefill_only: bool = (
-        False  # the beginning of a prompt, to be read ahead of its end: there is no answer yet
-    )
+    # the beginning of a prompt, to be read ahead of its end: there is no answer yet
+    prefill_only: bool = False
 
     @property
     def capability(self) -> Capability:

@@ -25,4 +25,6 @@ class ClockOffset:
         `received`."""
         error = (received - sent) / 2
         if 0 <= error <= self.error + DRIFT * (received - self.at):
-            self.offset, self.error, self.at = theirs - (sent + received) / 2, error, received
+            self.offset = theirs - (sent + received) / 2
+            self.error = error
+            self.at = received

@@ -97,11 +97,11 @@ class PipelineEngine:
             )
             for i in range(config.num_pipelines)
         ]  # fmt: skip
-        self._accepted = (
-            0  # requests, those included whose prompt is being built and that have no ticket yet
-        )
+        # requests, those included whose prompt is being built and that have no ticket yet
+        self._accepted = 0
         self._tickets: dict[RequestId, Ticket] = {}
-        self._router, self._names = Router(self._pipelines, config), Names()
+        self._router = Router(self._pipelines, config)
+        self._names = Names()
         self._reader = Reader(self.run, self.prompts, self._info, self.builder.tokenizer.encode)
         self.watch = Watch(self._tickets, self._pipelines, config)
         kinds = (
@@ -333,7 +333,8 @@ class PipelineEngine:
             arrived,
             progressed=now,
         )
-        ticket.prefill_only, ticket.media = ask.prefill_only, built.media
+        ticket.prefill_only = ask.prefill_only
+        ticket.media = built.media
         ticket.said = (
             len(ask.spoken or ()) if self._info.live_text else 0
         )  # else it is in the prompt

@@ -60,9 +60,8 @@ class Usage:
     cached_tokens: int = 0
     audio_prompt_tokens: int = 0
     image_prompt_tokens: int = 0
-    encoded_pieces: int = (
-        0  # of media: windows of sound, pictures, videos. Others were found in caches
-    )
+    # of media: windows of sound, pictures, videos. Others were found in caches
+    encoded_pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,17 @@ class HostHandle(ABC):
     def __init__(
         self, name: str, on_message: OnMessage, on_death: OnDeath, device: str = "cpu"
     ) -> None:
-        self.name, self.device = name, device  # as the host itself calls it
+        # as the host itself calls it
+        self.name = name
+        self.device = device
         self.address = LOOPBACK  # at which other hosts reach it
         self.state: HostState = "starting"
         self.reason = ENDED  # why it died, as far as we were told
         self.stats: Mapping[str, float] = {}  # as it said last
-        self.asked: float | None = (
-            None  # when it was asked for a sign of life, if none has come since
-        )
-        self._on_message, self._on_death = on_message, on_death
+        # when it was asked for a sign of life, if none has come since
+        self.asked: float | None = None
+        self._on_message = on_message
+        self._on_death = on_death
         self._heard = bytearray()  # of a message that is not complete yet
         self._writable = asyncio.Event()  # the channel takes more without growing its buffer
         self._writable.set()

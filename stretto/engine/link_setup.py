@@ -43,8 +43,11 @@ class LinkSetup:
         self.generations: dict[str, int] = dict.fromkeys(
             self.between, 0
         )  # of the latest try to make each
-        self._config, self._host_of = config, host_of
-        self._wait, self._notify, self._on_down = wait, notify, on_down
+        self._config = config
+        self._host_of = host_of
+        self._wait = wait
+        self._notify = notify
+        self._on_down = on_down
         self._secrets: dict[
             str, bytes
         ] = {}  # by which its two ends know each other; of the latest try too
@@ -107,7 +110,8 @@ class LinkSetup:
         """One try. True: the link is up, or one of its hosts has died, whose restart makes it."""
         name = link.name
         self.generations[name] += 1
-        self._making, self._refused = name, None
+        self._making = name
+        self._refused = None
         for stage in (link.sender, link.receiver):
             self._host_of(stage).send(Unlink(name))
         secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)

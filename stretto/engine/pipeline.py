@@ -42,7 +42,10 @@ class Pipeline:
         """`on_message` is told what hosts say of requests, `on_loss` which stages can no longer be
         reached, and why; `trace` is given what hosts did when. `launcher` and `cards`: see
         `Supervisor`."""
-        self.name, self.spec, self.config, self.trace = name, spec, config, trace
+        self.name = name
+        self.spec = spec
+        self.config = config
+        self.trace = trace
         self._on_message = on_message
 
         def lost(stages: frozenset[str], error: StrettoError) -> None:

@@ -92,7 +92,10 @@ class RemoteHost(HostHandle):
     ) -> None:
         super().__init__(name, on_message, on_death, device)
         self.clock = ClockOffset()
-        self._starter, self._number, self._secret, self._ours = starter, number, secret, address
+        self._starter = starter
+        self._number = number
+        self._secret = secret
+        self._ours = address
         self._agent: Started | None = None
         self._agent_pid: int | None = None
         self._wire: _Wire | None = None
@@ -126,7 +129,8 @@ class RemoteHost(HostHandle):
         except BaseException:
             self._give_up()
             raise
-        self.address, self._agent_pid = hello.address, hello.pid
+        self.address = hello.address
+        self._agent_pid = hello.pid
 
     def ping(self, number: int) -> None:
         if (
@@ -193,7 +197,8 @@ class _Wire:
     """The orchestrator's end of one connection: a listener for one agent."""
 
     def __init__(self, host: RemoteHost, nonce: str, secret: bytes, address: str) -> None:
-        self._host, self._secret = host, secret
+        self._host = host
+        self._secret = secret
         try:
             s: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         except zmq.ZMQError as e:
@@ -205,7 +210,8 @@ class _Wire:
             s.close(0)
             raise OSError(e.errno, f"cannot listen at {address}: {e}") from e
         self._pending = PendingConnections()
-        self._peer, self._peer_fd = b"", -1
+        self._peer = b""
+        self._peer_fd = -1
         self._out: deque[bytes | memoryview] = deque()
         self._queued = 0
         self._loop = asyncio.get_running_loop()
@@ -313,7 +319,8 @@ class _Wire:
         if hello is None or not hello.proves(self.invitation, self._secret):
             self._refuse(said)
             return
-        self._peer, self._peer_fd = who.bytes, said.get(zmq.SRCFD)
+        self._peer = who.bytes
+        self._peer_fd = said.get(zmq.SRCFD)
         self._pending.remove(self._peer_fd)
         self._pending.shut_down(everyone=True)
         self._host.met(hello)
@@ -361,7 +368,9 @@ class RemoteLauncher:
     `device`."""
 
     def __init__(self, starter: Starter, secret: bytes, address: str) -> None:
-        self._starter, self._secret, self._address = starter, secret, address
+        self._starter = starter
+        self._secret = secret
+        self._address = address
 
     def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
         number = int(name.rpartition(".")[2])

@@ -65,22 +65,19 @@ class Ticket:
     ids: int = 0
     # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
     least: int = 0
-    stopped: bool = (
-        False  # a stop string was found: what was made beyond it is not passed on, nor counted
-    )
+    # a stop string was found: what was made beyond it is not passed on, nor counted
+    stopped: bool = False
     said: int = 0  # tokens of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
     taken: int = 0  # samples that the consumer has taken
-    paced: tuple[float, int] | None = (
-        None  # when its pace began to count, and how many samples there were
-    )
+    # when its pace began to count, and how many samples there were
+    paced: tuple[float, int] | None = None
     packets: list[float] = field(default_factory=list)
     progressed: float = 0.0
     throttled: bool = False
-    written: bool = (
-        False  # its text is still being written: it may rest for as long as its writer does
-    )
+    # its text is still being written: it may rest for as long as its writer does
+    written: bool = False
     failed: bool = False
     over: bool = False
 
@@ -151,7 +148,8 @@ class Ticket:
                 self.pipeline.send((writer,), Finish(self.id, writer))
         elif not last:
             end -= max((self._begun(stop) for stop in self.params.stop), default=0)
-        shown, self.shown = self.text[self.shown : end], end
+        shown = self.text[self.shown : end]
+        self.shown = end
         return shown
 
     def _find(self, stop: str) -> int:
@@ -187,7 +185,8 @@ class Ticket:
         again."""
         self.taken += samples
         if self.throttled and self.buffered_s < max_buffered_s / 2:
-            self.throttled, self.progressed = False, time.monotonic()
+            self.throttled = False
+            self.progressed = time.monotonic()
             self.paced = (self.progressed, self.samples)
             self.pipeline.send(self.stages, Throttle(self.id, False))
 

@@ -17,7 +17,8 @@ MAX_SESSIONS = 4096  # whose last pipeline is remembered
 
 class Router:
     def __init__(self, pipelines: Sequence[Pipeline], config: EngineConfig) -> None:
-        self._pipelines, self._min_pace = pipelines, config.min_pace
+        self._pipelines = pipelines
+        self._min_pace = config.min_pace
         self._sessions: OrderedDict[str, Pipeline] = OrderedDict()
 
     def choose(

@@ -90,7 +90,9 @@ class Session:
     def __init__(
         self, engine: PipelineEngine, *, owner: str = "", allow_paths: bool = False
     ) -> None:
-        self._engine, self._owner, self._allow_paths = engine, owner, allow_paths
+        self._engine = engine
+        self._owner = owner
+        self._allow_paths = allow_paths
         self._name = f"s-{secrets.token_hex(8)}"
         self._items: list[Item] = []
         self._dropped: list[str] = []
@@ -98,9 +100,8 @@ class Session:
         self._setting = Setting()  # of the next answer, as far as can be told
         self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
         self._hearing = self._new_hearing()
-        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = (
-            None  # the last commit
-        )
+        # the last commit
+        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = None
         self._heard: AudioClip | None = None  # windows that were not read ahead yet
         self._reader: asyncio.Task[None] | None = None
         self._closed = False
@@ -128,7 +129,8 @@ class Session:
             raise Invalid(f"over {MAX_PENDING_S:.0f} s of sound wait for their commit", "audio")
         if not np.isfinite(new).all():
             raise Invalid("the sound has samples that are not numbers", "audio")
-        hearing, self._before = self._hearing, None
+        hearing = self._hearing
+        self._before = None
         if hearing is None:
             self._whole.append(new)
             return
@@ -145,7 +147,8 @@ class Session:
         self._check()
         await self._stop_reading()
         self._whole.clear()
-        self._hearing, self._before = self._new_hearing(), None
+        self._hearing = self._new_hearing()
+        self._before = None
 
     async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
         """The turn is over: what was appended becomes an item of the user, the last one. `maybe`:
@@ -165,7 +168,8 @@ class Session:
         else:
             data = np.concatenate(self._whole)
         self._whole.clear()
-        self._hearing, self._heard = self._new_hearing(), None
+        self._hearing = self._new_hearing()
+        self._heard = None
         part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.add({"role": "user", "content": [part]}, id=id)
 

@@ -26,7 +26,9 @@ class Watch:
         pipelines: Sequence[Pipeline],
         config: EngineConfig,
     ) -> None:
-        self._tickets, self._pipelines, self._config = tickets, pipelines, config
+        self._tickets = tickets
+        self._pipelines = pipelines
+        self._config = config
 
     async def run(self) -> None:
         before, looks = time.monotonic(), 0

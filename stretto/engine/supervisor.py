@@ -48,7 +48,10 @@ class Supervisor:
         """`on_loss` is told which stages can no longer be reached, and why. `launcher` makes the
         hosts (default: children of this process); `cards` are those that other pipelines use
         too."""
-        self.name, self.model, self.spec, self.config = name, model, spec, config
+        self.name = name
+        self.model = model
+        self.spec = spec
+        self.config = config
         self.places = places(config.placement, spec.names)
         self.hosts: list[HostHandle] = []
         self.index: dict[str, int] = {
@@ -65,7 +68,9 @@ class Supervisor:
             between, config, self.host_of, self.wait, self.notify, self._link_down
         )
         self.launcher = launcher or LocalLauncher()
-        self._on_message, self._on_loss, self._traced = on_message, on_loss, traced
+        self._on_message = on_message
+        self._on_loss = on_loss
+        self._traced = traced
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = [0] * len(self.places)
@@ -190,7 +195,8 @@ class Supervisor:
     def died(self, host: HostHandle, index: int) -> None:
         if self._closing:
             return
-        stages, self._seats[index].loaded = self.places[index].stages, False
+        stages = self.places[index].stages
+        self._seats[index].loaded = False
         for stage in stages:
             self.progress[stage] = "dead"
         self._loss_at.setdefault(index, time.monotonic())

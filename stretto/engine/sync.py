@@ -34,7 +34,8 @@ class SyncEngine:
         for event in engine.generate(messages): ..."""
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None) -> None:
-        self._model, self._config = Path(model), config or EngineConfig()
+        self._model = Path(model)
+        self._config = config or EngineConfig()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="stretto-engine", daemon=True

@@ -178,7 +178,8 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
     """Tell a request its text as it is written, until its end."""
     stage = t.model.pipeline.deciding("audio")
     assert stage is not None
-    t.written, said = True, False
+    t.written = True
+    said = False
     try:
         async for piece in text:
             said = said or bool(piece.strip())

@@ -50,7 +50,8 @@ class PagedPass:
     """Attention of one pass over the paged cache."""
 
     def __init__(self, cache: KVCache, paging: Paging) -> None:
-        self.cache, self.paging = cache, paging
+        self.cache = cache
+        self.paging = paging
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -82,7 +83,9 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, section: tuple[int, int, int] | None) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.section = head_dim, theta, section
+        self.head_dim = head_dim
+        self.theta = theta
+        self.section = section
         # Set by prepare(): a module built uninitialised on a device must not depend on what is in
         # memory.
         self.inv_freq: torch.Tensor | None = None
@@ -112,12 +115,10 @@ class Rope(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.heads, self.kv_heads = (
-            layer,
-            c.head_dim,
-            c.num_heads,
-            c.num_kv_heads,
-        )
+        self.layer = layer
+        self.head_dim = c.head_dim
+        self.heads = c.num_heads
+        self.kv_heads = c.num_kv_heads
         self.sizes = [
             c.num_heads * c.head_dim,
             c.num_kv_heads * c.head_dim,
@@ -129,9 +130,8 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(self.sizes[0], c.hidden_size)
         self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
-        self.gains: torch.Tensor | None = (
-            None  # [heads + kv heads, head dim]: both norms' weights, set by prepare()
-        )
+        # [heads + kv heads, head dim]: both norms' weights, set by prepare()
+        self.gains: torch.Tensor | None = None
 
     def prepare(self) -> None:
         q, k = (

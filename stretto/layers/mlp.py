@@ -91,7 +91,8 @@ def _quantized(wide: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
 class MoeMLP(nn.Module):
     def __init__(self, hidden: int, m: MoeConfig) -> None:
         super().__init__()
-        self.top_k, self.norm = m.top_k, m.norm_topk
+        self.top_k = m.top_k
+        self.norm = m.norm_topk
         self.gate = Linear(hidden, m.num_experts)
         self.experts = Experts(m.num_experts, hidden, m.expert_size, m.float8)
         self.shared_expert = DenseMLP(hidden, m.shared_size) if m.shared_size is not None else None

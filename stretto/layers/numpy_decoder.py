@@ -176,12 +176,10 @@ class HostLayer:
 class HostLayers:
     def __init__(self, decoder: Decoder) -> None:
         c = decoder.config
-        self.heads, self.kv_heads, self.dim, self.eps = (
-            c.num_heads,
-            c.num_kv_heads,
-            c.head_dim,
-            c.rms_eps,
-        )
+        self.heads = c.num_heads
+        self.kv_heads = c.num_kv_heads
+        self.dim = c.head_dim
+        self.eps = c.rms_eps
         self.signs: Array = np.repeat(np.array([-1, 1], np.float32), self.dim // 2)
         self.layers = [HostLayer.of(layer) for layer in decoder.layers]  # type: ignore[arg-type]
         self.norm: Array = decoder.norm.weight.numpy()

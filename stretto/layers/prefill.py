@@ -18,9 +18,8 @@ from stretto.layers.decoder import AfterLayer, Decoder, DecoderLayer, RMSNorm
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.upload import to_device
 
-ALIGNED = (
-    4  # int32 values in 16 bytes: a kernel is compiled anew for a pointer that is less aligned
-)
+# int32 values in 16 bytes: a kernel is compiled anew for a pointer that is less aligned
+ALIGNED = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -162,7 +162,8 @@ class Snake(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.alpha, self.beta = frozen(channels), frozen(channels)
+        self.alpha = frozen(channels)
+        self.beta = frozen(channels)
         self.register_buffer("rate", torch.empty(channels), persistent=False)
         self.register_buffer("gain", torch.empty(channels), persistent=False)
         self.register_buffer("curve", None, persistent=False)
@@ -213,7 +214,9 @@ class CausalConv(nn.Module):
         self, inputs: int, outputs: int, taps: int, dilation: int = 1, depthwise: bool = False
     ) -> None:
         super().__init__()
-        self.taps, self.dilation, self.reach = taps, dilation, (taps - 1) * dilation
+        self.taps = taps
+        self.dilation = dilation
+        self.reach = (taps - 1) * dilation
         self.groups = inputs if depthwise else 1
         # In memory [out, taps, in]: as the library's [out, in, taps] that is channels-last, like
         # the rows.

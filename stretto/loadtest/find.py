@@ -84,9 +84,8 @@ class Probe:
     load: float
     failure: str | None
     level: Level
-    last: bool = (
-        False  # it was interrupted, or the server does not answer: another probe would say no more
-    )
+    # it was interrupted, or the server does not answer: another probe would say no more
+    last: bool = False
     client_cpu: float = 0.0  # share of one core
 
     @property

@@ -161,7 +161,8 @@ class Level:
 
     def skip(self, number: int) -> None:
         """Take the first requests of the level for its warm-up."""
-        self.warmup, self.samples = self.samples[:number], self.samples[number:]
+        self.warmup = self.samples[:number]
+        self.samples = self.samples[number:]
         if self.samples:
             self.seconds -= self.samples[0].sent
 
@@ -244,7 +245,8 @@ class Bench:
             if self.want_audio and not sample.packets:
                 raise RequestFailed("no audio", "the answer had no speech")
         except RequestFailed as e:
-            sample.error, sample.message = e.reason, str(e)
+            sample.error = e.reason
+            sample.message = str(e)
             level.failed = True
         sample.end = self.clock.now() - sent
         level.samples.append(sample)

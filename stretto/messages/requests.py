@@ -138,9 +138,8 @@ class Ended(Wire, frozen=True, tag="ended"):
     cached: int = 0
     chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
     encoded: int = 0  # pieces of media that it ran through its encoders
-    encoded_at: float = (
-        0.0  # when the last of them was handed to the device; on a CPU, when it was done
-    )
+    # when the last of them was handed to the device; on a CPU, when it was done
+    encoded_at: float = 0.0
 
 
 class Working(Wire, frozen=True, tag="working"):

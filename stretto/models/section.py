@@ -11,16 +11,16 @@ from stretto.layers.config import DecoderConfig, MoeConfig
 
 MAX_SIZE = 1 << 24  # of a dimension: one hundred times the largest vocabulary
 MAX_NUMBER = 1e15
-MAX_PARTS = (
-    1024  # layers, experts, codebooks: each is an object before anything is known of their memory
-)
+# layers, experts, codebooks: each is an object before anything is known of their memory
+MAX_PARTS = 1024
 
 
 class Section:
     """One JSON object with typed access; errors name the file and the dotted path of the field."""
 
     def __init__(self, raw: object, where: str, path: str = "") -> None:
-        self.where, self.path = where, path
+        self.where = where
+        self.path = path
         if not isinstance(raw, dict):
             raise CheckpointError(f"{where}: {path or 'the top level'} must be an object")
         self.raw: dict[str, Any] = raw

@@ -36,7 +36,8 @@ class QueuedStderr(io.TextIOBase):
         super().__init__()
         self.notice = notice
         self.dropped = 0  # lines, since the process began
-        self._fd, self._limit = fd, limit
+        self._fd = fd
+        self._limit = limit
         self._changed = threading.Condition()  # around an RLock: a signal handler may write, too
         self._queue: deque[bytes] = deque()
         self._size = 0  # bytes in the queue
@@ -81,7 +82,8 @@ class QueuedStderr(io.TextIOBase):
         is written."""
         with self._changed:
             if self._partial:
-                text, self._partial = self._partial, ""
+                text = self._partial
+                self._partial = ""
                 self._put(text)
 
     # ---- the queue
@@ -128,7 +130,8 @@ class QueuedStderr(io.TextIOBase):
             with self._changed:
                 self._writing = False
                 if written:
-                    self._unannounced, self._failed = self._unannounced + self._failed, 0
+                    self._unannounced = self._unannounced + self._failed
+                    self._failed = 0
                 else:
                     self.dropped += _lines(data)
                     self._failed += _lines(data)
@@ -170,7 +173,10 @@ class QueuedStderr(io.TextIOBase):
         """In the child: what is in the queue is the parent's to write, and so is the thread."""
         self._changed = threading.Condition()
         self._queue.clear()
-        self._size, self._partial, self._writing, self._thread = 0, "", False, None
+        self._size = 0
+        self._partial = ""
+        self._writing = False
+        self._thread = None
         self._unannounced = self._failed = self.dropped = 0
 
 

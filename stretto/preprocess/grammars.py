@@ -74,7 +74,8 @@ class GrammarGuide:
         self, matcher: LLMatcher, vocab: int, end: int, budget: StepBudget | None = None
     ) -> None:
         self.error: Invalid | None = None
-        self._matcher, self._end = matcher, end
+        self._matcher = matcher
+        self._end = end
         self._budget = budget or StepBudget()
         self._bits = np.zeros(-(-vocab // 32), np.int32)
         self._compute()

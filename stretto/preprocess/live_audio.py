@@ -91,7 +91,8 @@ class Hearing:
     def _close(self) -> None:
         log_mel = np.concatenate(self._tail, 1)
         self._windows.append(_Window(log_mel, float(log_mel.min())))
-        self._tail, self._open = [], 0
+        self._tail = []
+        self._open = 0
 
     def _piece(self, w: _Window) -> Piece:
         peak = self._mel.maximum

@@ -62,12 +62,10 @@ BROKEN: tuple[type[Exception], ...] = (
 class MediaLimits:
     """The most one request may hold. Where nothing else is said, all of it together."""
 
-    text_chars: int = (
-        1_000_000  # every string the template may read, keys too; a million take a second or two
-    )
-    values: int = (
-        100_000  # in tools, tool_calls and the like: items of lists and of objects, strings or not
-    )
+    # every string the template may read, keys too; a million take a second or two
+    text_chars: int = 1_000_000
+    # in tools, tool_calls and the like: items of lists and of objects, strings or not
+    values: int = 100_000
     depth: int = 64  # of the same
     messages: int = 4096
     parts: int = 4096  # of the content of all messages
@@ -95,9 +93,8 @@ COST_PER_FRAME_BYTE = 1.25e-9
 COST_PER_KEPT_PIXEL = 9.0e-9  # to RGB and to the size that is kept
 COST_PER_PICTURE_PIXEL = 60.0e-9  # the slowest: a transparent WebP or PNG
 COST_PER_SCAN_PIXEL = 2.0e-9  # of a JPEG: 0.9 ns for an empty scan of one component
-MAX_SCANS = (
-    256  # of a JPEG: encoders make ten or so, and each costs something however small the picture is
-)
+# of a JPEG: encoders make ten or so, and each costs something however small the picture is
+MAX_SCANS = 256
 
 
 LONG_SOUND = MediaLimits(audio_seconds=7200.0)
@@ -179,7 +176,9 @@ class Mixer:
         most = budget.limits.audio_channels
         if not 1 <= channels <= most:
             raise MediaError(f"audio with {channels} channels is not supported, at most {most} are")
-        self.rate, self.channels, self.budget = rate, channels, budget
+        self.rate = rate
+        self.channels = channels
+        self.budget = budget
         self.num_samples = 0
         self._before = budget.audio_seconds, budget.audio_values  # used by other clips
         self.wanted = wanted = budget.limits.sample_rate

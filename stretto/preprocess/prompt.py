@@ -88,9 +88,8 @@ class Prompt:
     audios: tuple[AudioClip, ...] = ()
     images: tuple[Patches, ...] = ()
     videos: tuple[Patches, ...] = ()
-    audio_in_video: bool = (
-        False  # each video is followed (interleaved) by its own sound track, in `audios`
-    )
+    # each video is followed (interleaved) by its own sound track, in `audios`
+    audio_in_video: bool = False
 
     @property
     def has_media(self) -> bool:

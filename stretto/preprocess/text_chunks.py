@@ -96,7 +96,8 @@ class Coming:
         if self._pull is None:
             self._pull = asyncio.ensure_future(self._piece())
         piece = await asyncio.shield(self._pull)
-        self._pull, self._ended = None, piece is None
+        self._pull = None
+        self._ended = piece is None
         self._here = (self._here + (piece or "")).lstrip()
         return not self._ended
 
@@ -121,9 +122,11 @@ class Writing:
         if not cuts:
             return []
         self._begun = True
-        ready, self._held = self._held[: cuts[-1]], self._held[cuts[-1] :]
+        ready = self._held[: cuts[-1]]
+        self._held = self._held[cuts[-1] :]
         return self.encode(ready)
 
     def finish(self) -> list[int]:
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return self.encode(rest) if rest else []

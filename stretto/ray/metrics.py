@@ -24,7 +24,8 @@ class Export:
     """Names stay as they are (Ray puts `ray_` before them); labels too, and one for the replica."""
 
     def __init__(self, replica: str, render: Callable[[], bytes]) -> None:
-        self._replica, self._render = replica, render
+        self._replica = replica
+        self._render = render
         self._gauges: dict[tuple[str, tuple[str, ...]], Gauge] = {}
         self._series: dict[str, tuple[Gauge, dict[str, str]]] = {}
         """By what stands before the number: to parse a line again takes three times as long as to

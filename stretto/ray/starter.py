@@ -33,7 +33,8 @@ class RayAgent:
     """`remote.Started`"""
 
     def __init__(self, actor: Any, over: Any) -> None:
-        self._actor, self._over = actor, over
+        self._actor = actor
+        self._over = over
         self._tasks: list[asyncio.Task[None]] = []
 
     def on_end(self, tell: Callable[[StageDead], None]) -> None:
@@ -49,7 +50,8 @@ class RayAgent:
         self._tasks.append(asyncio.create_task(wait()))
 
     def kill(self) -> None:
-        actor, self._actor = self._actor, None
+        actor = self._actor
+        self._actor = None
         if (
             actor is not None
         ):  # in a thread: it asks the cluster's head, which may be slow to answer
@@ -62,7 +64,9 @@ class RayStarter:
 
     def __init__(self, group: PlacementGroup, model: str, config: ClusterConfig) -> None:
         assert config.cluster_secret_file is not None
-        self._group, self._model, self._config = group, model, config
+        self._group = group
+        self._model = model
+        self._config = config
         self._secret_file = config.cluster_secret_file
         self._silent: Counter[int] = Counter()  # actors in a row that never answered, by host
 

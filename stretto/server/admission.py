@@ -210,16 +210,19 @@ class Place:
         """Wait for so many places, in place of those that it has."""
         loop, since = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         self._number = self._number or self.admission.arrive()
-        back, self.weight = self.weight, 0
+        back = self.weight
+        self.weight = 0
         await self.admission.turn(
             self.owner, weight, self._number, self.reading and not self._reads, back
         )
-        self.weight, self._reads = weight, self.reading
+        self.weight = weight
+        self._reads = self.reading
         self.waited += loop.time() - since
 
     def give_back(self) -> None:
         if self.weight:
-            weight, self.weight = self.weight, 0
+            weight = self.weight
+            self.weight = 0
             self._number = 0  # the next time it arrives again
             self.admission.give_back(self.owner, weight, False)
 

@@ -101,7 +101,8 @@ class Numbers:
     """/metrics, to whoever may read it."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.keys = service, Keys.of(service.config.metrics_key)
+        self.service = service
+        self.keys = Keys.of(service.config.metrics_key)
 
     async def metrics(self, request: Request) -> Response:
         self.keys.owner(request.headers)
@@ -114,7 +115,8 @@ class Numbers:
 
 class Routes:
     def __init__(self, service: Service, pages: Pages) -> None:
-        self.service, self.pages = service, pages
+        self.service = service
+        self.pages = pages
         self.loaded_at = int(time.time())
         self.paths: dict[str, str] = {}  # and their methods
 

@@ -49,7 +49,8 @@ class Keys:
             clock,
         )
         if own.file is not None:
-            own._stamp, own._read = _stamped(own.file), _read(own.file)
+            own._stamp = _stamped(own.file)
+            own._read = _read(own.file)
             own._looked = clock()
         return own
 

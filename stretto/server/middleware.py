@@ -30,9 +30,8 @@ log = logging.getLogger("stretto.access")
 
 QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_KEY_PROTOCOL = (
-    "openai-insecure-api-key."  # how a page's WebSocket, which cannot set headers, brings its key
-)
+# how a page's WebSocket, which cannot set headers, brings its key
+_KEY_PROTOCOL = "openai-insecure-api-key."
 _QUIET = {
     "health",
     "live",
@@ -44,7 +43,8 @@ _QUIET = {
 
 class AccessMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
+        self.app = app
+        self.service = service
         self.callers = Callers.of(service.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,9 +20,8 @@ class RequestLog:
     arrived: float  # time.perf_counter()
     route: str = "other"
     owner: str = ""  # which API key, never the key
-    session: str | None = (
-        None  # X-Session-Id: its requests go where the one before went, as long as that is up
-    )
+    # X-Session-Id: its requests go where the one before went, as long as that is up
+    session: str | None = None
     sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
     content_type: str = ""  # of a body
     status: int = 0

@@ -51,7 +51,8 @@ class _Uvicorn(uvicorn.Server):
     ) -> None:
         """`others`: what is served on further sockets, in their order."""
         super().__init__(config)
-        self.front, self.others = front, others
+        self.front = front
+        self.others = others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()

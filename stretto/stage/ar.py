@@ -78,7 +78,9 @@ class StageCore:
     ) -> None:
         """Without `timer`, steps are launched as soon as there is room for them. `recorder` is
         given spans."""
-        self.name, self.scheduler, self.runner = name, scheduler, runner
+        self.name = name
+        self.scheduler = scheduler
+        self.runner = runner
         self.store = (
             store if store is not None else PayloadStore()
         )  # an empty one is False, like all that is empty
@@ -128,7 +130,8 @@ class StageCore:
         """Begin anew: an empty prefix cache, no measured times. There are no requests now."""
         self.store = PayloadStore()
         self.scheduler = Scheduler(self.scheduler.config, self.store.drop)
-        a, self.due_ns = self.timer, None
+        a = self.timer
+        self.due_ns = None
         self.timer = LaunchTimer(a.sizes, a.lead_ns, a.on, a.clock)
         reset(self.stats)
 
@@ -143,7 +146,8 @@ class StageCore:
         """Retire the steps that are done; what became certain since the last call, in order."""
         while self._steps and self._steps[0][0].done:
             self._retire(*self._steps.popleft())
-        certain, self._certain = self._certain, []
+        certain = self._certain
+        self._certain = []
         return certain
 
     @property

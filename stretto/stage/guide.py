@@ -58,12 +58,10 @@ class PenaltyGuide:
         most: int,
         inner: Guide | None = None,
     ) -> None:
-        self._frequency, self._presence, self._stated, self._most = (
-            frequency,
-            presence,
-            stated,
-            most,
-        )
+        self._frequency = frequency
+        self._presence = presence
+        self._stated = stated
+        self._most = most
         self._inner = inner
         self._counts: Counter[int] = Counter()
 

@@ -49,7 +49,8 @@ class Recent:
         self.took.append(ns)
         if len(self.took) >= LEAST:
             ordered = sorted(self.took)
-            self.low, self.high = ordered[1], ordered[-2]
+            self.low = ordered[1]
+            self.high = ordered[-2]
 
 
 class LaunchTimer:
@@ -63,7 +64,10 @@ class LaunchTimer:
         """`sizes` that decode steps are padded to; `lead_ns`: what may come between the due time
         and the launch, such as launches of the other stages. When not `on`, every step is due at
         once."""
-        self.sizes, self.lead_ns, self.on, self.clock = sorted(sizes), lead_ns, on, clock
+        self.sizes = sorted(sizes)
+        self.lead_ns = lead_ns
+        self.on = on
+        self.clock = clock
         self._steps: dict[int, Recent] = {
             size: Recent() for size in self.sizes
         }  # short ones count: rather too early

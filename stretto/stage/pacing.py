@@ -44,9 +44,8 @@ class Rhythm:
     room: float = ROOM
     worst_s: float = 0.0
     at: float = 0.0  # when that was
-    rested: float = (
-        0.0  # prompts went first, all having enough : a frame made across that says nothing
-    )
+    # prompts went first, all having enough : a frame made across that says nothing
+    rested: float = 0.0
     _last: float = 0.0
 
     @classmethod
@@ -59,9 +58,11 @@ class Rhythm:
         if seconds > 2 * self.frame_s:
             return  # not the device: it waited for text, or for a listener who has enough
         aged_s = self.quick_s * (1 + min(seconds, now - self._last) / FORGET_S)
-        self.quick_s, self._last = min(seconds, aged_s or seconds), now
+        self.quick_s = min(seconds, aged_s or seconds)
+        self._last = now
         if seconds >= self.worst_s or now - self.at > LATELY_S:
-            self.worst_s, self.at = seconds, now
+            self.worst_s = seconds
+            self.at = now
 
     def hold(self, sound_s: float, now: float) -> float:
         """Seconds that a first packet with `sound_s` of sound should wait, so that the next one

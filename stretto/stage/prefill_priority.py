@@ -54,7 +54,9 @@ class DecodeHold:
         self, prefill: StageCore, clock: Callable[[], float], stage_clock: Callable[[], int]
     ) -> None:
         """`prefill`: the stage that reads prompts; `clock` is that of the requests' pace."""
-        self.prefill, self.clock, self.stage_clock = prefill, clock, stage_clock
+        self.prefill = prefill
+        self.clock = clock
+        self.stage_clock = stage_clock
 
     def until_ns(self, requests: Iterable[HasPace], rhythm: Rhythm) -> int | None:
         """By the stage's clock. None: it should not wait. `requests`: those whose frames are made,

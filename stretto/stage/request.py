@@ -80,7 +80,8 @@ class Cursor:
         """More rows of an open prompt."""
         if rows < 0 or self.known != self.prompt:
             raise Bug(f"cannot append {rows} rows to {self}")
-        self.prompt, self.known = self.prompt + rows, self.known + rows
+        self.prompt = self.prompt + rows
+        self.known = self.known + rows
 
     def launch(self, stop: int, samples: bool) -> None:
         """A step computes rows [filled, stop). If it samples, token `stop` will exist on the
@@ -88,7 +89,9 @@ class Cursor:
         if not self.filled < stop <= self.known or (samples and stop != self.known):
             raise Bug(f"cannot launch up to {stop}, samples={samples}: {self}")
         launched = self.launched if self.launched > stop else stop
-        self.filled, self.launched, self.known = stop, launched, self.known + samples
+        self.filled = stop
+        self.launched = launched
+        self.known = self.known + samples
 
     def confirm(self, stop: int) -> Confirmed:
         """The step that computed the rows up to `stop` retired and its outputs stand."""
@@ -105,14 +108,17 @@ class Cursor:
             raise Bug(f"cannot reuse {rows} rows: {self}")
         launched = self.launched if self.launched > rows else rows
         confirmed = self.confirmed if self.confirmed > rows else rows
-        self.filled, self.launched, self.confirmed = rows, launched, confirmed
+        self.filled = rows
+        self.launched = launched
+        self.confirmed = confirmed
 
     def disown(self, rows: int) -> None:
         """Undo a `reuse` that was not reported to anyone: only `rows` rows were certain before
         it."""
         if self.filled or rows > self.confirmed or self.launched != self.confirmed:
             raise Bug(f"cannot go back to {rows} rows: {self}")
-        self.launched, self.confirmed = rows, rows
+        self.launched = rows
+        self.confirmed = rows
 
     def vacate(self, rows: int = 0) -> None:
         """KV from row `rows` on is gone and will be computed again. Nothing that was launched is
@@ -123,7 +129,8 @@ class Cursor:
     def recall(self) -> None:
         """What is in flight does not count: rows whose output was never confirmed are to be
         launched again."""
-        self.filled, self.launched = min(self.filled, self.confirmed), self.confirmed
+        self.filled = min(self.filled, self.confirmed)
+        self.launched = self.confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +160,16 @@ class RequestSpec:
     # The prompt's last row can be made from the device row, like a generated one. It then runs as a
     # decode of its own, in a captured step with others'.
     last_on_device: bool = False
-    needs_payload: bool = (
-        False  # media rows taken from the cache are useless without their kept payload
-    )
-    cache_output: bool = (
-        True  # generated rows are told by their token ids (not so where a row is a frame of codes)
-    )
-    guide: Guide | None = (
-        None  # picks what this allows; each step waits for the one before to be certain
-    )
-    logprobs: int | None = (
-        None  # its tokens come with how likely they were, and this many of the likeliest
-    )
-    cache_root: bytes = (
-        b""  # by owner, and by speaker: equal prefixes meet only under an equal root
-    )
+    # media rows taken from the cache are useless without their kept payload
+    needs_payload: bool = False
+    # generated rows are told by their token ids (not so where a row is a frame of codes)
+    cache_output: bool = True
+    # picks what this allows; each step waits for the one before to be certain
+    guide: Guide | None = None
+    # its tokens come with how likely they were, and this many of the likeliest
+    logprobs: int | None = None
+    # by owner, and by speaker: equal prefixes meet only under an equal root
+    cache_root: bytes = b""
 
     def __post_init__(self) -> None:
         if self.max_new < 1:
@@ -203,9 +205,8 @@ class StageRequest:
     limit: int = 0
 
     # Order
-    deadline: float | None = (
-        None  # when the output sent so far runs out at the listener; None: nothing sent yet
-    )
+    # when the output sent so far runs out at the listener; None: nothing sent yet
+    deadline: float | None = None
     order: tuple[float, float, int] = (0.0, 0.0, 0)  # smaller goes first
     since: int = 0  # step at which it was last in a batch or last changed state: its age
     num_preemptions: int = 0
@@ -259,7 +260,8 @@ class StageRequest:
         """The one place where a state changes."""
         if state not in TRANSITIONS[self.state]:
             raise Bug(f"{self.id}: no way from {self.state.name} to {state.name}")
-        self.state, self.since = state, step
+        self.state = state
+        self.since = step
 
     def refresh_order(self, max_preemptions: int) -> None:
         """Priority, then playback deadline (first packets before all others), then arrival. A

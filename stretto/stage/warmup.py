@@ -71,7 +71,8 @@ class Reports:
 
     def clear(self) -> None:
         """Of the request that comes next, nothing was said yet."""
-        self.ended, self.failed = set(), None
+        self.ended = set()
+        self.failed = None
 
 
 def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.monotonic) -> int:

@@ -194,7 +194,8 @@ class Recorded:
 
     def __init__(self, pcm: bytes, rate: int, take: Callable[[bytes], None]) -> None:
         self._pieces = self._cut(pcm, int(PIECE_S * rate) * 2)
-        self._take, self._ended = take, threading.Event()
+        self._take = take
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 

@@ -89,7 +89,8 @@ class Talk:
             case "/file":
                 self.answer(self.parts(None, Path(rest.strip()).expanduser()))
             case "/new":
-                self.messages, self.images = [], []
+                self.messages = []
+                self.images = []
                 self.say("A new conversation.")
             case _ if command.startswith("/"):
                 self.say(f"There is no {command}.\n{HELP}")

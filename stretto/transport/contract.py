@@ -156,7 +156,8 @@ class Chunk:
     def release(self) -> None:
         """Give the memory back. The tensors must not be used afterwards, so the chunk drops
         them."""
-        lease, self.lease = self.lease, None
+        lease = self.lease
+        self.lease = None
         self.tensors = _RELEASED
         if lease is not None:
             lease.release()
@@ -189,13 +190,11 @@ class LinkOptions:
     slots: int = 32
     slot_bytes: int = 1 << 20  # of an encoded chunk, prefix and header included
     generation: int = 0
-    checksum: bool | None = (
-        None  # of blobs; None: the connector's default (on for networks, off in memory)
-    )
+    # of blobs; None: the connector's default (on for networks, off in memory)
+    checksum: bool | None = None
     copies: int = 4  # chunks whose tensors may be in copy from the device at a time
-    zero_copy: bool = (
-        True  # off: encode into a bytes object first, then copy it (an oracle; same bytes)
-    )
+    # off: encode into a bytes object first, then copy it (an oracle; same bytes)
+    zero_copy: bool = True
     connect_timeout_s: float = 5.0
     host: str = "127.0.0.1"  # interface that a network connector binds
     secret: bytes | None = field(default=None, repr=False)  # known to the two ends only

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
 
 DEVICES = Path("/sys/class/infiniband")
-_HANDSHAKE = (
-    "P2PHANDSHAKE"  # the engine's name for: no metadata server, peers exchange metadata directly
-)
+# the engine's name for: no metadata server, peers exchange metadata directly
+_HANDSHAKE = "P2PHANDSHAKE"
 
 
 class MooncakeConnector:

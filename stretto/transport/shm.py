@@ -290,9 +290,8 @@ class ShmSendTransport:
         finally:
             os.close(memory)
         self._socket = NoteSocket(sock, endpoint)
-        self._unread = (
-            0  # wake flags set since the socket was read: each may have left a note there
-        )
+        # wake flags set since the socket was read: each may have left a note there
+        self._unread = 0
         self.pages = self._slots
         self.send = self._socket.send
         self.send_chunk = self._socket.send_chunk
@@ -384,10 +383,8 @@ class ShmReceiveTransport:
         finally:
             for fd in fds:
                 os.close(fd)
-        self.socket, self._pending = (
-            ReceiverSocket(sock, self._endpoint, self._spin_s, self._slots),
-            None,
-        )
+        self.socket = ReceiverSocket(sock, self._endpoint, self._spin_s, self._slots)
+        self._pending = None
         self.arrivals = self.socket.arrivals
         self._listener.close()
 

@@ -78,7 +78,8 @@ class _End:
 
     def _finish(self, state: EndState, why: str = "") -> None:
         if self._state is _OPEN:
-            self._why, self._state = why, state
+            self._why = why
+            self._state = state
 
     def _raise_if_ended(self, request: RequestId | None = None) -> None:
         if self._state is _OPEN:
@@ -254,7 +255,8 @@ class SlotSender(_End):
         # apart comes soon.
         self._await_end(_CAUSE_S)
         self._raise_if_ended(request)
-        failed.link, failed.request = self.link, request
+        failed.link = self.link
+        failed.request = request
         raise failed
 
     def _pump(self, timeout: float) -> bool:
@@ -489,7 +491,8 @@ def _close(
     with _closing:
         if end._state is EndState.CLOSED_HERE:
             return
-        end._state, end._why = EndState.CLOSED_HERE, ""
+        end._state = EndState.CLOSED_HERE
+        end._why = ""
     transport.wake()
     with end._mutex:
         try:

@@ -113,4 +113,5 @@ class SpinWait:
         self._reset()
 
     def _reset(self) -> None:
-        self._waits, self._total_s = 0, 0.0
+        self._waits = 0
+        self._total_s = 0.0

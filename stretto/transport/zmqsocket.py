@@ -89,7 +89,8 @@ class _Contexts:
             self._users -= 1
             if self._users or self._context is None:
                 return
-            context, self._context = self._context, None
+            context = self._context
+            self._context = None
         # Waits for lingering messages, so that the last chunks of a process that ends now are not
         # lost. In a thread, since ZeroMQ's wait has no timeout.
         closer = threading.Thread(target=context.term, daemon=True, name="stretto-zmq-term")
@@ -340,9 +341,8 @@ class ZmqListener(_ZmqSocket):
         for event, fd in events:
             if event == zmq.EVENT_ACCEPTED:
                 if fd == self._peer_fd:
-                    left = (
-                        False  # the one that left was pending, and the peer has its descriptor now
-                    )
+                    # the one that left was pending, and the peer has its descriptor now
+                    left = False
                 else:
                     self._pending.add(fd)
             elif event & (_GONE | _REFUSED):
@@ -362,7 +362,8 @@ class ZmqListener(_ZmqSocket):
             and len(said) == 2
             and hmac.compare_digest(b"".join(said), b"".join(self._hello))
         ):
-            self._peer, self._peer_fd = who, fd
+            self._peer = who
+            self._peer_fd = fd
             self._pending.remove(fd)
         else:
             self._pending.refuse(fd)

@@ -32,9 +32,8 @@ from tests.solo import CODE0, Audio, Done, Frame, Options, Solo, TextToken
 
 T = TypeVar("T")
 SECRET = bytes(SECRET_BYTES)
-FREED_STEPS = (
-    1000  # in which what was left is free; unless it is cancelled, it goes on for thousands
-)
+# in which what was left is free; unless it is cancelled, it goes on for thousands
+FREED_STEPS = 1000
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

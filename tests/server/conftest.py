@@ -28,12 +28,10 @@ from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
 
 T = TypeVar("T")
-PATIENCE_S = (
-    None  # what hangs is ended by pytest: how long anything may take depends on the machine
-)
-HEAD = (
-    "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # of a request sent by hand
-)
+# what hangs is ended by pytest: how long anything may take depends on the machine
+PATIENCE_S = None
+# of a request sent by hand
+HEAD = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @dataclass(frozen=True)

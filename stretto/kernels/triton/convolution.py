@@ -27,9 +27,8 @@ class Tile:
     chunk: int  # inputs at once
     warps: int
     stages: int
-    registers: int | None = (
-        None  # at most, per thread: with 128, two of the largest fit on a multiprocessor
-    )
+    # at most, per thread: with 128, two of the largest fit on a multiprocessor
+    registers: int | None = None
 
 
 WHOLE: dict[int, int | None] = {96: None, 192: 168}

@@ -34,9 +34,8 @@ class ExpertWeights:
     norm_topk: bool
     shared_gate_up: torch.Tensor | None = None  # [2 * shared size, hidden]
     shared_down: torch.Tensor | None = None  # [hidden, shared size]
-    scales: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # of gate_up [experts, 2 * size] and down [experts, hidden]
-    )
+    # of gate_up [experts, 2 * size] and down [experts, hidden]
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         assert self.scales is None or self.shared_down is None, (

@@ -98,9 +98,8 @@ class AudioEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(hidden)
         self.proj1 = Linear(hidden, hidden, bias=True)
         self.proj2 = Linear(hidden, config.output_size, bias=True)
-        self.graphs: WindowGraphs | None = (
-            None  # set where there are any, when the weights are in place
-        )
+        # set where there are any, when the weights are in place
+        self.graphs: WindowGraphs | None = None
         self.requires_grad_(False)
 
     def convolve(self, chunks: torch.Tensor, frames: int | None = None) -> torch.Tensor:

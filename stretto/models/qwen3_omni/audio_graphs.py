@@ -23,7 +23,8 @@ to launch them."""
 
 class WindowGraphs:
     def __init__(self, encoder: AudioEncoder, sizes: Sequence[int] = SIZES) -> None:
-        self.encoder, self.sizes = encoder, sorted(sizes)
+        self.encoder = encoder
+        self.sizes = sorted(sizes)
         c, weight = encoder.config, encoder.proj2.weight
         self.length = c.chunks_per_window * conv_length(c.chunk_frames)
         self.rows = torch.zeros(

@@ -40,9 +40,8 @@ SLAB_PATCHES_CPU = 256
 # model. All else of it is cut on a CPU only, by rows, which must be whole merge blocks.
 PAIRS = 1 << 30
 PAIRS_CPU = 1 << 20
-TILE_CPU = (
-    32  # queries that attention on a CPU takes at once: a part of a tile costs nearly as much
-)
+# queries that attention on a CPU takes at once: a part of a tile costs nearly as much
+TILE_CPU = 32
 ROWS_CPU = 1024
 
 Grid = tuple[int, int, int]  # t, h, w in patches
@@ -192,9 +191,8 @@ class VisionEncoder(nn.Module):
         self.merger_list = nn.ModuleList(
             Merger(config, norm_joined=True) for _ in config.deepstack_layers
         )
-        self.graphs: FrameGraphs | None = (
-            None  # set where there are any, when the weights are in place
-        )
+        # set where there are any, when the weights are in place
+        self.graphs: FrameGraphs | None = None
         self.requires_grad_(False)
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> VisionRows:

@@ -27,7 +27,8 @@ as that of the other graphs does."""
 
 class FrameGraphs:
     def __init__(self, encoder: VisionEncoder, sizes: Sequence[int] = SIZES) -> None:
-        self.encoder, self.sizes = encoder, sorted(sizes)
+        self.encoder = encoder
+        self.sizes = sorted(sizes)
         c, weight = encoder.config, encoder.pos_embed.weight
         assert all(size % c.merge**2 == 0 for size in sizes), (
             f"sizes of whole groups of {c.merge**2}, got {sizes}"

@@ -35,7 +35,9 @@ class Conv(nn.Module):
         self, inputs: int, outputs: int, taps: int, stride: int = 1, bias: bool = True
     ) -> None:
         super().__init__()
-        self.front, self.stride, self.mode = taps - stride, stride, "constant"
+        self.front = taps - stride
+        self.stride = stride
+        self.mode = "constant"
         self.conv = Weights(inputs, outputs, taps, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,8 @@ class Norm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight, self.bias = frozen(size), frozen(size)
+        self.weight = frozen(size)
+        self.bias = frozen(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
@@ -82,7 +85,8 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, c: EncoderConfig) -> None:
         super().__init__()
-        self.heads, d = c.num_heads, c.hidden_size
+        self.heads = c.num_heads
+        d = c.hidden_size
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(d, d) for _ in range(4))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -99,7 +103,8 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, c: EncoderConfig) -> None:
         super().__init__()
-        self.fc1, self.fc2 = Linear(c.hidden_size, c.ffn_size), Linear(c.ffn_size, c.hidden_size)
+        self.fc1 = Linear(c.hidden_size, c.ffn_size)
+        self.fc2 = Linear(c.ffn_size, c.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.fc2(F.gelu(self.fc1(x)))
@@ -110,12 +115,12 @@ class Layer(nn.Module):
     def __init__(self, c: EncoderConfig) -> None:
         super().__init__()
         d = c.hidden_size
-        self.self_attn, self.mlp = Attention(c), Mlp(c)
-        self.input_layernorm, self.post_attention_layernorm = (
-            Norm(d, c.norm_eps),
-            Norm(d, c.norm_eps),
-        )
-        self.self_attn_layer_scale, self.mlp_layer_scale = Scale(d), Scale(d)
+        self.self_attn = Attention(c)
+        self.mlp = Mlp(c)
+        self.input_layernorm = Norm(d, c.norm_eps)
+        self.post_attention_layernorm = Norm(d, c.norm_eps)
+        self.self_attn_layer_scale = Scale(d)
+        self.mlp_layer_scale = Scale(d)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn_layer_scale.scale * self.self_attn(self.input_layernorm(x), cos, sin)
@@ -128,11 +133,9 @@ class Layer(nn.Module):
 class Codebook(nn.Module):
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
-        self.cluster_usage, self.initialized, self.embed_sum = (
-            frozen(size),
-            frozen(1),
-            frozen(size, dim),
-        )
+        self.cluster_usage = frozen(size)
+        self.initialized = frozen(1)
+        self.embed_sum = frozen(size, dim)
 
     def rows(self) -> torch.Tensor:
         return self.embed_sum / self.cluster_usage.clamp(min=1e-5)[:, None]

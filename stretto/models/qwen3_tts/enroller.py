@@ -43,10 +43,8 @@ class Enroller(nn.Module):
         super().__init__()
         assert config.speaker is not None
         self.per_frame = config.vocoder.samples_per_frame
-        self.speaker_encoder, self.encoder = (
-            SpeakerEncoder(config.speaker),
-            CodecEncoder(config.encoder),
-        )
+        self.speaker_encoder = SpeakerEncoder(config.speaker)
+        self.encoder = CodecEncoder(config.encoder)
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +156,8 @@ class EnrollerStage:
             id for id, work in self.work.items() if work.copied is not None and work.copied.ready
         ]:
             self._end(id, self.work.pop(id))
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     @torch.inference_mode()

@@ -48,8 +48,10 @@ class Conv(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, taps: int = 1, dilation: int = 1) -> None:
         super().__init__()
-        self.dilation, self.sides = dilation, (taps - 1) * dilation
-        self.weight, self.bias = frozen(outputs, inputs, taps), frozen(outputs)
+        self.dilation = dilation
+        self.sides = (taps - 1) * dilation
+        self.weight = frozen(outputs, inputs, taps)
+        self.bias = frozen(outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[channels, time]"""
@@ -90,7 +92,8 @@ class Squeeze(nn.Module):
 
     def __init__(self, channels: int, inner: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = Conv(channels, inner), Conv(inner, channels)
+        self.conv1 = Conv(channels, inner)
+        self.conv2 = Conv(inner, channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(self.conv2(F.relu(self.conv1(x.mean(1, keepdim=True)))))
@@ -101,7 +104,8 @@ class Block(nn.Module):
         self, inputs: int, channels: int, c: SpeakerConfig, taps: int, dilation: int
     ) -> None:
         super().__init__()
-        self.tdnn1, self.tdnn2 = Tdnn(inputs, channels), Tdnn(channels, channels)
+        self.tdnn1 = Tdnn(inputs, channels)
+        self.tdnn2 = Tdnn(channels, channels)
         self.res2net_block = Res2Net(channels, c.scale, taps, dilation)
         self.se_block = Squeeze(channels, c.squeeze_channels)
 
@@ -115,7 +119,8 @@ class Pool(nn.Module):
 
     def __init__(self, channels: int, inner: int) -> None:
         super().__init__()
-        self.tdnn, self.conv = Tdnn(3 * channels, inner), Conv(inner, channels)
+        self.tdnn = Tdnn(3 * channels, inner)
+        self.conv = Conv(inner, channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         even = torch.full_like(x, 1 / x.shape[1])
@@ -132,7 +137,8 @@ def _moments(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torc
 class SpeakerEncoder(nn.Module):
     def __init__(self, c: SpeakerConfig) -> None:
         super().__init__()
-        self.config, ch = c, c.channels
+        self.config = c
+        ch = c.channels
         blocks: list[nn.Module] = [Tdnn(c.mel_bins, ch[0], c.kernels[0], c.dilations[0])]
         for i in range(1, len(ch) - 1):
             blocks.append(Block(ch[i - 1], ch[i], c, c.kernels[i], c.dilations[i]))

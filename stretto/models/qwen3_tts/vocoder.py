@@ -46,10 +46,8 @@ class Quantizer(nn.Module):
     def __init__(self, c: VocoderConfig, books: int) -> None:
         super().__init__()
         half = c.table_size // 2
-        self.input_proj, self.output_proj = (
-            Projection(c.table_size, half),
-            Projection(half, c.table_size),
-        )
+        self.input_proj = Projection(c.table_size, half)
+        self.output_proj = Projection(half, c.table_size)
         self.vq = Layers([Book(c.codebook_size, half) for _ in range(books)])
 
     def tables(self) -> list[torch.Tensor]:
@@ -66,7 +64,8 @@ class Book(nn.Module):
 class SplitQuantizer(nn.Module):
     def __init__(self, c: VocoderConfig) -> None:
         super().__init__()
-        self.rvq_first, self.rvq_rest = Quantizer(c, 1), Quantizer(c, c.num_quantizers - 1)
+        self.rvq_first = Quantizer(c, 1)
+        self.rvq_rest = Quantizer(c, c.num_quantizers - 1)
 
 
 class CodecTransformer(Transformer):

@@ -69,7 +69,8 @@ I = TypeVar("I", bound=FrameInput[Any])  # noqa: E741
 
 class SpeechAdapter(Generic[T, I]):
     def __init__(self, model: T, cache: KVCache, num_rows: int, max_context: int) -> None:
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         c = model.frames
         self.columns = c.num_code_groups
         self.rows = DeviceRows(

@@ -40,7 +40,10 @@ class FramePass:
     """Attention of one pass: every row adds the positions [start, start + queries)."""
 
     def __init__(self, cache: FrameCache, rows: int, start: int, queries: int) -> None:
-        self.cache, self.rows, self.start, self.queries = cache, rows, start, queries
+        self.cache = cache
+        self.rows = rows
+        self.start = start
+        self.queries = queries
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

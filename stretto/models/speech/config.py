@@ -40,9 +40,8 @@ class VocoderConfig:
     upsample_rates: tuple[int, ...]
     decoder_dim: int
     latent_size: int | None = None  # behind the transformer; None: as wide as it
-    table_size: int = (
-        0  # of the rows that codes stand for, where these are not the transformer's inputs
-    )
+    # of the rows that codes stand for, where these are not the transformer's inputs
+    table_size: int = 0
 
     drops_first: bool = True  # of each upsampling block, what the first input row alone gives
 

@@ -36,10 +36,12 @@ class FusedFrame:
         rest: Columns,
     ) -> None:
         predictor = model.code_predictor
-        self.model, self.layers = model, layers
+        self.model = model
+        self.layers = layers
         self.cos, self.sin = predictor.angles
         self.answer = PickState(seen, floor, model.frames.eos)
-        self.code0, self.rest = code0, rest
+        self.code0 = code0
+        self.rest = rest
         self.heads = [head.get_parameter("weight") for head in predictor.lm_head]
         own = model.model.codec_embedding.weight
         self.tables = [

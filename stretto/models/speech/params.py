@@ -22,9 +22,8 @@ class FrameParams(StageParams, frozen=True):
     each_frames: Positive = 1
     ramp: int | None = 2
     want_codes: bool = False
-    spoken: tuple[TokenId, ...] | None = (
-        None  # read these tokens aloud; no other stage writes the text
-    )
+    # read these tokens aloud; no other stage writes the text
+    spoken: tuple[TokenId, ...] | None = None
     live: bool = False  # these are the first; others follow as messages
 
 

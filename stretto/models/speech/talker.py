@@ -62,7 +62,8 @@ class FrameTalker(nn.Module):
     def __init__(self, frames: FrameConfig, model: TalkerModel) -> None:
         super().__init__()
         c = frames.decoder
-        self.frames, self.model = frames, model
+        self.frames = frames
+        self.model = model
         self.codec_head = Linear(c.hidden_size, c.vocab_size)
         self.code_predictor = CodePredictor(frames.predictor, frames.num_code_groups, c.hidden_size)
 

@@ -86,7 +86,9 @@ class SpeechStage:
     ) -> None:
         """`opening_s`: of the first frame, so much is not sounded by the vocoder. `prefill`: a
         stage on the same device to whose prompts frames give way."""
-        self.core, self.model, self.clock = core, model, clock
+        self.core = core
+        self.model = model
+        self.clock = clock
         self.requests: dict[RequestId, SpeechOutput] = {}
         self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
         self._new_rhythm = partial(
@@ -191,7 +193,8 @@ class SpeechStage:
             now = self.clock()
             if self._came or now - self._looked > LOOK_S:
                 self._send_due(now)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def launch(self) -> bool:
@@ -207,7 +210,8 @@ class SpeechStage:
     def _send_due(self, now: float) -> None:
         """Frames leave step by step rather than request by request, so that the vocoder gets them
         in one go."""
-        self._came, self._looked = False, now
+        self._came = False
+        self._looked = now
         waiting = list(self._waiting.items())
         which = leaving([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
         for (id, speech), go in zip(waiting, which, strict=True):

@@ -83,7 +83,8 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, c: VocoderConfig) -> None:
         super().__init__()
-        self.heads, self.head_dim = c.num_heads, c.head_dim
+        self.heads = c.num_heads
+        self.head_dim = c.head_dim
         width = c.num_heads * c.head_dim
         self.qkv = FusedLinear(c.hidden_size, {"q_proj": width, "k_proj": width, "v_proj": width})
         self.o_proj = Linear(width, c.hidden_size)
@@ -119,14 +120,10 @@ class Layer(nn.Module):
         self.eps = c.rms_eps
         self.self_attn = Attention(c)
         self.mlp = DenseMLP(c.hidden_size, c.ffn_size)
-        self.input_layernorm, self.post_attention_layernorm = (
-            Norm(c.hidden_size),
-            Norm(c.hidden_size),
-        )
-        self.self_attn_layer_scale, self.mlp_layer_scale = (
-            Scale(c.hidden_size),
-            Scale(c.hidden_size),
-        )
+        self.input_layernorm = Norm(c.hidden_size)
+        self.post_attention_layernorm = Norm(c.hidden_size)
+        self.self_attn_layer_scale = Scale(c.hidden_size)
+        self.mlp_layer_scale = Scale(c.hidden_size)
 
     def forward(self, x: torch.Tensor, window: torch.Tensor, timing: Timing) -> torch.Tensor:
         y = self.self_attn(rms_norm(x, self.input_layernorm.weight, self.eps), window, timing)
@@ -227,7 +224,8 @@ class UpStage(nn.ModuleList):
 class ResidualUnit(nn.Module):
     def __init__(self, channels: int, dilation: int, layout: TailLayout, rate: int) -> None:
         super().__init__()
-        self.act1, self.act2 = Snake(channels), Snake(channels)
+        self.act1 = Snake(channels)
+        self.act2 = Snake(channels)
         self.conv1 = CausalConv(channels, channels, 7, dilation)
         self.conv2 = CausalConv(channels, channels, 1)
         self.tail = layout.add(self.conv1.reach, channels, rate)
@@ -246,7 +244,8 @@ class DecoderBlock(nn.Module):
     def __init__(self, inputs: int, rate: int, layout: TailLayout, rows: int, drop: int) -> None:
         super().__init__()
         outputs = inputs // 2
-        self.rows, self.drop = rows, drop
+        self.rows = rows
+        self.drop = drop
         self.tail = layout.add(1, inputs, rows // rate)
         units = [ResidualUnit(outputs, d, layout, rows) for d in (1, 3, 9)]
         self.block = nn.ModuleList([Snake(inputs), OverlapUpConv(inputs, outputs, rate), *units])

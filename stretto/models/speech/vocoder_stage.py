@@ -32,7 +32,8 @@ class VocoderStage:
     due_ns: int | None = None
 
     def __init__(self, core: VocoderCore, clock: Clock = time.monotonic) -> None:
-        self.core, self.clock = core, clock
+        self.core = core
+        self.clock = clock
         self.requests: dict[RequestId, StageTimings] = {}
 
     def __len__(self) -> int:

@@ -96,7 +96,8 @@ class Credit:
     def take(self) -> float:
         """What a job that starts now has of it."""
         now = self.clock()
-        self.left, self.at = min(BURST_S, self.left + SHARE * (now - self.at)), now
+        self.left = min(BURST_S, self.left + SHARE * (now - self.at))
+        self.at = now
         taken = SHORT_S if self.left >= SHORT_S else 0.0
         self.left -= taken
         return taken

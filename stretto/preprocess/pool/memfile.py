@@ -144,7 +144,8 @@ class MemFileSlice:
     since unmapping is slow too. The object owns the file: it is closed when the object is freed."""
 
     def __init__(self, file: MemFile, start: int) -> None:
-        self._file, self._start = file, start
+        self._file = file
+        self._start = start
         _start_closing()
 
     def __len__(self) -> int:
@@ -160,6 +161,7 @@ class MemFileSlice:
     def __del__(self) -> None:
         # Anything may be under way on this thread, with any lock held: this queue's `put` is made
         # for that.
-        fd, self._file.fd = self._file.fd, -1
+        fd = self._file.fd
+        self._file.fd = -1
         if fd >= 0:
             _CLOSING.put(fd)

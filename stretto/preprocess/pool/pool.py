@@ -68,9 +68,8 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
-TALKS_AT_ONCE = (
-    4  # processes for prompts of sessions that are not long: some tens of milliseconds each
-)
+# processes for prompts of sessions that are not long: some tens of milliseconds each
+TALKS_AT_ONCE = 4
 A = TypeVar("A", Built, Outlined, Windows)
 
 
@@ -92,7 +91,8 @@ class _Call:
         except asyncio.CancelledError:
             self.drop_file()  # the answer may have come at the same moment
             raise
-        file, self.file = self.file, None
+        file = self.file
+        self.file = None
         return answer, file
 
     def drop_file(self) -> None:
@@ -110,10 +110,9 @@ class PromptPool:
         self.settings = settings
         self.worker = WorkerProcess(model, builder, settings, grammars)
         self.lane = FairQueue(settings.workers)
-        self.talks, self.long_talks = (
-            FairQueue(TALKS_AT_ONCE),
-            FairQueue(LONG_AT_ONCE),
-        )  # of sessions: text alone
+        # of sessions: text alone
+        self.talks = FairQueue(TALKS_AT_ONCE)
+        self.long_talks = FairQueue(LONG_AT_ONCE)
         self.checks = FairQueue(
             settings.workers
         )  # beside the prompts: a check takes a moment, and media take longer

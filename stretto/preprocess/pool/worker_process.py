@@ -39,9 +39,8 @@ ENVIRONMENT = {
 }
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
-PATIENT_DEATHS = (
-    2  # of workers in a row, soon after their start: after that, requests are refused at once
-)
+# of workers in a row, soon after their start: after that, requests are refused at once
+PATIENT_DEATHS = 2
 
 
 class NotSent(StageDead):
@@ -52,12 +51,10 @@ class WorkerProcess:
     def __init__(
         self, model: Path, builder: str, settings: PoolSettings, grammars: str = ""
     ) -> None:
-        self._model, self._builder, self._grammars, self._settings = (
-            model,
-            builder,
-            grammars,
-            settings,
-        )
+        self._model = model
+        self._builder = builder
+        self._grammars = grammars
+        self._settings = settings
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
         self.deaths = 0  # in a row, each soon after the start
@@ -131,7 +128,8 @@ class WorkerProcess:
         try:
             while self._broken is None:
                 began = time.monotonic()
-                self._last_end, self._reason = await self._live(), None
+                self._last_end = await self._live()
+                self._reason = None
                 self._end()
                 if self._broken is None:
                     self.deaths = 1 if time.monotonic() - began > YOUNG_S else self.deaths + 1

@@ -91,7 +91,8 @@ def copy_part(body: Source, part: ByteRange, to: MemFile) -> None:
     start, stop = part
     while start < stop:
         copied = os.sendfile(to.fd, body.fd, start, stop - start)
-        start, to.size = start + copied, to.size + copied
+        start = start + copied
+        to.size = to.size + copied
 
 
 def part_of(body: Source, part: ByteRange) -> MemFile:

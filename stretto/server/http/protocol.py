@@ -151,17 +151,14 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
         self.front = front
-        self.answering: RequestResponseCycle | None = (
-            None  # the last one begun; `cycle` is the last one received
-        )
-        self.deadline: TimerHandle | None = (
-            None  # of what must come while nothing is being answered
-        )
+        # the last one begun; `cycle` is the last one received
+        self.answering: RequestResponseCycle | None = None
+        # of what must come while nothing is being answered
+        self.deadline: TimerHandle | None = None
         self.heads = 0  # blocks of headers that have come
         self.head_bytes = 0  # of the block that is coming, and of a header behind its body
-        self.head_next = (
-            True  # what comes next is a block of headers, or more of it; else it is a body
-        )
+        # what comes next is a block of headers, or more of it; else it is a body
+        self.head_next = True
         self.head_begun = False
         self.pieces = 0  # of a body, in what was read at once
         self.chunked = False  # the body that comes
@@ -222,7 +219,9 @@ class Connection(HttpToolsProtocol):
             self._wait()
 
     def _go_on(self) -> None:
-        held, self.held, self.flow.waits = self.held, b"", False
+        held = self.held
+        self.held = b""
+        self.flow.waits = False
         if not self.transport.is_closing():
             self._parse(held)
         if not self.flow.waits:
@@ -291,7 +290,8 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_AHEAD:
             self._stop_parsing(AHEAD)
         self.heads += 1
-        self.head_next, self.head_begun = False, False
+        self.head_next = False
+        self.head_begun = False
         self.chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._unset_deadline()
         super().on_headers_complete()
@@ -309,7 +309,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self.head_bytes, self.head_next = 0, True
+        self.head_bytes = 0
+        self.head_next = True
         if not self.busy:  # the rest of a body whose answer was given before
             self._unset_deadline()
 

@@ -43,7 +43,8 @@ class Socket(WebSocketsSansIOProtocol):
         self, floods: TurnQueue, large_reads: TurnQueue, memory: Shares, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.floods, self.large_reads = floods, large_reads
+        self.floods = floods
+        self.large_reads = large_reads
         self.incoming = Holding(memory, "")
         self.gathered = 0  # bytes of a message's fragments so far
         self.queued = 0  # of messages that are whole, up to the one that the app has now
@@ -76,7 +77,9 @@ class Socket(WebSocketsSansIOProtocol):
         super().handle_events()
 
     def _parse(self, data: bytes) -> None:
-        began, at, self.parsed = time.perf_counter(), 0, 0
+        began = time.perf_counter()
+        at = 0
+        self.parsed = 0
         while at < len(data) and not self.transport.is_closing():
             super().data_received(data[at : at + SLICE_BYTES])
             at += SLICE_BYTES
@@ -90,7 +93,8 @@ class Socket(WebSocketsSansIOProtocol):
 
     def _wait(self, rest: bytes, line: TurnQueue) -> None:
         """For a turn to parse the rest; nothing more is read until then."""
-        self.rest, self.waits = rest, True
+        self.rest = rest
+        self.waits = True
         self.transport.pause_reading()
         line.wait(self.loop, self._parse_rest)
 
@@ -107,12 +111,18 @@ class Socket(WebSocketsSansIOProtocol):
             self._drop()
 
     def _drop(self) -> None:
-        self.rest, self.frames, self.gathered, self.queued, self.taken = b"", [], 0, 0, 0
+        self.rest = b""
+        self.frames = []
+        self.gathered = 0
+        self.queued = 0
+        self.taken = 0
         self.conn.reader.discard()
         self.incoming.close()
 
     def _parse_rest(self) -> None:
-        rest, self.rest, self.waits = self.rest, b"", False
+        rest = self.rest
+        self.rest = b""
+        self.waits = False
         self._parse(rest)
         self._count()
         if not self.waits and not self.read_paused:

@@ -432,7 +432,8 @@ class Writer:
     def _take_told(self) -> ChoiceLogprobs | None:
         """Log probabilities of the tokens up to here. Those of a token whose text is held back come
         with that text."""
-        told, self.told = self.told, []
+        told = self.told
+        self.told = []
         found = logprobs_of(told)
         return found if found.content else None
 

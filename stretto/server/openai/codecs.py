@@ -74,7 +74,8 @@ class Wav:
         self._header = wav_header(rate, num_bytes)
 
     def feed(self, pcm: bytes) -> bytes:
-        header, self._header = self._header, b""
+        header = self._header
+        self._header = b""
         return header + pcm if header else pcm
 
     def finish(self) -> bytes:
@@ -215,7 +216,8 @@ class Pieces:
     def __init__(
         self, unit: int = 6
     ) -> None:  # whole 16-bit samples as well as whole groups of three bytes
-        self._unit, self._rest = unit, b""
+        self._unit = unit
+        self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
         data = self._rest + data if self._rest else data
@@ -224,5 +226,6 @@ class Pieces:
         return data[:cut]
 
     def finish(self) -> bytes:
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         return rest

@@ -29,7 +29,10 @@ class Refused(StrettoError):
         param: str | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.kind, self.code, self.param = status, kind, code, param
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
         self.headers = dict(headers or {})
 
 

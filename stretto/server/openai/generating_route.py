@@ -41,8 +41,12 @@ class GeneratingRoute(Generic[R]):
         places: Callable[[R], int] = lambda _: 1,
     ) -> None:
         """`places`: how many a request takes of those for requests that are answered at once."""
-        self.service, self.route, self.max_bytes = service, route, max_bytes
-        self.decode, self.work, self.places = decode, work, places
+        self.service = service
+        self.route = route
+        self.max_bytes = max_bytes
+        self.decode = decode
+        self.work = work
+        self.places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.service.config)
@@ -55,7 +59,9 @@ class GeneratingRoute(Generic[R]):
                 await exchange.read_body(body, self.max_bytes)
                 await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
-            visit.ended, visit.status = "left", 499  # nobody listens: there is nothing to say
+            # nobody listens: there is nothing to say
+            visit.ended = "left"
+            visit.status = 499
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
             visit.ended = type(e).__name__
             await exchange.fail(e)
@@ -83,10 +89,8 @@ def note(event: Event, visit: RequestLog) -> None:
         case AudioChunk():
             visit.saw_audio(len(event.samples))
         case Finished():
-            visit.prompt_tokens, visit.cached_tokens = (
-                event.usage.prompt_tokens,
-                event.usage.cached_tokens,
-            )
+            visit.prompt_tokens = event.usage.prompt_tokens
+            visit.cached_tokens = event.usage.cached_tokens
             visit.ended = finish_reason(event)
 
 

@@ -136,9 +136,8 @@ class SpeechFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     model: Name | None = None
     voice: Name | VoiceId | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
-    instructions: Annotated[str, Meta(max_length=4096)] | None = (
-        None  # without effect on models that take none
-    )
+    # without effect on models that take none
+    instructions: Annotated[str, Meta(max_length=4096)] | None = None
     language: Name | None = None  # ours; None: the model finds out
 
     # Ours.
@@ -176,9 +175,8 @@ class TranscriptionRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     model: Name | None = None
     language: Annotated[str, Meta(max_length=8)] | None = None
-    prompt: Annotated[str, Meta(max_length=4096)] | None = (
-        None  # what the sound is about, names that are in it
-    )
+    # what the sound is about, names that are in it
+    prompt: Annotated[str, Meta(max_length=4096)] | None = None
     response_format: Literal["json", "text", "verbose_json"] | None = None  # None: json
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # None: greedy
     stream: bool | None = None

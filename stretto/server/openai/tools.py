@@ -61,7 +61,9 @@ class ToolParser:
             self._say((OPEN if self.inside else "") + self._text, out)
             if self._gap and not self.num_calls:
                 out.append(self._gap)
-        self._text, self._gap, self.inside = "", "", False
+        self._text = ""
+        self._gap = ""
+        self.inside = False
         return out
 
     def _say(self, text: str, out: list[str | Call]) -> None:

@@ -246,7 +246,9 @@ class Malformed(Exception):
         self, code: str, message: str, param: str | None = None, event_id: str | None = None
     ) -> None:
         super().__init__(message)
-        self.code, self.param, self.event_id = code, param, event_id
+        self.code = code
+        self.param = param
+        self.event_id = event_id
 
 
 _decoder = msgspec.json.Decoder(Event)

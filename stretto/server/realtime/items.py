@@ -115,7 +115,8 @@ class Conversation:
             raise
         if (held := self.engine_item(entry)) is not None:
             more = max(0, held_by(held.message) - entry.size)
-            entry.size, self.size = entry.size + more, self.size + more
+            entry.size = entry.size + more
+            self.size = self.size + more
 
     def _place(self, id: str) -> int:
         for at, entry in enumerate(self.entries):

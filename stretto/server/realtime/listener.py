@@ -84,7 +84,8 @@ class Listener:
     def configure(self, turns: Turns | None, format: FormatName) -> None:
         """New settings. What was heard stays."""
         if format != self.format:
-            self.format, self._sound = format, SoundIn(format)
+            self.format = format
+            self._sound = SoundIn(format)
         if turns != self.turns:
             if turns is None:
                 self._release()
@@ -152,7 +153,8 @@ class Listener:
                 # What a client has left uncommitted before it asked for turns belongs to the first
                 # one.
                 start = self.position - length - self.session.pending
-                self.turn, self._paused = Turn(start, self.position), False
+                self.turn = Turn(start, self.position)
+                self._paused = False
                 await on(signal)  # first of all: it may have to silence an answer
                 self._take(sound)
             case Signal.RESUMED:

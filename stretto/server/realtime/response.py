@@ -92,7 +92,8 @@ class Response:
             return
         self.writer.begin()
         self._released.set()
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for event in waiting:
             self._write(event)
 
@@ -209,7 +210,8 @@ class Response:
             else:
                 self.writer.words(part)
         if self.writer.speaking and not self._calling:
-            early, self._early = self._early, []
+            early = self._early
+            self._early = []
             for chunk in early:
                 self._sound(chunk)
 
@@ -253,7 +255,8 @@ class Response:
         _, failure = describe(error)
         self.writer.close(False)
         await self._remember()
-        self.over, self.status = True, "failed"
+        self.over = True
+        self.status = "failed"
         told = s.StatusError(failure.error.type, failure.error.code, failure.error.message)
         self.writer.finish(self.status, self._usage_so_far(), self._timings(), error=told)
 

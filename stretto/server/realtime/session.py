@@ -44,9 +44,8 @@ log = logging.getLogger("stretto.realtime")
 
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
 IN_A_THREAD = 64 << 10
-SOUNDS_AT_ONCE = (
-    4  # of an item, that are converted on the event loop: each has a resampler of its own
-)
+# of an item, that are converted on the event loop: each has a resampler of its own
+SOUNDS_AT_ONCE = 4
 TOOLS_AT_ONCE = 16 << 10  # bytes of tools that are read before others have a turn
 MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
@@ -57,7 +56,8 @@ class Problem(Exception):
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.param = code, param
+        self.code = code
+        self.param = param
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +195,8 @@ class RealtimeSession:
         state = self.state.updated(fields, self.engine.info, tools)
         if self.speaker.spoken:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
-        before, self.state = self.state, state
+        before = self.state
+        self.state = state
         answers = state.answers
         # so that sound is read ahead behind the same words as the answer's prompt begins with
         self.talk.expect(
@@ -240,7 +241,8 @@ class RealtimeSession:
         assert turns is not None
         match signal:
             case Signal.STARTED:
-                self._item_id, self._idle_from = new_id("item"), None
+                self._item_id = new_id("item")
+                self._idle_from = None
                 self.outbox.put(
                     s.SpeechStarted(audio_start_ms=turn.start_ms, item_id=self._item_id)
                 )
@@ -327,7 +329,8 @@ class RealtimeSession:
             or to_ms(self.listener.position - self._idle_from) < turns.idle_timeout_ms
         ):
             return
-        start, self._idle_from = self._idle_from, None
+        start = self._idle_from
+        self._idle_from = None
         id = new_id("item")
         stop = self.listener.position
         self.outbox.put(
@@ -405,9 +408,8 @@ class RealtimeSession:
             played = min(played, entry.speech.seconds)
             await self.conversation.truncate(entry, played)
         elif (active := self.speaker.active) is not None and entry in active.writer.entries:
-            active.cuts[entry.id] = (
-                played  # it is still being said; some clients truncate, then cancel
-            )
+            # it is still being said; some clients truncate, then cancel
+            active.cuts[entry.id] = played
         ms = round(played * 1000)
         self.outbox.put(
             s.ItemTruncated(item_id=entry.id, content_index=event.content_index, audio_end_ms=ms)
@@ -436,7 +438,8 @@ class RealtimeSession:
                 "rate_limit_exceeded", f"{MAX_BESIDE} responses beside the conversation run already"
             )
         response = self.speaker.make(options, beside=beside, metadata=fields.metadata, items=given)
-        response.speech_end, self._committed = self._committed, None
+        response.speech_end = self._committed
+        self._committed = None
         if beside:
             self.speaker.say_beside(response)
         else:

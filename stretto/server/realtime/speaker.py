@@ -226,7 +226,8 @@ class Speaker:
 
     def tell_guess(self, speech_end: SpeechEnd) -> None:
         """It is the answer: the client hears of it, and of what was held back."""
-        guess, self.guess = self.guess, None
+        guess = self.guess
+        self.guess = None
         assert guess is not None
         self.service.metrics.realtime.speculations.labels("kept").inc()
         guess.response.speech_end = speech_end
@@ -235,7 +236,8 @@ class Speaker:
     async def drop_guess(self) -> None:
         """The turn goes on: nobody hears of that answer, and the engine has the sound as if there
         had been none."""
-        guess, self.guess = self.guess, None
+        guess = self.guess
+        self.guess = None
         if guess is None:
             return
         self.service.metrics.realtime.speculations.labels("dropped").inc()

@@ -59,7 +59,9 @@ class TurnDetector:
         self._run = self._run + 1 if probability >= self.pauses.threshold else 0
         if self._run < START_WINDOWS:
             return []
-        self.speaking, self.paused, self._silence = True, False, 0
+        self.speaking = True
+        self.paused = False
+        self._silence = 0
         return [Signal.STARTED]
 
     def _speech(self, probability: float) -> list[Signal]:

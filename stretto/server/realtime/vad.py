@@ -41,7 +41,8 @@ class VadState:
     silence: int = 0  # windows of clear silence in a row
 
     def forget(self) -> None:
-        self.memory, self.context = np.zeros((2, 128), np.float32), np.zeros(CONTEXT, np.float32)
+        self.memory = np.zeros((2, 128), np.float32)
+        self.context = np.zeros(CONTEXT, np.float32)
         self.silence = 0
 
 
@@ -74,7 +75,8 @@ class Silero:
         out, memory = self._session.run(None, {"input": given, "state": memory, "sr": self._rate})
         probabilities: Float = np.asarray(out, np.float32)[:, 0]
         for i, state in enumerate(states):
-            state.memory, state.context = memory[:, i], given[i, -CONTEXT:]
+            state.memory = memory[:, i]
+            state.context = given[i, -CONTEXT:]
             state.silence = state.silence + 1 if probabilities[i] < CLEAR_SILENCE else 0
             if state.silence >= FORGET_WINDOWS:
                 state.forget()
@@ -174,7 +176,8 @@ class Batcher:
         if not batch:
             return rest
         found = model.run(np.stack([j.windows[j.at] for j in batch]), [j.state for j in batch])
-        self.rounds, self.windows = self.rounds + 1, self.windows + len(batch)
+        self.rounds = self.rounds + 1
+        self.windows = self.windows + len(batch)
         for job, probability in zip(batch, found, strict=True):
             job.out[job.at] = probability
             job.at += 1

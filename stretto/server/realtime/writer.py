@@ -72,7 +72,9 @@ class Writer:
             told.status_details.reason = reason
         if error is not None:
             told.status_details.error = error
-        told.output, told.usage, told.stretto = [e.item for e in self.entries], usage, timings
+        told.output = [e.item for e in self.entries]
+        told.usage = usage
+        told.stretto = timings
         self.put(s.ResponseDone(response=told))
 
     def _told(self, status: s.Status) -> s.Response:
@@ -128,7 +130,8 @@ class Writer:
         self.put(
             s.ArgumentsDone(**place, call_id=call_id, name=call.name, arguments=call.arguments)
         )
-        item.arguments, item.status = call.arguments, "completed"
+        item.arguments = call.arguments
+        item.status = "completed"
         self._end(entry, len(self.entries) - 1)
 
     def _message(self) -> _Open:
@@ -163,7 +166,8 @@ class Writer:
     def close(self, completed: bool, whole: bool = True) -> None:
         """The end of the message that is open, if one is. `whole`: its sound is all that there
         would have been."""
-        message, self._open = self._open, None
+        message = self._open
+        self._open = None
         if message is None:
             return
         place, text = self._place(message), message.text

@@ -49,7 +49,8 @@ class Channel:
     def push(self) -> None:
         if self._posted:
             with self._lock:
-                parts, self._posted = self._posted, []
+                parts = self._posted
+                self._posted = []
                 rest = b"".join(parts)
                 if not self._late:
                     rest = rest[self._send_now(rest) :]

@@ -62,7 +62,9 @@ class Host:
         report: Report,
         push: Callable[[], None] = lambda: None,
     ) -> None:
-        self.configure, self.report, self.push = configure, report, push
+        self.configure = configure
+        self.report = report
+        self.push = push
         self.device = torch.device(settings.device)
         self.switches = OverlapSwitches.read(settings.switches, os.environ)
         if self.device.type == "cpu":

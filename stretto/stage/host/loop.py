@@ -107,7 +107,8 @@ class Loop:
     def start(self, on_failure: Callable[[], None], first: Callback = lambda: None) -> None:
         """`first` is called before the first round, `on_failure` last, if it dies; both on the loop
         thread."""
-        self._on_failure, self._first = on_failure, first
+        self._on_failure = on_failure
+        self._first = first
         self._thread = threading.Thread(target=self.run, name="stage-loop", daemon=True)
         self._thread.start()
 
@@ -133,7 +134,8 @@ class Loop:
                     self.sleep()
         except BaseException as e:
             # The boundary of the stage's world: whoever started the loop must learn of it.
-            self.failure, self._stopping = e, True
+            self.failure = e
+            self._stopping = True
             log.exception("the stage loop died")
             self._on_failure()
             raise

@@ -26,7 +26,8 @@ class Poll:
     """A turn of a stage."""
 
     def __init__(self, stage: Stage, poll: Callable[[Stage], bool]) -> None:
-        self.stage, self._poll = stage, poll
+        self.stage = stage
+        self._poll = poll
 
     @property
     def cheap(self) -> bool:
@@ -50,7 +51,8 @@ class PrefillFirst:
         self.came = False  # requests were admitted in this round
 
     def turn(self) -> bool:
-        came, self.came = self.came, False
+        came = self.came
+        self.came = False
         return came and self.first.turn()
 
 

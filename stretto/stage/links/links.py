@@ -21,7 +21,8 @@ class Inlet:
     host."""
 
     def __init__(self, link: str, kind: type[Payload]) -> None:
-        self.link, self.kind = link, kind
+        self.link = link
+        self.kind = kind
         self.within = False  # the sender is in this host
         self._open: set[RequestId] = set()
         self.away = Arrivals(self._open.discard)  # of a sender in another host
@@ -68,7 +69,8 @@ class Outlet:
     """The sending side: which requests are open, and which must rest."""
 
     def __init__(self, link: str, kind: type[Payload]) -> None:
-        self.link, self.kind = link, kind
+        self.link = link
+        self.kind = kind
         self.inlet: Inlet | None = None  # of the receiver, if it is in this host
         self.handed = 0  # payloads, to a receiver in this host
         self.away = Departures()  # to one in another host

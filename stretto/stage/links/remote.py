@@ -28,7 +28,8 @@ class Departures:
         self._slot_bytes = 0  # of a chunk; known when the link is laid, which is before any request
 
     def attach(self, courier: Outgoing) -> None:
-        self._courier, self._slot_bytes = courier, courier.slot_bytes
+        self._courier = courier
+        self._slot_bytes = courier.slot_bytes
 
     def detach(self) -> None:
         self._courier = None
@@ -105,7 +106,8 @@ class Arrivals:
     def receive(self) -> Iterator[tuple[RequestId, Chunk | StrettoError]]:
         """What has arrived: chunks, which are released when the next one is asked for, and what
         went wrong with a request."""
-        announced, self._announced = self._announced, []
+        announced = self._announced
+        self._announced = []
         for id in announced:
             yield from self._take(id)
         while self._courier is not None and (chunk := self._courier.poll()) is not None:

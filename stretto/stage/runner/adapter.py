@@ -37,9 +37,8 @@ class Picked:
     """What the sampling rows of a step gave. `tokens` < 0 marks a row whose numbers went bad."""
 
     tokens: torch.Tensor  # [rows, columns] int64; column 0 is what the scheduler calls the token
-    hidden: torch.Tensor | None = (
-        None  # [rows, hidden] that they were picked from, of a adapter with a `DeviceRows.head`
-    )
+    # [rows, hidden] that they were picked from, of a adapter with a `DeviceRows.head`
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -52,8 +52,11 @@ class PrefillGraphs:
         request is at most once in a pass, so there are never more sequences than rows of
         requests."""
         max_sequences = max_sequences or rows.num_rows
-        self.decoder, self.cache, self.accept_layer = decoder, cache, accept_layer
-        self.sizes, self.max_sequences = sorted(sizes), max_sequences
+        self.decoder = decoder
+        self.cache = cache
+        self.accept_layer = accept_layer
+        self.sizes = sorted(sizes)
+        self.max_sequences = max_sequences
         device, most = rows.device, max(sizes)
         hidden = decoder.config.hidden_size
         self.x = torch.zeros(most, hidden, dtype=cache.data.dtype, device=device)

@@ -73,8 +73,10 @@ class DeviceRows:
     ) -> None:
         """`masks` and `bias` of a adapter that takes guided requests, `head` of one that tells how
         likely its tokens were."""
-        self.device, self.cache = cache.data.device, cache
-        self.num_rows, self.sink = num_rows, num_rows
+        self.device = cache.data.device
+        self.cache = cache
+        self.num_rows = num_rows
+        self.sink = num_rows
         total = num_rows + 1
         self.tables = torch.zeros(total, max_blocks, dtype=torch.int32, device=self.device)
         self.offset = torch.zeros(
@@ -83,7 +85,9 @@ class DeviceRows:
         self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
         # Index of the first token of the answer that may be the end.
         self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
-        self.masks, self.bias, self.head = masks, bias, head
+        self.masks = masks
+        self.bias = bias
+        self.head = head
 
     def join(
         self,

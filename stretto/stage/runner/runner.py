@@ -48,7 +48,8 @@ class Runner:
         self, adapter: ModelAdapter[Any], graphs: DecodeGraphs | None = None, priority: int = 0
     ) -> None:
         """`priority` of the stage's stream among those of its device: lower goes first."""
-        self.adapter, self.graphs = adapter, graphs
+        self.adapter = adapter
+        self.graphs = graphs
         self.device = adapter.rows.device
         self._ways = [0] * (
             adapter.rows.num_rows + 1

@@ -36,7 +36,8 @@ class Allocation:
         payloads = []
         if found:
             needs = request.spec.needs_payload
-            request.blocks, request.published = found, len(found)
+            request.blocks = found
+            request.published = len(found)
             cursor.reuse(len(found) * self.block_size)
             for index in range(reused_from // self.block_size, len(found)):
                 payload = self.pool.payload(found[index])
@@ -52,7 +53,8 @@ class Allocation:
                 payloads=tuple(payloads),
             )
         )
-        request.row, request.was_admitted = row, True
+        request.row = row
+        request.was_admitted = True
         request.refresh_limit()
         self.seated[row] = request
 
@@ -61,7 +63,8 @@ class Allocation:
         if row is None:
             return
         del self.seated[row]
-        request.row, request.device_at = None, -1
+        request.row = None
+        request.device_at = -1
         if self._unjoin(request, row):
             return
         if request.in_flight:

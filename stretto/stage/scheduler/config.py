@@ -15,15 +15,13 @@ class SchedulerConfig:
     max_waiting: int = 256  # requests never admitted yet; more are refused with Busy
     max_context: int = 32768  # prompt and answer of one request
     max_step_tokens: int = 8192  # rows computed by one step
-    prefill_chunk: int = (
-        1024  # of those, prefill rows while any request is answering: keeps the decodes' cadence
-    )
+    # of those, prefill rows while any request is answering: keeps the decodes' cadence
+    prefill_chunk: int = 1024
     lone_prefill_chunk: int = (
         1 << 30
     )  # the same while none is: so that the next stage can follow a long prompt
-    mixed: bool = (
-        True  # prefills and decodes in one step; else they take turns, each in steps of their own
-    )
+    # prefills and decodes in one step; else they take turns, each in steps of their own
+    mixed: bool = True
     least_share: int = 64  # a prefill's share of a step is not cut below this for others' sake
     overlap_depth: int = 2  # steps in flight
     prefix_cache: bool = True

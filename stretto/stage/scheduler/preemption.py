@@ -25,12 +25,10 @@ class Preemption:
         requests: Mapping[RequestId, StageRequest],
         settle: Callable[[StageRequest], None],
     ) -> None:
-        self._config, self._holdings, self._requests, self._settle = (
-            config,
-            allocation,
-            requests,
-            settle,
-        )
+        self._config = config
+        self._holdings = allocation
+        self._requests = requests
+        self._settle = settle
 
     def for_a_row(self, request: StageRequest, step: int, idle: bool) -> None:
         """One more block for a running request, from those that are less urgent."""

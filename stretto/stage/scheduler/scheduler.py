@@ -34,9 +34,8 @@ class Scheduler:
         self._size = config.block_size
         self._in_flight: deque[tuple[Batch, list[StageRequest]]] = deque()
         self._arrivals = 0
-        self._left_out = (
-            False  # the last batch had to leave ready requests out, so some may be ageing
-        )
+        # the last batch had to leave ready requests out, so some may be ageing
+        self._left_out = False
         self._prefilled = False  # the last batch held prefills
 
     # -- what others may ask

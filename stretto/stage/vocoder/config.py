@@ -18,14 +18,12 @@ class CodecConfig:
     )  # frames per step; packets grow to no more by default
     stream_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)  # streams per step
     overlap_depth: int = 2
-    max_cells: int = (
-        256  # streams x frames of a step (unless it is of one frame): larger ones save nothing more
-    )
+    # streams x frames of a step (unless it is of one frame): larger ones save nothing more
+    max_cells: int = 256
     urgent_s: float = 0.1  # a stream that runs dry within this time goes before others
     primers: int = 32  # states behind primers that are kept
-    spare_cells: int = (
-        0  # streams x frames by which a step may be padded to a size that there is already
-    )
+    # streams x frames by which a step may be padded to a size that there is already
+    spare_cells: int = 0
 
     def sizes_for(self, streams: int) -> tuple[int, ...]:
         """Frames per step that steps of so many streams come in, smallest first. The smallest is

@@ -81,8 +81,11 @@ class VocoderCore:
         name: str = "vocoder",
     ) -> None:
         """`clock` is what deadlines are told by; `recorder` is given spans."""
-        self.name, self.recorder = name, recorder or Recorder()
-        self.model, self.waiter, self.clock = model, waiter, clock
+        self.name = name
+        self.recorder = recorder or Recorder()
+        self.model = model
+        self.waiter = waiter
+        self.clock = clock
         self.config = c = config or CodecConfig()
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
@@ -188,7 +191,8 @@ class VocoderCore:
             done = time.perf_counter_ns()
             self.stats.retire_ns += done - start
             self.recorder.span("loop", f"retire {self.name}", start, done)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def launch(self) -> bool:
@@ -208,7 +212,8 @@ class VocoderCore:
         step = self._steps[-1]
         step.begun_ns = start + took
         if step.copied is None:
-            step.begun_ns, step.ended_ns = start, start + took
+            step.begun_ns = start
+            step.ended_ns = start + took
         return True
 
     def _record(self, step: CodecStep) -> None:

@@ -27,7 +27,8 @@ class Primers:
     primers."""
 
     def __init__(self, state: Any, most: int) -> None:
-        self._state, self.most = state, most
+        self._state = state
+        self.most = most
         self._kept: dict[bytes, Any] = {}  # states, the least lately used first
 
     def __len__(self) -> int:

@@ -17,7 +17,8 @@ class Staging:
     retired."""
 
     def __init__(self, config: CodecConfig, groups: int, rate: int, device: torch.device) -> None:
-        self._groups, self._pin = groups, device.type == "cuda"
+        self._groups = groups
+        self._pin = device.type == "cuda"
         self._places = config.overlap_depth + 2
         frames = config.slots * max(config.frame_sizes)
         size = frames * groups + 2 * config.slots

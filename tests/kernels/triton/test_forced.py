@@ -62,9 +62,8 @@ def test_every_path_goes_to_the_given_experts(
 @torch.inference_mode()
 def test_rows_in_parts(device: torch.device) -> None:
     bed = Bed(config(MOE, hidden=64), device, torch.float32, rows=1, length=16)
-    bed.decoder.fused = bed.decoder.host = (
-        None  # the layers for few rows on a CPU route by themselves
-    )
+    # the layers for few rows on a CPU route by themselves
+    bed.decoder.fused = bed.decoder.host = None
     ids = [i.to(device) for i in given(ROWS)]
     forced = Forced(2, ROWS, 8, device, in_parts=True)
     forced.give(ids)

@@ -34,9 +34,8 @@ class ThinkerInput:
     first_decode: float  # rotary position of the first generated token
     sampling: SamplingParams = GREEDY
     media: list[MediaRows] = field(default_factory=list)  # of the pieces that are encoded by now
-    capture: npt.NDArray[np.int64] | None = (
-        None  # sorted prompt positions whose accept-layer rows are wanted
-    )
+    # sorted prompt positions whose accept-layer rows are wanted
+    capture: npt.NDArray[np.int64] | None = None
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
     min_p: float = 0.0  # least share of the best token's likelihood
@@ -53,7 +52,8 @@ class ThinkerAdapter:
     columns = 1
 
     def __init__(self, model: Thinker, cache: KVCache, num_rows: int, max_context: int) -> None:
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         vocab, blocks = model.config.thinker.text.vocab_size, -(-max_context // cache.block_size)
         self.fused = model.model.fused is not None
         self.params = SamplingColumns(num_rows + 1, model.device)

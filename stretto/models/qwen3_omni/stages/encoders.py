@@ -48,7 +48,8 @@ class Kept:
     """Rows of pieces by what they were made of, the least recently used dropped first."""
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
-        self.most_bytes, self.num_bytes = most_bytes, 0
+        self.most_bytes = most_bytes
+        self.num_bytes = 0
         self._rows: OrderedDict[Key, Rows] = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
@@ -101,8 +102,10 @@ class Encoded(NamedTuple):
 
 class Encoders:
     def __init__(self, model: Thinker, core: StageCore, context: StageContext) -> None:
-        self.model, self.core = model, core
-        self.num_requests, self.clock = context.num_requests, context.clock
+        self.model = model
+        self.core = core
+        self.num_requests = context.num_requests
+        self.clock = context.clock
         self.kept = Kept()
         self.encoded = 0  # pieces
         self.asked = 0
@@ -141,7 +144,10 @@ class Encoders:
 
     def forget(self) -> None:
         """What was encoded so far was for nobody."""
-        self.kept, self.encoded, self.asked, self._rests_ns = Kept(), 0, 0, 0
+        self.kept = Kept()
+        self.encoded = 0
+        self.asked = 0
+        self._rests_ns = 0
 
     def proven(self, id: RequestId) -> int:
         """A request has picked a token: all that was encoded for it are numbers, so others may find
@@ -162,8 +168,10 @@ class Encoders:
     def run_due(self) -> Encoded:
         """Encode a part of what is due, if it is time for it."""
         done = self._run_due()
-        reports, self._reports = self._reports, []
-        failures, self._failures = self._failures, []
+        reports = self._reports
+        self._reports = []
+        failures = self._failures
+        self._failures = []
         return Encoded(done, reports, failures)
 
     def _run_due(self) -> Sequence[RequestId]:

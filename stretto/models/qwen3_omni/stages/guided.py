@@ -50,7 +50,9 @@ class Compiling:
         self, grammars: Grammars, ring: Callable[[], None], clock: Callable[[], int]
     ) -> None:
         """`clock`: the loop's."""
-        self._grammars, self._ring, self._clock = grammars, ring, clock
+        self._grammars = grammars
+        self._ring = ring
+        self._clock = clock
         self.waiting: dict[RequestId, tuple[PendingRequest, Future[GrammarGuide]]] = {}
         self._said_ns = 0  # when it was last said which requests wait
 

@@ -42,7 +42,8 @@ class TalkerStage(SpeechStage):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(core, model, context, OPENING_S, prefill, clock)
-        self.talker, self.config = model, model.config
+        self.talker = model
+        self.config = model.config
 
     def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> PromptPlan:
         plan = talker_prompt(prompt, self.config, params.voice, prefill_only=params.prefill_only)

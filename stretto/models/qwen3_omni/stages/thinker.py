@@ -77,7 +77,9 @@ class ThinkerStage:
     def __init__(
         self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic
     ) -> None:
-        self.core, self.model, self.clock = core, model, clock
+        self.core = core
+        self.model = model
+        self.clock = clock
         self.config = model.config
         self.requests: dict[RequestId, TextOutput] = {}
         grammars = Grammars(partial(open_grammars, Path(context.model)))
@@ -190,7 +192,8 @@ class ThinkerStage:
         self._outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
         for certain in self.core.poll():
             self._take(certain)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def launch(self) -> bool:
@@ -257,8 +260,10 @@ class ThinkerStage:
     def _report_text(self, id: RequestId, output: TextOutput, now: float) -> None:
         if output.tokens:
             self._outputs.append(ToEngine(Text(id, tuple(output.tokens), tuple(output.logprobs))))
-            output.left, output.left_at = output.left + len(output.tokens), now
-            output.tokens, output.logprobs = [], []
+            output.left = output.left + len(output.tokens)
+            output.left_at = now
+            output.tokens = []
+            output.logprobs = []
 
     def _forward(
         self,
