@@ -196,7 +196,7 @@ def default_base() -> str:
 
 def added_lines(diff: str) -> set[int]:
     """Numbers of the lines that a diff of one file (with `-U0`) adds or changes."""
-    hunks = re.findall(r"^ -\S+ \+(\d+)(?:,(\d+))? ", diff, re.MULTILINE)
+    hunks = re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", diff, re.MULTILINE)
     return {n for first, count in hunks for n in range(int(first), int(first) + int(count or 1))}
 
 

@@ -287,7 +287,7 @@ def test_the_service_is_what_the_code_serves(service: RayService) -> None:
     assert cluster.ray_version.startswith(pinned)
     [app] = yaml.safe_load(service.spec.serve_config_v2)["applications"]
     assert app["import_path"] == "stretto.ray.app:build"
-    assert "def build(" in (ROOT / "stretto" / "cluster" / "app.py").read_text()
+    assert "def build(" in (ROOT / "stretto" / "ray" / "app.py").read_text()
     args = as_names(app["args"], RECORDS, ("model",), "args")
     model, engine, server, ours = read_settings({}, {}, {**args, "backend": "ray"})
     check_cluster(ours, engine)

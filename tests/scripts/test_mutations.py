@@ -135,7 +135,15 @@ def test_mutants_of_a_real_module_differ_and_are_python() -> None:
 
 
 def test_lines_of_a_diff() -> None:
-    diff = "--- a\n+++ b\n -3 +3,2  def f\n-x\n+y\n+ -1 +90 \n -9,2 +9,0 \n -20,0 +21 \n"
+    hunks = [
+        "@@ -3 +3,2 @@ def f",
+        "-x",
+        "+y",
+        "+@@ -1 +90 @@",
+        "@@ -9,2 +9,0 @@",
+        "@@ -20,0 +21 @@",
+    ]
+    diff = "\n".join(["--- a", "+++ b", *hunks, ""])
     assert added_lines(diff) == {3, 4, 21}
 
 
@@ -182,11 +190,11 @@ def test_tests_mirror_or_import_the_module(tmp_path: Path) -> None:
         path.write_text(text)
 
     write("server/test_loop_time.py")
-    write("server/test_body.py", "x = 1")
-    write("test_other.py", "x = 1  # a comment\nfrom stretto.server import looptime\n")
+    write("server/http/test_body.py", "x = 1")
+    write("test_other.py", "x = 1  # a comment\nfrom stretto.server import loop_time\n")
     write("other/test_any.py", "import stretto.server.loop_time\n")
-    write("other/test_near.py", "import stretto.server.looptimer\n")
-    write("other/test_server_looptime.py")
+    write("other/test_near.py", "import stretto.server.loop_timer\n")
+    write("other/test_server_loop_time.py")
     write(
         "help/conftest.py",
         "from stretto.server.http.body import Body\nfrom stretto.server.app import App\n",
@@ -194,12 +202,12 @@ def test_tests_mirror_or_import_the_module(tmp_path: Path) -> None:
     write("help/test_by_help.py")
     found = find_tests("stretto/server/loop_time.py", tmp_path)
     assert found == [
-        "tests/other/test_server_looptime.py", "tests/server/test_loop_time.py",
+        "tests/other/test_server_loop_time.py", "tests/server/test_loop_time.py",
         "tests/other/test_any.py", "tests/test_other.py",
     ]  # fmt: skip
-    assert find_tests("stretto/server/http/body.py", tmp_path) == ["tests/server/test_body.py"]
+    assert find_tests("stretto/server/http/body.py", tmp_path) == ["tests/server/http/test_body.py"]
     assert find_tests("stretto/server/app.py", tmp_path) == [
-        "tests/help/test_by_help.py", "tests/server/test_loop_time.py", "tests/server/test_body.py",
+        "tests/help/test_by_help.py", "tests/server/test_loop_time.py",
     ]  # fmt: skip
     for n in range(20):
         write(f"many/test_{n}.py", "import stretto.many\n")

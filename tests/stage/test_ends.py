@@ -12,10 +12,10 @@ import torch
 from stretto.config.engine import HostSettings
 from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import StrettoError, WireError
-from stretto.messages.hosts import Connect, Listen
-from stretto.stage.links.endpoints import LinkEnds
+from stretto.messages.hosts import Connect, LinkDown, Listen
+from stretto.stage.links.endpoints import LinkEnd, LinkEnds
 from stretto.stage.links.links import Links
-from stretto.transport.contract import Endpoint, LinkOptions
+from stretto.transport.contract import Endpoint, LinkOptions, PeerDead
 from stretto.transport.registry import Registry, connectors
 from stretto.types import SECRET_BYTES
 
@@ -90,3 +90,36 @@ def test_connectors_that_were_registered_in_this_process_are_found() -> None:
         LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry
         is connectors
     )
+
+
+class EndingCourier:
+    """Ends right after its faults were taken for the first time, as a thread may."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._faults: list[StrettoError] = []
+
+    def faults(self) -> list[StrettoError]:
+        taken, self._faults = self._faults, []
+        if not self.ended:
+            self.ended = True
+            self._faults = [PeerDead("the peer is gone", link=LINK)]
+        return taken
+
+
+def test_a_link_that_ends_while_its_faults_are_read_is_reported_with_its_fault() -> None:
+    reports: list[Any] = []
+    ends = LinkEnds(
+        Links({}),
+        HostSettings(),
+        torch.device("cpu"),
+        nothing,
+        lambda message, payload: reports.append(message),
+        nothing,
+    )
+    courier: Any = EndingCourier()
+    ends.ends[LINK] = LinkEnd(generation=3, incoming=courier)
+    assert not ends.turn()
+    assert ends.turn()
+    assert [type(m) for m in reports] == [LinkDown, LinkDown]
+    assert all("the peer is gone" in m.message for m in reports)

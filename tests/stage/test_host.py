@@ -13,8 +13,8 @@ from stretto.engine.local_host import HostProcess
 from stretto.messages.hosts import Broken, Quit, Ready
 from stretto.messages.requests import Admit, Cancel, Failed, ToHost, encode
 from stretto.preprocess.pool.packed import PromptMeta
-from stretto.stage.host.host import host as hosts
-from stretto.stage.host.host import process
+from stretto.stage.host import host as hosts
+from stretto.stage.host import process
 from stretto.stage.host.loop import Callback, Loop
 from stretto.types import GREEDY, RequestId
 from tests.pipeline import STAGES, announcement, configure

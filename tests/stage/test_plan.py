@@ -16,9 +16,9 @@ from stretto.messages.hosts import Configure, Loading
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.plan import POOLS, plan, shared
+from stretto.stage.host import context as context_module
 from stretto.stage.host.context import StageContext
 from stretto.stage.host.host import Host
-from stretto.stage.host.host import context as context_module
 from stretto.stage.host.memory_plan import (
     GIB,
     DoesNotFit,

@@ -182,13 +182,13 @@ class LinkEnds:
             for link in (end.incoming, end.outgoing):
                 if link is None:
                     continue
+                # Read before the faults: a courier reports its last fault before it ends.
+                ended = link.ended
                 for error in link.faults():
                     did = True
                     end.last = error
                     self._fault(name, end, error)
-                if (
-                    link.ended and not end.down
-                ):  # not among the faults: a courier tells them before it ends
+                if ended and not end.down:
                     did = end.down = True
                     self.report(LinkDown(name, end.generation, str(end.last or "it ended")), b"")
         return did
