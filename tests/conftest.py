@@ -13,19 +13,24 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 from stretto import cpu
+from stretto.config.engine import EngineConfig
+from stretto.config.preprocess import PoolSettings
 from stretto.engine import announce as admission
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.observe.logs import JsonLines, TextLines
 from stretto.observe.stderr import QueuedStderr
 from tests.oracle import PromptMaker, load_oracle
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Running
 
 # Tests compute in bfloat16. Decided before anything is computed; workers and hosts inherit the
 # answer.
@@ -127,6 +132,15 @@ def roomy_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "config.json").unlink()
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture(scope="session")
+def real_server(tiny_dir: Path) -> Iterator[Running]:
+    """A server with the engine and the tiny model, hosts and prompt workers in processes."""
+    from tests.server.real_engine import served
+
+    with served(tiny_dir, EngineConfig(prompts=PoolSettings())) as it:
+        yield it.running
 
 
 @pytest.fixture(scope="session")

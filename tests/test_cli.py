@@ -1,5 +1,7 @@
 """The command line as a user types it."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from stretto.cli import main
+from stretto.cli import main, parser
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.registry import open_model
 
@@ -148,3 +150,26 @@ def test_tiny_checkpoints_of_all_kinds_and_sizes(
     assert open_model(tmp_path / "t").info.instructions == (
         name in ("qwen3-tts", "qwen3-tts-design")
     )
+
+
+def test_one_name_for_one_thing() -> None:
+    args = {
+        "serve": ["serve", "--api-key", "k"],
+        "talk": ["talk", "--api-key", "k", "--max-tokens", "3"],
+        "bench": ["bench", "URL", "--api-key", "k", "--max-tokens", "3"],
+        "generate": ["generate", "M", "--text", "hi", "--max-tokens", "3"],
+    }
+    for job, words in args.items():
+        parsed = vars(parser().parse_args(words))
+        assert parsed.get("api_key", "k") in ("k", ["k"]), job
+        assert parsed.get("max_tokens", 3) == 3, job
+
+
+def test_tiny_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert main(["tiny", str(tmp_path)]) == 2
+    assert (tmp_path / "config.json").read_text() == "mine"
+    assert main(["tiny", str(tmp_path / "config.json")]) == 2
+    assert main(["tiny", str(tmp_path / "config.json" / "below")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["tiny", str(tmp_path / "empty")]) == 0

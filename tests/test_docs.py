@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from stretto.cli import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
@@ -113,3 +116,21 @@ def test_methods_are_there(page: str) -> None:
     placed += re.findall(r"\(`((?:[A-Z]\w+\.)?[a-z_]\w*)`,\s+`([\w/]+\.py)`\)", text)
     assert len(placed) > 5
     assert [(name, file) for name, file in placed if file not in there.get(name, ())] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/serve.md"])
+def test_commands_of_the_documents_are_understood(name: str) -> None:
+    text = (ROOT / name).read_text()
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.M | re.S))
+    typed = re.findall(r"^(?:\.venv/bin/)?stretto ([^#<\n]*)", blocks, re.M)
+    assert len(typed) >= 3
+    for words in typed:
+        _, unknown = parser().parse_known_args(shlex.split(words))
+        assert not unknown, words
+
+
+def test_the_readme_names_the_build_of_torch_that_is_installed() -> None:
+    (default,) = re.findall(
+        r"TORCH:=?-?(torch==[\d.]+)", (ROOT / "scripts" / "setup.sh").read_text()
+    )
+    assert f"(default `{default}`" in (ROOT / "README.md").read_text()

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from stretto.errors import Invalid
 from stretto.preprocess.pool.jobs import Outlined
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.worker import do_outline
 from stretto.server.http import forms
-from stretto.server.http.forms import MAX_FIELD, MAX_PARTS, in_thread, parse_form, part_of
+from stretto.server.http.forms import MAX_FIELD, MAX_PARTS, boundary, in_thread, parse_form, part_of
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -183,3 +184,24 @@ def test_leaving_while_a_form_is_read_closes_its_files() -> None:
 
     asyncio.run(main())
     assert descriptors() <= before
+
+
+def test_forms() -> None:
+    mark = boundary('multipart/form-data; boundary="a b"')
+    body = (
+        b'--a b\r\nContent-Disposition: form-data; name="model"\r\n\r\nx\r\n'
+        b'--a b\r\nContent-Disposition: form-data; name="file"; '
+        b'filename="../../etc"\r\n\r\n\r\n\r\n\x00--a\r\n'
+        b"--a b--\r\n"
+    )
+    form = parse_form(body, mark)
+    assert form.fields == {"model": "x"}
+    assert body[slice(*form.files["file"])] == b"\r\n\r\n\x00--a"
+    for i in range(len(body) - 4):
+        with pytest.raises(Invalid):
+            parse_form(body[:i], mark)
+    with pytest.raises(Invalid, match="twice"):
+        parse_form(body[:-9] + b"\r\n" + body, mark)
+    with pytest.raises(Invalid, match="boundary"):
+        boundary("multipart/form-data")
+    assert json.dumps(form.fields)

@@ -1,5 +1,4 @@
-"""More calls at once than the server answers at once: they wait their turn, and are told how long
-it took."""
+"""The admission queue: its order, its bound, its time limit, and what callers learn of it."""
 
 from __future__ import annotations
 

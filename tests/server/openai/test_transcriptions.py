@@ -1,9 +1,8 @@
-"""Sound files written down, as OpenAI's client sends them."""
+"""Transcriptions and translations of sound files, as OpenAI's client sends them."""
 
 from __future__ import annotations
 
 import io
-import json
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,6 @@ import openai
 import pytest
 import soundfile
 
-from stretto.errors import Invalid
-from stretto.preprocess.media import cut_sound
-from stretto.server.http.forms import boundary, parse_form
 from tests.server.conftest import Running
 
 RATE = 16_000
@@ -31,8 +27,8 @@ def sound(seconds: float, format: str = "WAV") -> io.BytesIO:
     return file
 
 
-def test_the_stock_client_transcribes_and_translates(real: Running) -> None:
-    client = real.client()
+def test_the_stock_client_transcribes_and_translates(real_server: Running) -> None:
+    client = real_server.client()
     options: Any = {
         "model": "default",
         "language": "en",
@@ -49,9 +45,9 @@ def test_the_stock_client_transcribes_and_translates(real: Running) -> None:
     assert other.text != answer.text  # another question was put
 
 
-def test_streamed(real: Running) -> None:
+def test_streamed(real_server: Running) -> None:
     events = list(
-        real.client().audio.transcriptions.create(
+        real_server.client().audio.transcriptions.create(
             file=sound(1.5), model="default", stream=True, extra_body=FEW
         )
     )
@@ -60,8 +56,8 @@ def test_streamed(real: Running) -> None:
     assert "".join(e.delta for e in events[:-1]).strip() == events[-1].text
 
 
-def test_a_long_sound_is_heard_window_by_window(real: Running) -> None:
-    answer = real.client().audio.transcriptions.create(
+def test_a_long_sound_is_heard_window_by_window(real_server: Running) -> None:
+    answer = real_server.client().audio.transcriptions.create(
         file=sound(40),
         model="default",
         response_format="verbose_json",
@@ -75,17 +71,6 @@ def test_a_long_sound_is_heard_window_by_window(real: Running) -> None:
     assert told["text"] == f"{first['text']} {second['text']}".strip()
 
 
-def test_windows_end_where_it_is_quiet() -> None:
-    samples = np.ones(10 * RATE, np.float32)
-    samples[int(3.7 * RATE) : int(3.9 * RATE)] = 0
-    samples[int(7.4 * RATE) : int(7.7 * RATE)] = 0
-    parts = cut_sound(samples, 4.0)
-    assert sum(len(p) for p in parts) == len(samples)
-    ends = np.cumsum([len(p) for p in parts]) / RATE
-    assert 3.7 <= ends[0] <= 3.9
-    assert 7.4 <= ends[1] <= 7.7
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -95,42 +80,21 @@ def test_windows_end_where_it_is_quiet() -> None:
         ({"extra_body": {"colour": "red"}}, "colour"),
     ],
 )
-def test_mistakes_are_named(real: Running, change: dict[str, Any], param: str) -> None:
+def test_mistakes_are_named(real_server: Running, change: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        real.client().audio.transcriptions.create(
+        real_server.client().audio.transcriptions.create(
             **{"file": sound(0.5), "model": "default", **change}
         )
     assert caught.value.status_code in (400, 404)
     assert caught.value.body["param"] == param  # type: ignore[index]
 
 
-def test_what_is_no_sound_is_a_400(real: Running) -> None:
+def test_what_is_no_sound_is_a_400(real_server: Running) -> None:
     for file in (io.BytesIO(b"not a sound at all"), io.BytesIO(b"")):
         file.name = "x.wav"
         with pytest.raises(openai.BadRequestError):
-            real.client().audio.transcriptions.create(file=file, model="default")
-    reply = real.ask("/v1/audio/transcriptions", {"file": "x"})
+            real_server.client().audio.transcriptions.create(file=file, model="default")
+    reply = real_server.ask("/v1/audio/transcriptions", {"file": "x"})
     assert reply.status == 415
     form = {"Content-Type": "multipart/form-data"}
-    assert real.ask("/v1/chat/completions", {"messages": []}, headers=form).status == 415
-
-
-def test_forms() -> None:
-    mark = boundary('multipart/form-data; boundary="a b"')
-    body = (
-        b'--a b\r\nContent-Disposition: form-data; name="model"\r\n\r\nx\r\n'
-        b'--a b\r\nContent-Disposition: form-data; name="file"; '
-        b'filename="../../etc"\r\n\r\n\r\n\r\n\x00--a\r\n'
-        b"--a b--\r\n"
-    )
-    form = parse_form(body, mark)
-    assert form.fields == {"model": "x"}
-    assert body[slice(*form.files["file"])] == b"\r\n\r\n\x00--a"
-    for i in range(len(body) - 4):
-        with pytest.raises(Invalid):
-            parse_form(body[:i], mark)
-    with pytest.raises(Invalid, match="twice"):
-        parse_form(body[:-9] + b"\r\n" + body, mark)
-    with pytest.raises(Invalid, match="boundary"):
-        boundary("multipart/form-data")
-    assert json.dumps(form.fields)
+    assert real_server.ask("/v1/chat/completions", {"messages": []}, headers=form).status == 415

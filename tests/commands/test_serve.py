@@ -1,9 +1,11 @@
-"""What people type by mistake, as they type it: one sentence, a status, no traceback, nothing
-started in vain."""
+"""`stretto serve` until it is ready: mistakes end it with one sentence and a status, signals end it
+cleanly."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -13,58 +15,24 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from stretto.cli import main
-from stretto.config.engine import EngineConfig, check_model
-from stretto.errors import Invalid
+from stretto.commands.serve import settle
 from stretto.hardware import cards
-from stretto.stage.host.device_check import check_device
-
-STRETTO = [sys.executable, "-m", "stretto"]
-SMALL = ["--max-text-tokens", "4", "--max-frames", "4", "--device", "cpu"]
-
-
-def typed(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*STRETTO, *map(str, words)], capture_output=True, text=True, check=False)
-
-
-def check_told(done: subprocess.CompletedProcess[str], says: str, code: int | None = None) -> None:
-    assert done.returncode != 0
-    assert code is None or done.returncode == code
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+from tests.commands.processes import STRETTO, check_error, run_stretto
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at devices as Linux has them")
 def test_serve_without_the_gpu_it_names_ends_with_one_sentence(tiny_dir: Path) -> None:
-    done = typed("serve", tiny_dir, "--device", "cuda:77", "--port", "0")
-    check_told(done, "is placed on cuda:77, but there is no", 2)
+    done = run_stretto("serve", tiny_dir, "--device", "cuda:77", "--port", "0")
+    check_error(done, "is placed on cuda:77, but there is no", 2)
     assert done.stderr.count("cuda:77") == 1
 
 
 @pytest.mark.skipif(bool(cards()), reason="for machines without a GPU")
 def test_serve_on_a_gpu_without_one(tiny_dir: Path) -> None:
-    done = typed("serve", tiny_dir, "--device", "cuda")
-    check_told(done, "but there is no GPU; --device cpu runs without a GPU", 2)
+    done = run_stretto("serve", tiny_dir, "--device", "cuda")
+    check_error(done, "but there is no GPU; --device cpu runs without a GPU", 2)
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_build_of_torch_without_cuda_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(
-        Invalid,
-        match=r"was built without CUDA; install a build with CUDA \(pip install .*--device cpu",
-    ):
-        check_device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("gpu", "there is no device 'gpu'"), ("meta", "only cpu and cuda")]
-)
-def test_a_device_that_is_none(name: str, says: str) -> None:
-    with pytest.raises(Invalid, match=says):
-        check_device(name)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +55,10 @@ def test_a_device_that_is_none(name: str, says: str) -> None:
 def test_serve_refuses_at_once(words: tuple[str, ...], says: str, tiny_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = typed(
+        done = run_stretto(
             "serve", tiny_dir, *(port if w == "TAKEN" else w for w in words), "--device", "cpu"
         )
-    check_told(done, says)
+    check_error(done, says)
     assert "starting" not in done.stderr  # no process was started for this
 
 
@@ -98,77 +66,16 @@ def test_serve_with_too_few_files(tiny_dir: Path) -> None:
     words = shlex.join([*STRETTO, "serve", str(tiny_dir), "--device", "cpu", "--port", "0"])
     command = ["bash", "-c", f"ulimit -n 100; exec {words}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    check_told(
+    check_error(
         done, "this process may open 100 files, and a server needs 256: raise `ulimit -n`", 1
     )
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_serve_without_the_model_it_names(tmp_path: Path) -> None:
-    done = typed("serve", tmp_path / "Qwen3-Omni")
-    check_told(done, "Qwen3-Omni: there is no such directory", 2)
+    done = run_stretto("serve", tmp_path / "Qwen3-Omni")
+    check_error(done, "Qwen3-Omni: there is no such directory", 2)
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_stated_context_is_not_shortened() -> None:
-    check_model(EngineConfig(), ("a",), 4096)  # the default follows the model
-    with pytest.raises(
-        Invalid, match="max_model_len is 8192, but the model has only 4096 positions"
-    ):
-        check_model(EngineConfig(), ("a",), 4096, {"max_model_len"})
-
-
-def test_unknown_flags_show_their_own_commands_usage(tiny_dir: Path) -> None:
-    done = typed("generate", tiny_dir, "--text", "hi", "--tempreature", "1")
-    check_told(done, "usage: stretto generate", 2)
-    assert "did you mean --temperature?" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--text", "hi", "--out", "x.mp3"), "x.mp3: can be .wav or .flac"),
-        (("--messages", "nowhere.json"), "nowhere.json"),
-        (("--batch", "nowhere.jsonl", "--out-dir", "d"), "nowhere.jsonl"),
-        (("--text", "hi", "--text-only", "--out", "b.wav"), "--text-only makes no speech"),
-    ],
-)
-def test_generate_refuses_before_it_loads(
-    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # There is no such model: had it been looked for first, the words would be others.
-    assert main(["generate", str(tmp_path / "no-model"), *words]) == 2
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--out", "x.mp3"), "x.mp3: can be .wav or .flac"),
-        (("--out", "x.wav", "--clip", "nowhere.wav"), "--clip nowhere.wav: there is no such file"),
-        (("--out", "x.wav", "--max-audio-frames", "0"), "max_frames is out of range"),
-        (("--out", "x.wav"), "no-model: there is no such directory"),
-    ],
-)
-def test_speak_refuses_before_it_loads(
-    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["speak", str(tmp_path / "no-model"), "--text", "hi", *words]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_generate_into_head(tiny_dir: Path) -> None:
-    words = ["generate", str(tiny_dir), "--text", "hi", "--text-only", *SMALL]
-    with subprocess.Popen(
-        [*STRETTO, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        said = process.stderr.read()
-        assert process.wait() == 128 + signal.SIGPIPE
-    assert "Traceback" not in said
-    assert "BrokenPipe" not in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
@@ -263,11 +170,49 @@ def has_begun(children: list[int]) -> bool:
     )
 
 
-def test_tiny_overwrites_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("mine")
-    assert main(["tiny", str(tmp_path)]) == 2
-    assert (tmp_path / "config.json").read_text() == "mine"
-    assert main(["tiny", str(tmp_path / "config.json")]) == 2
-    assert main(["tiny", str(tmp_path / "config.json" / "below")]) == 2
-    (tmp_path / "empty").mkdir()
-    assert main(["tiny", str(tmp_path / "empty")]) == 0
+def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every_line(
+    tiny_dir: Path,
+) -> None:
+    """Server and host, log lines and banners alike."""
+    command = [
+        sys.executable,
+        "-m",
+        "stretto",
+        "serve",
+        str(tiny_dir),
+        "--port",
+        "0",
+        "--log-format",
+        "json",
+    ]
+    env = {**os.environ, "STRETTO_LOG": "INFO"}
+    done = subprocess.run(
+        [*command, "--device", "cuda:77"], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 2
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert sum("is placed on cuda:77" in line["message"] for line in lines) == 1
+    assert not any("stack" in line for line in lines)
+
+
+def test_the_settings_of_the_documented_service(tmp_path: Path) -> None:
+    """What docs/serve.md tells operators to put into a file."""
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (tmp_path / "stretto.yaml").write_text(block)
+    model, _, server = settle({"config": tmp_path / "stretto.yaml"}, {})
+    assert model == "Qwen/Qwen3-Omni-30B-A3B-Instruct"
+    assert (server.api_key_file, server.log_format, server.drain_timeout) == (
+        "/etc/stretto.keys",
+        "json",
+        30,
+    )
+
+
+def test_serve_by_name_without_a_network(tmp_path: Path) -> None:
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "stretto", "serve", "Qwen/Qwen3-Omni-30B-A3B-Instruct"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert "run: hf download Qwen/Qwen3-Omni-30B-A3B-Instruct --local-dir" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""The programs that people copy, run as they stand."""
+"""The example programs, run as they stand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import Running
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
@@ -26,19 +26,22 @@ def run(name: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_text(
-    real: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    real_server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("client_text.py", real.url, monkeypatch=monkeypatch)
+    run("client_text.py", real_server.url, monkeypatch=monkeypatch)
     assert capsys.readouterr().out.strip()
 
 
 def test_speech_into_a_file_and_a_spoken_question_from_it(
-    real: Running, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    real_server: Running,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run("client_speech.py", real.url, monkeypatch=monkeypatch)
+    run("client_speech.py", real_server.url, monkeypatch=monkeypatch)
     assert "s of speech in answer.wav" in capsys.readouterr().out
     with wave.open("answer.wav") as file:
         assert (file.getframerate(), file.getnchannels()) == (24_000, 1)
         assert file.getnframes() > 1000
-    run("client_spoken_question.py", "answer.wav", real.url, monkeypatch=monkeypatch)
+    run("client_spoken_question.py", "answer.wav", real_server.url, monkeypatch=monkeypatch)
     assert "tokens of sound)" in capsys.readouterr().out

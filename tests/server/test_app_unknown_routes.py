@@ -1,4 +1,4 @@
-"""Routes that people ask for first, and what they are told instead."""
+"""Paths that have no route: 404 with the route that was probably meant."""
 
 from __future__ import annotations
 

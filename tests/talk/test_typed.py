@@ -220,3 +220,22 @@ def test_missing_package_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_sound()
     assert isinstance(found, NoSound)
     assert "pip install sounddevice" in found.why
+
+
+def test_talk_understands_exit_and_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "answer-1.wav").write_bytes(b"mine")
+    lines = iter(["hello", "exit", "never asked"])
+    out, asked = io.StringIO(), []
+
+    def ask(body):
+        asked.append(body)
+        return iter([Words("Hi.")])
+
+    talk = Talk(
+        ask, ListedModel("m"), out, lambda prompt: next(lines), NoSound("none"), save=tmp_path
+    )
+    assert talk.run() == 0
+    assert len(asked) == 1
+    talk.keep(24000, b"\0\0" * 2400)
+    assert (tmp_path / "answer-1.wav").read_bytes() == b"mine"
+    assert (tmp_path / "answer-2.wav").exists()

@@ -1,4 +1,4 @@
-"""Hosts that die: how it is told, in the log, in the health report and in the metrics."""
+"""Hosts that die, and how the log, the health report and the metrics show it."""
 
 from __future__ import annotations
 
