@@ -12,7 +12,7 @@ from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import TalkerParams, ThinkerParams
 from stretto.models.speech.params import VocoderParams
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.types import RequestId, SamplingParams
 
 STAGES = PIPELINE.names
@@ -24,7 +24,7 @@ PROCESSES: Literal["processes"] = "processes"
 
 def announcement(
     request: RequestId,
-    prompt: PromptMeta,
+    prompt: PackedPrompt,
     speak: bool,
     voice: str | None,
     text: SamplingParams,
@@ -48,7 +48,7 @@ def announcement(
         told["talker"] = TalkerParams(code0, residual, max_frames, voice, spoken=spoken, **talker)
         told["code2wav"] = VocoderParams()
     stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told.items()}
-    return Admit(request, prompt, stages, priority, cache_root)
+    return Admit(request, prompt.for_host(with_features=True), stages, priority, cache_root)
 
 
 def params_of(a: Admit, stage: str) -> Any:

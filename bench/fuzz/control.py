@@ -66,7 +66,7 @@ from stretto.messages.requests import (
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.tiny import write_tiny
-from stretto.preprocess.pool.packed import Bytes, PieceMeta
+from stretto.preprocess.packed_prompt import Bytes, PackedPiece
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.host import Host
 from stretto.transport.contract import LinkOptions
@@ -137,7 +137,7 @@ class Told:
         r = IDS[0]
         plain: list[ToHost] = [Cancel(r), Throttle(r, True), Throttle(r, False), Ping(1), Quit()]
         plain += [Finish(r, stage) for stage in STAGES]
-        plain += [MediaData(r, stage, (PieceMeta((2, 2), bytes(16), 0),)) for stage in STAGES]
+        plain += [MediaData(r, stage, (PackedPiece((2, 2), bytes(16), 0),)) for stage in STAGES]
         plain += [Unlink(link) for link in LINKS]
         plain += [Listen(link, "shm", 1, SECRET) for link in LINKS]
         plain += [Connect(link, "shm", self.peer, 1, SECRET) for link in LINKS]

@@ -41,8 +41,7 @@ from stretto.messages.requests import (
 )
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.preprocess.pool.jobs import BuiltPrompt
-from stretto.preprocess.pool.packed import Packed, pack
+from stretto.preprocess.packed_prompt import PackedPrompt, pack
 
 
 class Wire:
@@ -90,8 +89,8 @@ class Played:
         host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
         return host
 
-    def ticket(self, prompt: Packed, ask: Ask) -> Any:
-        return self.engine._admit(BuiltPrompt(prompt), ask, 0.0)
+    def ticket(self, prompt: PackedPrompt, ask: Ask) -> Any:
+        return self.engine._admit(prompt, ask, 0.0)
 
     @property
     def tickets(self) -> list[Any]:

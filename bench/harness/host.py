@@ -34,7 +34,7 @@ from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.host import Host
@@ -57,7 +57,7 @@ def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:
     packed = pack(prompt)
     told = stage_params(wanted).items()
     stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told}
-    return Admit(id, packed.meta, stages), bytes(packed.features)
+    return Admit(id, packed.for_host(with_features=True), stages), packed.feature_bytes()
 
 
 class OneHost:

@@ -123,7 +123,7 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
             f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}"
         )
     root, sender = b"" if shared else cache_root(ask.owner), digest_of(ask.sender, b"sender")
-    bare, features = t.prompt.without_features(), t.prompt.features
+    features = t.prompt.features.data if t.prompt.features is not None else b""
     encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]
     blob = b""
     if encoding and len(features) <= PIECE:
@@ -133,11 +133,11 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
     for host in t.pipeline.hosts_of(t.stages):
         encodes = any(stage in host for stage in encoding)
         here = {stage: params for stage, params in told.items() if stage in host}
-        prompt = t.prompt.meta if encodes else bare.meta
+        prompt = t.prompt.for_host(with_features=encodes)
         elsewhere = tuple(stage for stage in t.stages if stage not in here)
         message = Admit(t.id, prompt, here, t.params.priority, root, sender, elsewhere)
         t.pipeline.send(host[:1], message, blob if encodes else b"")
-    t.prompt = bare  # nobody needs the features any more
+    t.prompt = t.prompt.for_host(with_features=False)  # nobody needs the features any more
 
 
 _encode = msgspec.msgpack.Encoder().encode

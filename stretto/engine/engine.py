@@ -57,7 +57,8 @@ from stretto.messages.requests import (
 from stretto.observe.trace import TraceWriter
 from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.build import Builder
-from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation, Outlined, Windows
+from stretto.preprocess.packed_prompt import PackedPrompt
+from stretto.preprocess.pool.jobs import Conversation, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.pool import PromptPool
 from stretto.preprocess.pool.threads import InThreads, Prompts
@@ -189,7 +190,7 @@ class PipelineEngine:
         asked = params or self._info.defaults
         sender = messages.sender if isinstance(messages, Conversation) else ""
 
-        async def build() -> BuiltPrompt:
+        async def build() -> PackedPrompt:
             if isinstance(messages, Conversation):
                 try:
                     await self.prompts.check(asked.grammar, sender)
@@ -262,7 +263,7 @@ class PipelineEngine:
 
     async def run(
         self,
-        build: Callable[[], Awaitable[BuiltPrompt]],
+        build: Callable[[], Awaitable[PackedPrompt]],
         ask: Ask,
         writes: Callable[[Ticket], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Event]:
@@ -271,7 +272,7 @@ class PipelineEngine:
         with self._place():
             arrived = time.monotonic()
             prompt = await build()
-            ask = replace(ask, spoken=prompt.spoken)
+            ask = replace(ask, spoken=prompt.tts_ids)
             ticket = self._admit(prompt, ask, arrived)
             del prompt  # its features go as soon as they are sent
             beside: asyncio.Task[None] | None = None
@@ -310,11 +311,10 @@ class PipelineEngine:
             if not self._accepted:
                 self._idle.set()
 
-    def _admit(self, built: BuiltPrompt, ask: Ask, arrived: float) -> Ticket:
+    def _admit(self, prompt: PackedPrompt, ask: Ask, arrived: float) -> Ticket:
         if self._closed:
             raise errors.Gone("the engine was closed")
-        prompt = built.packed
-        params = fitted(ask, len(prompt.ids), self._info.max_positions, self.model.vocab_size)
+        params = fitted(ask, prompt.num_tokens, self._info.max_positions, self.model.vocab_size)
         stages = self._path(ask.capability)
         pipeline = self._choose(stages, ask.speak, ask.session)
         id = self._names.new(ask.id, self._tickets.values())
@@ -334,7 +334,8 @@ class PipelineEngine:
             progressed=now,
         )
         ticket.prefill_only = ask.prefill_only
-        ticket.media = built.media
+        if prompt.features is not None:
+            ticket.media = prompt.features.on_demand
         ticket.said = (
             len(ask.spoken or ()) if self._info.live_text else 0
         )  # else it is in the prompt
@@ -372,7 +373,7 @@ class PipelineEngine:
             "%s %s: %d prompt tokens, %d text tokens, %d frames, %.3f s",
             t.id,
             how,
-            len(t.prompt.ids),
+            t.prompt.num_tokens,
             t.ids,
             t.frames,
             time.monotonic() - t.arrived,

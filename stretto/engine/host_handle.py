@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from stretto.errors import StageDead, StrettoError
 from stretto.messages.hosts import Ping, Stats
 from stretto.messages.requests import PREFIX, FromHost, ToHost, decode_from_host, encode, lengths
-from stretto.preprocess.pool.packed import Bytes
+from stretto.preprocess.packed_prompt import Bytes
 
 HostState = Literal["starting", "ready", "dead"]
 ENDED = "it ended"

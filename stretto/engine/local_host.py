@@ -15,7 +15,7 @@ from stretto.config.devices import shown
 from stretto.engine.host_handle import ENDED, HostHandle, OnDeath, OnMessage
 from stretto.hardware import cards
 from stretto.messages.hosts import Quit
-from stretto.preprocess.pool.packed import Bytes
+from stretto.preprocess.packed_prompt import Bytes
 
 EXIT_S = 2.0  # for a process whose channel is gone to be gone too
 

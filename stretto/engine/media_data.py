@@ -11,7 +11,7 @@ from stretto.engine.pipeline import PIECE
 from stretto.engine.request import Ticket
 from stretto.errors import Gone
 from stretto.messages.requests import MediaData, MediaRequest
-from stretto.preprocess.pool.packed import PieceMeta
+from stretto.preprocess.packed_prompt import PackedPiece
 
 
 async def supply(t: Ticket, ask: MediaRequest, before: asyncio.Task[None] | None) -> None:
@@ -25,7 +25,7 @@ async def supply(t: Ticket, ask: MediaRequest, before: asyncio.Task[None] | None
         if piece is None or piece.values is None:
             t.fail(Gone(f"{t.id}: {ask.stage} asks for media that are not there any more"))
             return
-        metas.append(PieceMeta(piece.shape, digest, size))
+        metas.append(PackedPiece(piece.shape, digest, size))
         parts.append(np.ascontiguousarray(piece.values).tobytes())
         size += len(parts[-1])
     blob = b"".join(parts)

@@ -19,8 +19,8 @@ from stretto.messages.requests import Ended, Features, FromHost, ToHost
 from stretto.observe.descriptors import OPEN_FILES
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
+from stretto.preprocess.packed_prompt import Bytes
 from stretto.preprocess.pool.memfile import MemFileSlice
-from stretto.preprocess.pool.packed import Bytes
 from stretto.types import RequestId
 
 PIECE = 256 << 10  # bytes of features in one message

@@ -40,7 +40,7 @@ from stretto.engine.invitation import (
 )
 from stretto.errors import StageDead
 from stretto.messages.hosts import Quit, Stats
-from stretto.preprocess.pool.packed import Bytes
+from stretto.preprocess.packed_prompt import Bytes
 from stretto.transport.curve import encrypt, key_of
 from stretto.transport.pending import PendingConnections
 

@@ -29,7 +29,7 @@ from stretto.errors import Bug, StrettoError
 from stretto.family import MediaTokens, Model, OutputKind
 from stretto.messages.requests import Cancel, Ended, Finish, Throttle
 from stretto.params import Params
-from stretto.preprocess.pool.packed import Packed
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.prompt import Piece
 from stretto.preprocess.template import TextStream
 from stretto.types import RequestId
@@ -50,7 +50,7 @@ class Ticket:
     pipeline: Pipeline
     model: Model
     stages: tuple[str, ...]
-    prompt: Packed
+    prompt: PackedPrompt
     params: Params
     seed: int
     words: TextStream

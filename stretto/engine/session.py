@@ -34,8 +34,8 @@ from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.params import Params
 from stretto.preprocess.live_audio import Hearing
 from stretto.preprocess.mel import SAMPLE_RATE
-from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation
-from stretto.preprocess.pool.packed import pack, unpack_prompt
+from stretto.preprocess.packed_prompt import PackedPrompt, pack
+from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.prepared import encoded, prepared, with_encoded
 from stretto.preprocess.prompt import AudioClip, Prompt
 
@@ -258,8 +258,8 @@ class Session:
         """By the engine's prompt workers: what a stranger has encoded may take long and much
         memory, and there are limits on both there. Sessions take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
-        packed = (await self._engine.prompts.build(Conversation.of(body, sender=self._name))).packed
-        return await asyncio.to_thread(lambda: unpack_prompt(packed.meta, bytes(packed.features)))
+        packed = await self._engine.prompts.build(Conversation.of(body, sender=self._name))
+        return await asyncio.to_thread(lambda: packed.unpack(packed.feature_bytes()))
 
     def respond(
         self,
@@ -286,7 +286,7 @@ class Session:
         if not given and not instructions:
             raise Invalid("there is nothing to answer: no items and no instructions", "messages")
 
-        async def build() -> BuiltPrompt:
+        async def build() -> PackedPrompt:
             await self.read()  # what is being read ahead is what this needs
             prompt = await self._fitting(
                 setting, given, params.max_text_tokens, may_drop=items is None
@@ -361,13 +361,13 @@ class Session:
             return await self._engine.threads.build_for(sender, messages, tools, allow_paths=True)
         return await self._engine.prompts.build_for(sender, messages, tools)
 
-    def _built(self, prompt: Prompt) -> BuiltPrompt:
+    def _built(self, prompt: Prompt) -> PackedPrompt:
         """With the features that the stages have not had; they ask for others, where they need them
         again."""
         media = {p.digest: p for p in prompt.pieces()}
-        packed = pack(prompt, known=self._sent)
+        packed = pack(prompt, known=self._sent, on_demand=media)
         self._sent |= media.keys()
-        return BuiltPrompt(packed, media=media)
+        return packed
 
     # -- reading ahead
 
@@ -397,7 +397,7 @@ class Session:
             return
         speaking = Item("", {"role": "user", "content": [{"type": "audio", "data": heard}]})
 
-        async def build() -> BuiltPrompt:
+        async def build() -> PackedPrompt:
             prompt = await self._build(setting, [*self._items, speaking])
             pads = [i for i, id in enumerate(prompt.ids) if id in model.media_tokens.audio]
             return self._built(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))

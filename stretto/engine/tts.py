@@ -19,7 +19,8 @@ from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
 from stretto.messages.requests import Say
 from stretto.params import Params, SpeechStyle
-from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation
+from stretto.preprocess.packed_prompt import PackedPrompt
+from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.threads import Prompts
 from stretto.preprocess.text_chunks import Coming, Writing, passages
 
@@ -39,7 +40,7 @@ class Run(Protocol):
 
     def __call__(
         self,
-        build: Callable[[], Awaitable[BuiltPrompt]],
+        build: Callable[[], Awaitable[PackedPrompt]],
         ask: Ask,
         writes: Callable[[Ticket], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Event]: ...
@@ -87,7 +88,7 @@ class Reader:
         if not self.info.cloning:
             raise Invalid("this model has no voices but its own", "voice")
 
-        async def build() -> BuiltPrompt:
+        async def build() -> PackedPrompt:
             try:
                 return await self.prompts.build(clip)
             finally:

@@ -16,7 +16,7 @@ import msgspec
 
 from stretto.errors import WireError
 from stretto.messages.hosts import LifeFromHost, LifeToHost
-from stretto.preprocess.pool.packed import Bytes, PieceMeta, PromptMeta
+from stretto.preprocess.packed_prompt import Bytes, PackedPiece, PackedPrompt
 from stretto.types import RequestId, Wire
 
 PREFIX = struct.Struct("<II")
@@ -34,7 +34,7 @@ class Admit(Wire, frozen=True, tag="admit"):
     """A request is coming: every stage of it learns so at once."""
 
     request: RequestId
-    prompt: PromptMeta
+    prompt: PackedPrompt
     stages: dict[
         str, msgspec.Raw
     ]  # those of this host on its way, with their parameters: each stage knows its type
@@ -60,7 +60,7 @@ class MediaData(Wire, frozen=True, tag="supply"):
 
     request: RequestId
     stage: str
-    pieces: tuple[PieceMeta, ...]
+    pieces: tuple[PackedPiece, ...]
 
 
 class Cancel(Wire, frozen=True, tag="cancel"):

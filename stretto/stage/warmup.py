@@ -21,7 +21,7 @@ import torch
 
 from stretto.messages.requests import Admit, Cancel, Ended, Failed, FromHost, encode
 from stretto.observe.recorder import MAX_SPANS
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.links.links import Inlet, Links
 from stretto.stage.payload import Payload
@@ -124,7 +124,8 @@ def _perform(
     prompt = pack(asked.prompt)
     raw = {name: msgspec.Raw(msgspec.msgpack.encode(params)) for name, params in told.items()}
     elsewhere = tuple(name for name in asked.told if name not in host.stages)
-    host.handle(Admit(id, prompt.meta, raw, elsewhere=elsewhere), bytes(prompt.features))
+    announced = prompt.for_host(with_features=True)
+    host.handle(Admit(id, announced, raw, elsewhere=elsewhere), prompt.feature_bytes())
     for link, payloads in asked.arriving.items():
         if link in host.links.inlets and link not in host.links.outlets:
             for payload in payloads:

@@ -8,7 +8,7 @@ from stretto.engine.host_handle import HostHandle, OnDeath, OnMessage
 from stretto.messages.hosts import Configure, Connect, Linked, Listen, Listening, Ping, Ready, Stats
 from stretto.messages.requests import PREFIX as PREFIX
 from stretto.messages.requests import FromHost, ToHost, decode_to_host, encode, lengths
-from stretto.preprocess.pool.packed import Bytes
+from stretto.preprocess.packed_prompt import Bytes
 
 
 class ScriptedHost(HostHandle):

@@ -28,7 +28,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.stage.links.endpoints import LinkEnd
 from stretto.transport.contract import PutFailed
 from stretto.types import GREEDY, RequestId
@@ -350,8 +350,8 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
     try:
         for name in ("doomed", "other"):
             driven.host.handle(
-                announcement(RequestId(name), packed.meta, True, None, *greedy, 6, 7),
-                packed.features,
+                announcement(RequestId(name), packed, True, None, *greedy, 6, 7),
+                packed.feature_bytes(),
             )
         driven.host.loop.round()
         faults: list[StrettoError] = [

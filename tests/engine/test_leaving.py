@@ -23,7 +23,7 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.stages.thinker import ThinkerStage
 from stretto.models.speech.vocoder_stage import VocoderStage
 from stretto.params import Params
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.types import GREEDY, RequestId, SamplingParams
 from tests.engine.common import CHATS, HandDriven, come_to, freed, held
 from tests.pipeline import ONE_HOST, PROCESSES, announcement
@@ -289,8 +289,8 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
     try:
         whole = {"min_text_tokens": tokens, "min_frames": frames}
         driven.host.handle(
-            announcement(id, packed.meta, True, None, *greedy(), tokens, frames, **whole),
-            packed.features,
+            announcement(id, packed, True, None, *greedy(), tokens, frames, **whole),
+            packed.feature_bytes(),
         )
         while not reached(driven):
             assert driven.host.loop.round()

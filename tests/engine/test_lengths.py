@@ -13,7 +13,7 @@ from stretto.messages.requests import Ended, Pcm, Text
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import CHATS, HandDriven
 from tests.pipeline import announcement
@@ -52,8 +52,8 @@ def test_the_end_comes_right_after_what_must_come(tiny_dir: Path, tokens: int, f
         hurry(driven, config)
         least = {"min_text_tokens": tokens, "min_frames": frames}
         driven.answer(
-            announcement(RequestId("r"), packed.meta, True, None, *greedy, 20, 20, **least),
-            packed.features,
+            announcement(RequestId("r"), packed, True, None, *greedy, 20, 20, **least),
+            packed.feature_bytes(),
         )
         said = [i for m, _ in driven.reports if isinstance(m, Text) for i in m.ids]
         assert len(said) == tokens + 1

@@ -14,7 +14,7 @@ from stretto.messages.requests import Ended
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import Certain
 from stretto.types import GREEDY, RequestId
@@ -52,7 +52,7 @@ class Asked(HandDriven):
         self.reports.clear()
         packed, id = pack(prompt), RequestId(f"r{next(NUMBERS)}")
         self.host.handle(
-            announcement(id, packed.meta, speak, None, *GREEDILY, 2, 2), packed.features
+            announcement(id, packed, speak, None, *GREEDILY, 2, 2), packed.feature_bytes()
         )
         stages = STAGES if speak else STAGES[:1]
         while len(ended := {m.stage: m for m, _ in self.reports if isinstance(m, Ended)}) < len(

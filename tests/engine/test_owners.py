@@ -21,7 +21,7 @@ from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import HandDriven, picture, say
@@ -61,8 +61,8 @@ def first_rows(
     packed = pack(prompt)
     id = RequestId(f"r{next(NUMBERS)}")
     driven.answer(
-        announcement(id, packed.meta, True, voice, *GREEDILY, 2, 2, cache_root=root),
-        packed.features,
+        announcement(id, packed, True, voice, *GREEDILY, 2, 2, cache_root=root),
+        packed.feature_bytes(),
     )
     return {
         stage: min(start for s, start, _ in driven.launched if s == stage) for stage in STAGES[:2]

@@ -16,7 +16,7 @@ from stretto.engine.protocol import Event, Finished
 from stretto.errors import Busy, Gone
 from stretto.messages.requests import Ended
 from stretto.params import Params
-from stretto.preprocess.pool.jobs import BuiltPrompt
+from stretto.preprocess.packed_prompt import PackedPrompt
 from tests.engine.common import CHATS, collect, run
 
 
@@ -27,8 +27,8 @@ class Engine(PipelineEngine):
         super().__init__(model, EngineConfig(**config))
         self.go = asyncio.Event()
 
-    def run(self, build: Callable[[], Awaitable[BuiltPrompt]], ask: Ask) -> AsyncIterator[Event]:
-        async def wait() -> BuiltPrompt:
+    def run(self, build: Callable[[], Awaitable[PackedPrompt]], ask: Ask) -> AsyncIterator[Event]:
+        async def wait() -> PackedPrompt:
             await self.go.wait()
             return await build()
 

@@ -341,12 +341,12 @@ def test_an_answer_waits_for_what_is_being_read(
 
         async def requests(build: Callable[[], Any], ask: Ask) -> AsyncIterator[Event]:
             if ask.prefill_only:
-                sent.append(sum(p.offset is not None for p in (await build()).packed.meta.pieces()))
+                sent.append(sum(p.offset is not None for p in (await build()).pieces()))
                 await go.wait()
                 order.append("read")
             else:
                 asked.set()
-                sent.append(sum(p.offset is not None for p in (await build()).packed.meta.pieces()))
+                sent.append(sum(p.offset is not None for p in (await build()).pieces()))
                 order.append("answered")
             return
             yield

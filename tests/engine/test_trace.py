@@ -20,7 +20,7 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.speech.talker_stage import FRAME_S
 from stretto.observe.trace import TraceEvents
 from stretto.params import ChunkSizes, Params
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.stage.pacing import Rhythm
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import CHATS, HandDriven, collect, expected, run, say, sound
@@ -88,8 +88,8 @@ def test_the_talkers_prompt_begins_before_the_thinkers_ends(tiny_dir: Path, mode
     driven = HandDriven(tiny_dir, HostSettings(lone_prefill_chunk=chunk))
     try:
         driven.answer(
-            announcement(RequestId("r"), packed.meta, True, None, *greedy, 6, 7),
-            packed.features,
+            announcement(RequestId("r"), packed, True, None, *greedy, 6, 7),
+            packed.feature_bytes(),
         )
     finally:
         driven.host.close()
@@ -139,10 +139,8 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     assert driven.host.stages["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
-            announcement(
-                RequestId("r"), packed.meta, True, None, *greedy, 20, 7, min_text_tokens=20
-            ),
-            packed.features,
+            announcement(RequestId("r"), packed, True, None, *greedy, 20, 7, min_text_tokens=20),
+            packed.feature_bytes(),
         )
     finally:
         driven.host.close()
@@ -183,8 +181,8 @@ def test_a_long_video_does_not_hold_up_others(tiny_dir: Path, models: Models) ->
         for id, prompt in (("left", seen), ("video", seen), ("text", heard)):
             packed = pack(prompt)
             host.handle(
-                announcement(RequestId(id), packed.meta, False, None, *greedy, 3, 0),
-                packed.features,
+                announcement(RequestId(id), packed, False, None, *greedy, 3, 0),
+                packed.feature_bytes(),
             )
         host.loop.round()
         host.handle(Cancel(RequestId("left")), b"")

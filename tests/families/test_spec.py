@@ -14,7 +14,7 @@ from stretto.engine.request import Ticket
 from stretto.errors import Bug
 from stretto.family import LinkSpec, PipelineSpec, StageSpec
 from stretto.params import Params
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.types import RequestId
 

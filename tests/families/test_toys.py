@@ -140,7 +140,7 @@ def test_a_builder_that_breaks_on_a_request_fails_it_alone(
             built = await pool.build(
                 Conversation.of(json.dumps([{"role": "user", "content": WORDS}]).encode())
             )
-            assert list(built.packed.ids) == Tokenizer.open(toy).encode(WORDS)
+            assert list(built.ids) == Tokenizer.open(toy).encode(WORDS)
             assert pool.worker.restarts == 0
         finally:
             await pool.close()

@@ -26,7 +26,7 @@ from stretto.messages.hosts import Connect, Listen, Listening, Unlink
 from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, FromHost, Text, ToHost
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.stages.encoders import Kept
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.host.host import Host
 from stretto.types import GREEDY, SECRET_BYTES, RequestId
@@ -183,13 +183,13 @@ def question(name: str, prompt: Prompt) -> tuple[Admit, bytes]:
     packed = pack(prompt)
     greedy = GREEDY
     admit = announcement(
-        request=RequestId(name), prompt=packed.meta, speak=True, voice=None, text=greedy,
+        request=RequestId(name), prompt=packed, speak=True, voice=None, text=greedy,
         code0=greedy, residual=greedy,
         max_text_tokens=TOKENS, max_frames=FRAMES, min_text_tokens=TOKENS, min_frames=FRAMES,
         first_frames=1,
         each_frames=2, ramp=None, want_codes=True,
     )  # fmt: skip
-    return admit, bytes(packed.features)
+    return admit, packed.feature_bytes()
 
 
 def about(config: OmniConfig, sound: int, words: int) -> Prompt:

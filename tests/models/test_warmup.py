@@ -26,7 +26,7 @@ from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, Text
 from stretto.models.qwen3_tts.params import ClonedVoice
 from stretto.params import Params, SpeechStyle
 from stretto.preprocess import build as work
-from stretto.preprocess.pool.packed import pack
+from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.registry import open_model
 from stretto.stage.host.host import Host
@@ -89,7 +89,9 @@ class Driven:
         packed = pack(prompt)
         raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items()}
         self.reports.clear()
-        self.host.handle(Admit(RequestId(id), packed.meta, raw), bytes(packed.features))
+        self.host.handle(
+            Admit(RequestId(id), packed.for_host(with_features=True), raw), packed.feature_bytes()
+        )
         while len({m.stage for m, _ in self.reports if isinstance(m, Ended)}) < len(told):
             assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
             self.host.loop.round()

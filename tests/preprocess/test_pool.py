@@ -23,6 +23,13 @@ from PIL import Image
 from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead, TooLong, WireError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.preprocess.packed_prompt import (
+    PackedPiece,
+    PackedPrompt,
+    PromptFeatures,
+    pack,
+    pack_ids,
+)
 from stretto.preprocess.pool import pool as pool_module
 from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.job_process import (
@@ -46,7 +53,6 @@ from stretto.preprocess.pool.jobs import (
     decode_from_worker,
 )
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.packed import Packed, PieceMeta, PromptMeta, pack
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.preprocess.pool.threads import InThreads
 from stretto.preprocess.prepared import prepared
@@ -114,9 +120,9 @@ def heavy(count: int = 8, **more: Any) -> Conversation:
     return talk([{"role": "user", "content": [picture(6000)] * count}], **more)
 
 
-def same(a: Packed, b: Packed) -> None:
-    assert a.meta == b.meta
-    assert bytes(a.features) == bytes(b.features)
+def same(a: PackedPrompt, b: PackedPrompt) -> None:
+    assert a.for_host(with_features=True) == b.for_host(with_features=True)
+    assert a.feature_bytes() == b.feature_bytes()
 
 
 def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
@@ -138,13 +144,13 @@ def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         built = await asyncio.gather(*(pool.build(a) for a in asked))
         for a, b in zip(asked, built, strict=True):
-            same(b.packed, (await threads.build(a)).packed)
-            assert b.spoken is None
+            same(b, (await threads.build(a)))
+            assert b.tts_ids is None
         for text in ("Read me.", "word " * 4000):  # the second is too long to be done at once
             ours, theirs = await threads.read(text), await pool.read(text)
-            same(theirs.packed, ours.packed)
-            assert theirs.spoken == ours.spoken
-            assert ours.spoken
+            same(theirs, ours)
+            assert theirs.tts_ids == ours.tts_ids
+            assert ours.tts_ids
 
     with_pool(tiny_dir, test)
 
@@ -183,7 +189,7 @@ def test_sessions_have_the_same_prompts_and_their_features_stay_here(tiny_dir: P
             )
             assert theirs.ids == ours.ids
             assert [id(p) for p in theirs.pieces()] == [id(p) for p in ours.pieces()]
-            assert pack(theirs).meta == pack(ours).meta
+            same(pack(theirs), pack(ours))
         with pytest.raises(TooLong):
             await pool.build_for("s", [{"role": "user", "content": "word " * 190_000}])
         with pytest.raises(Invalid, match="role"):
@@ -252,7 +258,7 @@ def test_large_bodies_are_cut_as_a_decoder_would(tiny_dir: Path) -> None:
         built = await pool.build(
             Conversation(file, outlined.long["messages"], outlined.long["tools"])
         )
-        same(built.packed, (await pool.build(talk(body["messages"], TOOLS))).packed)
+        same(built, (await pool.build(talk(body["messages"], TOOLS))))
         file.close()
         with pytest.raises(Invalid, match="x is too large") as caught:
             await pool.outline(memfile, ("messages", "tools"), 12)
@@ -340,15 +346,13 @@ def test_limits_of_time_and_memory(roomy_dir: Path) -> None:
     async def time(pool: PromptPool) -> None:
         with pytest.raises(Invalid, match="1 s of CPU time"):
             await pool.build(heavy())
-        assert len((await pool.build(talk(HELLO))).packed.ids) > 3
+        assert len((await pool.build(talk(HELLO))).ids) > 3
         assert pool.metrics()["stretto_prompts_over_limit_total"] == 1
 
     async def memory(pool: PromptPool) -> None:
         with pytest.raises(MediaError, match=r"[Mm]emory"):
             await pool.build(heavy(1))
-        assert (
-            await pool.build(talk([{"role": "user", "content": [picture(64)]}]))
-        ).packed.meta.images
+        assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).images
 
     with_pool(roomy_dir, time, cpu_s=1)
     with_pool(roomy_dir, memory, memory_mb=40)
@@ -369,9 +373,7 @@ def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
         assert not pool.lane.waiting
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
         assert pool.metrics()["stretto_prompts_killed_total"] == 2
-        assert (
-            await pool.build(talk([{"role": "user", "content": [picture(64)]}]))
-        ).packed.meta.images
+        assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).images
 
     with_pool(roomy_dir, test)
 
@@ -418,7 +420,7 @@ def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         for pid in second:
             await until(lambda pid=pid: "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
-        assert (await pool.build(asked)).packed.meta.images
+        assert (await pool.build(asked)).images
 
     with_pool(roomy_dir, test)
 
@@ -543,7 +545,7 @@ def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.Monk
             await long
         await until(lambda: not Path(f"/proc/{child}").exists())
         await until(lambda: not pool.lane.running)
-        assert len((await pool.build(talk(HELLO))).packed.ids) > 3
+        assert len((await pool.build(talk(HELLO))).ids) > 3
         assert pool.worker.process.pid != first
         # One that is stopped does not answer: it is ended, and the next one does.
         monkeypatch.setattr(pool_module, "PATIENCE_S", 0.05)
@@ -552,7 +554,7 @@ def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.Monk
             await pool.build(talk(HELLO))
         monkeypatch.setattr(pool_module, "PATIENCE_S", 60.0)
         await until(lambda: pool.metrics()["stretto_prompt_worker_restarts_total"] == 2)
-        assert len((await pool.build(talk(HELLO))).packed.ids) > 3
+        assert len((await pool.build(talk(HELLO))).ids) > 3
 
     with_pool(roomy_dir, test)
 
@@ -566,14 +568,19 @@ def test_what_a_worker_says_is_checked(tiny_dir: Path) -> None:
     assert bytes(MemFile.received(os.dup(sealed.fd)).view()) == b"hard"
     with pytest.raises(OSError, match="not permitted"):
         sealed.append(b"!")
-    Packed(PromptMeta((1,), ((features(4, 0),),)), bytes(16)).check()
+    with_clip(features(4, 0)).check()
     for shape, offset in ((5, 0), (4, 4), (4, -4), (-1, 0), (2, 2)):
         with pytest.raises(WireError):
-            Packed(PromptMeta((1,), ((features(shape, offset),),)), bytes(16)).check()
+            with_clip(features(shape, offset)).check()
 
 
-def features(count: int, offset: int) -> PieceMeta:
-    return PieceMeta((count,), bytes(DIGEST_BYTES), offset)
+def with_clip(piece: PackedPiece) -> PackedPrompt:
+    """With 16 bytes of features."""
+    return PackedPrompt(pack_ids((1,)), ((piece,),), features=PromptFeatures(bytes(16)))
+
+
+def features(count: int, offset: int) -> PackedPiece:
+    return PackedPiece((count,), bytes(DIGEST_BYTES), offset)
 
 
 # ---- places

@@ -129,7 +129,7 @@ class ScriptedEngine:
                     if isinstance(talk, Conversation)
                     else self.prompts.read(talk)
                 )
-                length = len((await build).packed.ids)
+                length = (await build).num_tokens
             events = self._script(spoken)
             for i, event in enumerate(events):
                 if self.gate is not None:

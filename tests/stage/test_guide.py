@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.stages.guided import WORKING_NS, Compiling, PendingRequest
 from stretto.preprocess.grammars import GrammarCompiler
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.guide import Grammars
 from stretto.types import RequestId, SamplingParams
@@ -92,7 +92,7 @@ def test_what_breaks_the_compiler_is_its_request_s_alone(tiny_dir: Path) -> None
 
 def request(name: str, sender: str) -> PendingRequest:
     params = ThinkerParams(SamplingParams(0.0, 0, 1.0, 1.0, 0), 5, grammar="start: /a/\n")
-    admit = Admit(RequestId(name), PromptMeta((1,)), {}, sender=sender.encode())
+    admit = Admit(RequestId(name), PackedPrompt.of_ids((1,)), {}, sender=sender.encode())
     return PendingRequest(admit, params, Prompt((1,)), None, 0.0)  # type: ignore[arg-type]
 
 

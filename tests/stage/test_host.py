@@ -12,7 +12,7 @@ from stretto.config.engine import HostSettings
 from stretto.engine.local_host import HostProcess
 from stretto.messages.hosts import Broken, Quit, Ready
 from stretto.messages.requests import Admit, Cancel, Failed, ToHost, encode
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.stage.host import host as hosts
 from stretto.stage.host import process
 from stretto.stage.host.loop import Callback, Loop
@@ -56,7 +56,7 @@ class Host:
 
 def admit(name: str) -> Admit:
     s = GREEDY
-    return announcement(RequestId(name), PromptMeta((1,)), True, None, s, s, s, 4, 4)
+    return announcement(RequestId(name), PackedPrompt.of_ids((1,)), True, None, s, s, s, 4, 4)
 
 
 def serve(

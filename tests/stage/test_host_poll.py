@@ -12,7 +12,7 @@ from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
 from stretto.messages.hosts import Configure
 from stretto.messages.requests import Admit, Cancel, Ended, Failed, FromHost
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.stage.host.host import Host
 from stretto.stage.request import Reason
 from stretto.stage.stage import ToEngine, ToLink
@@ -38,7 +38,9 @@ class Alone:
         self.host.load()
         self.stage: Any = self.host.stages[name]
         params = msgspec.Raw(msgspec.msgpack.encode(ToyParams(3, True)))
-        self.host.handle(Admit(ID, PromptMeta((1, 2, 3)), {name: params}, elsewhere=(other,)), b"")
+        self.host.handle(
+            Admit(ID, PackedPrompt.of_ids((1, 2, 3)), {name: params}, elsewhere=(other,)), b""
+        )
         self.links = [*self.host.links.inlets.values(), *self.host.links.outlets.values()]
         assert [len(link) for link in self.links] == [1]
         self.reports.clear()

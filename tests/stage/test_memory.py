@@ -13,7 +13,7 @@ from pathlib import Path
 from stretto.config.engine import HostSettings
 from stretto.messages.requests import Admit, Cancel, Ended, Failed
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.transport import wire
 from stretto.transport.contract import Fences
 from stretto.types import GREEDY, RequestId
@@ -28,7 +28,16 @@ SETTINGS = HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "tal
 def admit(number: int, ids: tuple[int, ...]) -> Admit:
     s = GREEDY
     return announcement(
-        RequestId(f"r{number}"), PromptMeta(ids), True, None, s, s, s, 2, 1, want_codes=True
+        RequestId(f"r{number}"),
+        PackedPrompt.of_ids(ids),
+        True,
+        None,
+        s,
+        s,
+        s,
+        2,
+        1,
+        want_codes=True,
     )
 
 

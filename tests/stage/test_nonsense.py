@@ -17,7 +17,7 @@ from stretto.errors import WireError
 from stretto.messages.hosts import Connect, Listen, Ping, Stats
 from stretto.messages.requests import Admit, Cancel, Ended, Failed
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.preprocess.pool.packed import PatchMeta, PieceMeta, PromptMeta
+from stretto.preprocess.packed_prompt import PackedPatches, PackedPiece, PackedPrompt, pack_ids
 from stretto.preprocess.prompt import DIGEST_BYTES
 from stretto.stage.host.host import Host
 from stretto.types import GREEDY, RequestId
@@ -25,7 +25,7 @@ from tests.engine.common import HandDriven
 from tests.pipeline import LINKS, STAGES, announcement, configure
 
 BAD = RequestId("bad")
-HUGE = 2**62
+HUGE = 2**31 - 1
 
 
 SETTINGS = HostSettings(max_rows=4, max_context=256, blocks={"thinker": 32, "talker": 32})
@@ -49,7 +49,7 @@ def middle(tiny_dir: Path) -> Host:
 def plain(tiny_config: OmniConfig) -> Admit:
     t, s = tiny_config.tokens, GREEDY
     ids = (t.im_start, t.user, 11, 12, 13, t.im_end, t.im_start, t.assistant, 10)
-    return announcement(BAD, PromptMeta(ids), True, None, s, s, s, 2, 1)
+    return announcement(BAD, PackedPrompt.of_ids(ids), True, None, s, s, s, 2, 1)
 
 
 def changed(speak: bool = True, **fields: Any) -> Callable[[Admit, Any], Admit]:
@@ -62,7 +62,7 @@ def with_ids(
 ) -> Callable[[Admit, Any], Admit]:
     s = GREEDY
     return lambda a, t: announcement(
-        BAD, PromptMeta(edit(a.prompt.ids, t)), speak, None, s, s, s, 2, 1
+        BAD, PackedPrompt.of_ids(edit(a.prompt.ids, t)), speak, None, s, s, s, 2, 1
     )
 
 
@@ -75,9 +75,9 @@ def with_picture(
 ) -> Callable[[Admit, Any], Admit]:
     def make(a: Admit, tokens: Any) -> Admit:
         ids = (*a.prompt.ids[:3], tokens.image_pad, *a.prompt.ids[3:])
-        values = PieceMeta(shape, bytes(DIGEST_BYTES), offset)
+        values = PackedPiece(shape, bytes(DIGEST_BYTES), offset)
         return msgspec.structs.replace(
-            a, prompt=PromptMeta(ids, images=(PatchMeta(grid, 1.0, values),))
+            a, prompt=PackedPrompt(pack_ids(ids), images=(PackedPatches(grid, 1.0, values),))
         )
 
     return make

@@ -17,7 +17,7 @@ from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.models.qwen3_omni.stages.encoders import Kept
 from stretto.models.qwen3_omni.stages.prefix import thinker_salts
-from stretto.preprocess.pool.packed import Packed, PieceMeta, pack, unpack_prompt
+from stretto.preprocess.packed_prompt import PackedPiece, PackedPrompt, pack
 from stretto.preprocess.prompt import AudioClip, Piece, Prompt
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import HandDriven, picture, say, sound
@@ -109,13 +109,13 @@ class Desk:
         self.driven, self.asked = HandDriven(tiny_dir, HostSettings()), 0
         self.node = self.driven.host.stages["thinker"]
 
-    def announce(self, packed: Packed, root: bytes = b"") -> RequestId:
+    def announce(self, packed: PackedPrompt, root: bytes = b"") -> RequestId:
         self.asked += 1
         id = RequestId(f"r{self.asked}")
         self.driven.reports.clear()
         self.driven.host.handle(
-            announcement(id, packed.meta, True, None, *GREEDILY, 2, 2, cache_root=root),
-            packed.features,
+            announcement(id, packed, True, None, *GREEDILY, 2, 2, cache_root=root),
+            packed.feature_bytes(),
         )
         return id
 
@@ -126,7 +126,7 @@ class Desk:
     def said(self, kind: type) -> list:
         return [m for m, _ in self.driven.reports if isinstance(m, kind)]
 
-    def encoded(self, packed: Packed, root: bytes = b"") -> int:
+    def encoded(self, packed: PackedPrompt, root: bytes = b"") -> int:
         """Pieces that were encoded for an answer."""
         self.announce(packed, root)
         self.settle()
@@ -181,7 +181,7 @@ def test_features_that_are_not_along_are_asked_for_when_they_are_needed(
     features = b"".join(p.array.tobytes() for p in list(prompt.pieces())[1:])
     metas, at = [], 0
     for p in list(prompt.pieces())[1:]:
-        metas.append(PieceMeta(p.shape, p.digest, at))
+        metas.append(PackedPiece(p.shape, p.digest, at))
         at += p.array.nbytes
     desk.driven.host.handle(MediaData(id, "thinker", tuple(metas)), features)
     desk.settle()
@@ -206,7 +206,7 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(
     )
     desk.driven.reports.clear()
     desk.driven.host.handle(
-        MediaData(id, "thinker", (PieceMeta(piece.shape, piece.digest, 0),)), b"too short"
+        MediaData(id, "thinker", (PackedPiece(piece.shape, piece.digest, 0),)), b"too short"
     )
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "WireError")]
@@ -214,7 +214,7 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(
     desk.settle()
     # Of another shape than was announced.
     desk.driven.host.handle(
-        MediaData(id, "thinker", (PieceMeta((3, 4), piece.digest, 0),)), bytes(48)
+        MediaData(id, "thinker", (PackedPiece((3, 4), piece.digest, 0),)), bytes(48)
     )
     desk.settle()
     assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "Bug")]
@@ -224,10 +224,10 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(
 def test_digests_and_shapes_travel_without_the_features(builder: PromptBuilder) -> None:
     prompt = builder.build(chat(sound(9.0, seed=6), picture(seed=6)))
     packed = pack(prompt)
-    bare = unpack_prompt(packed.without_features().meta, b"")
+    bare = packed.for_host(with_features=False).unpack(b"")
     told = [(p.shape, p.digest) for p in prompt.pieces()]
     assert [(p.shape, p.digest) for p in bare.pieces()] == told
     assert all(p.values is None for p in bare.pieces())
-    whole = unpack_prompt(packed.meta, packed.features)
+    whole = packed.unpack(packed.feature_bytes())
     assert [(p.array.shape, p.digest) for p in whole.pieces()] == told
     assert np.array_equal(whole.audios[0].mel, prompt.audios[0].mel)

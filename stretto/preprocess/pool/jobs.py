@@ -11,16 +11,15 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from stretto.errors import Bug, Invalid, StrettoError
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.packed import Packed, PromptMeta
-from stretto.preprocess.prompt import Piece
 from stretto.types import Wire
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Build(Wire, frozen=True, tag="build"):
 
 class Continue(Wire, frozen=True, tag="continue"):
     """Make a prompt of a session's messages and tools, both JSON. In place of media, messages have
-    parts that say their kind alone; what is known of the features (`PromptMeta`) is in the file
+    parts that say their kind alone; what is known of the features (`PackedPrompt`) is in the file
     too, the features are not."""
 
     messages: ByteRange
@@ -110,15 +109,11 @@ ToWorker = Job | Stop
 
 
 class Built(Wire, frozen=True, tag="built"):
-    """The memory file holds `head` bytes of msgpack (`Head`), and the features from `start` on."""
+    """The memory file holds `header` bytes of msgpack (`PackedPrompt`), and the features from
+    `start` on."""
 
-    head: int
+    header: int
     start: int
-
-
-class Head(Wire, frozen=True):
-    meta: PromptMeta
-    spoken: tuple[int, ...] | None = None
 
 
 class Outlined(Wire, frozen=True, tag="outlined"):
@@ -222,23 +217,11 @@ def references(data: bytes | memoryview) -> tuple[str, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BuiltPrompt:
-    """A prompt from a worker; `spoken` are the tokens to be read aloud, if that was asked for."""
-
-    packed: Packed
-    spoken: tuple[int, ...] | None = None
-    media: Mapping[bytes, Piece] = field(
-        default_factory=dict
-    )  # that stages may ask for, since not all are along
-
-
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-decode_media = msgspec.msgpack.Decoder(PromptMeta).decode
-decode_head = msgspec.msgpack.Decoder(Head).decode
+decode_prompt = msgspec.msgpack.Decoder(PackedPrompt).decode
 
 
 def failed(error: Exception) -> JobFailed:

@@ -27,13 +27,13 @@ from stretto.config.preprocess import PoolSettings
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
 from stretto.preprocess.build import encode as to_json
 from stretto.preprocess.grammars import why_ended
+from stretto.preprocess.packed_prompt import PackedPrompt, PromptFeatures, lay_out
 from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.job_process import MAX_RESULT
 from stretto.preprocess.pool.jobs import (
     MAX_DATAGRAM,
     Build,
     Built,
-    BuiltPrompt,
     Check,
     Checked,
     Continue,
@@ -51,11 +51,10 @@ from stretto.preprocess.pool.jobs import (
     Windows,
     Work,
     decode_from_worker,
-    decode_head,
+    decode_prompt,
     encode,
 )
 from stretto.preprocess.pool.memfile import MemFile, MemFileSlice, check_room
-from stretto.preprocess.pool.packed import Packed, lay_out
 from stretto.preprocess.pool.threads import LONG_AT_ONCE, SHORT_CHARS, Message
 from stretto.preprocess.pool.verdicts import Verdicts, digest_of
 from stretto.preprocess.pool.worker_process import NotSent, WorkerProcess
@@ -151,7 +150,7 @@ class PromptPool:
 
     # -- what callers want
 
-    async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
+    async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt:
         with ExitStack() as owned:
             body = talk.body
             files = [body if isinstance(body, MemFile) else owned.enter_context(MemFile.of(body))]
@@ -170,12 +169,12 @@ class PromptPool:
         asked = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
         lane = self.long_talks if ends[2] > SHORT_CHARS else self.talks
         with MemFile.of(*parts) as source:
-            meta = _built(*await self._do(Built, asked, [source], sender, lane)).packed.meta
-        if meta.without_features().pieces() != known.pieces():
+            built = _built(*await self._do(Built, asked, [source], sender, lane))
+        if built.for_host(with_features=False).pieces() != known.pieces():
             raise errors.Bug("a prompt has other media than were asked for")
-        return replace(media, ids=meta.ids)
+        return replace(media, ids=built.ids)
 
-    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
         """Of a text that is to be read aloud."""
         words, how = (well_formed(t).encode() for t in (text, instructions))
         size = len(words)
@@ -424,16 +423,16 @@ class PromptPool:
                 )
 
 
-def _built(answer: Built, file: MemFile) -> BuiltPrompt:
+def _built(answer: Built, file: MemFile) -> PackedPrompt:
     """The file is the prompt's from here on, and goes with it."""
-    features = MemFileSlice(file, answer.start)
+    features = PromptFeatures(MemFileSlice(file, answer.start))
     try:
-        head = decode_head(file.read(0, answer.head))
+        packed = decode_prompt(file.read(0, answer.header))
     except msgspec.MsgspecError as e:
         raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-    packed = Packed(head.meta, features)
-    packed.check()
-    return BuiltPrompt(packed, head.spoken)
+    prompt = msgspec.structs.replace(packed, features=features)
+    prompt.check()
+    return prompt
 
 
 def _error(kind: str, message: str, param: str | None) -> StrettoError:

@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 from stretto.preprocess import build as work
 from stretto.preprocess.build import Builder
+from stretto.preprocess.packed_prompt import PackedPrompt, pack
 from stretto.preprocess.pool.fair_queue import FairQueue
-from stretto.preprocess.pool.jobs import BuiltPrompt, Conversation, Outlined, Windows
+from stretto.preprocess.pool.jobs import Conversation, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.packed import pack
 from stretto.preprocess.pool.split import do_cut, do_outline
 from stretto.preprocess.prompt import Prompt
 
@@ -33,7 +33,7 @@ class Prompts(Protocol):
 
     async def close(self) -> None: ...
 
-    async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt: ...
+    async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt: ...
 
     async def build_for(
         self, sender: str, messages: Sequence[Message], tools: Any = None
@@ -42,7 +42,7 @@ class Prompts(Protocol):
         senders taking turns, so that short ones never wait for them."""
         ...
 
-    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
         """Of a text that is to be read aloud."""
         ...
 
@@ -95,8 +95,8 @@ class InThreads:
     async def close(self) -> None:
         pass
 
-    async def build(self, talk: Conversation, audio_in_video: bool = False) -> BuiltPrompt:
-        def run() -> BuiltPrompt:
+    async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt:
+        def run() -> PackedPrompt:
             messages, tools = talk.parts()
             given = (
                 work.decode(messages, "messages"),
@@ -105,7 +105,7 @@ class InThreads:
                 audio_in_video,
                 talk.variables,
             )
-            return BuiltPrompt(pack(work.build_conversation(self._builder, *given)))
+            return pack(work.build_conversation(self._builder, *given))
 
         return await asyncio.to_thread(run)
 
@@ -140,18 +140,18 @@ class InThreads:
 
         return await asyncio.shield(build())
 
-    async def build_local(self, *given: Any, allow_paths: bool) -> BuiltPrompt:
+    async def build_local(self, *given: Any, allow_paths: bool) -> PackedPrompt:
         """Of messages that a caller of this process gave: they may hold arrays and, if allowed,
         name files."""
 
-        def run() -> BuiltPrompt:
-            return BuiltPrompt(pack(self._builder.build(*given, allow_paths=allow_paths)))
+        def run() -> PackedPrompt:
+            return pack(self._builder.build(*given, allow_paths=allow_paths))
 
         return await asyncio.to_thread(run)
 
-    async def read(self, text: str, sender: str = "", instructions: str = "") -> BuiltPrompt:
+    async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
         prompt, spoken = await asyncio.to_thread(work.read_aloud, self._builder, text, instructions)
-        return BuiltPrompt(pack(prompt), spoken)
+        return pack(prompt, spoken)
 
     async def outline(
         self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""

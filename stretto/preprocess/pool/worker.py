@@ -28,6 +28,7 @@ from stretto.observe import logs
 from stretto.preprocess import build as work
 from stretto.preprocess.build import Builder
 from stretto.preprocess.grammars import GrammarCompiler, check_apart
+from stretto.preprocess.packed_prompt import lay_out
 from stretto.preprocess.pool.job_process import Children, WorkerLimits
 from stretto.preprocess.pool.jobs import (
     MAX_DATAGRAM,
@@ -40,7 +41,6 @@ from stretto.preprocess.pool.jobs import (
     Continue,
     Cut,
     FromWorker,
-    Head,
     Job,
     NeedsProcess,
     Outline,
@@ -48,14 +48,13 @@ from stretto.preprocess.pool.jobs import (
     Stop,
     Work,
     WorkerReady,
-    decode_media,
+    decode_prompt,
     decode_to_worker,
     encode,
     failed,
     say,
 )
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.packed import known_media, lay_out
 from stretto.preprocess.pool.split import do_cut, do_outline
 from stretto.preprocess.prepared import with_features
 from stretto.preprocess.prompt import Prompt
@@ -153,7 +152,7 @@ def do(
                 )
             )
         case Continue():
-            media = known_media(decode_media(_part(data, job.media)))
+            media = decode_prompt(_part(data, job.media)).media()
             messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
             tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
             return pack(builder.build(messages, tools))
@@ -176,13 +175,13 @@ def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
         compiler.check('start: %json {"type": "object"}')
 
 
-def pack(prompt: Prompt, spoken: tuple[int, ...] | None = None) -> tuple[Built, MemFile]:
+def pack(prompt: Prompt, tts_ids: tuple[int, ...] | None = None) -> tuple[Built, MemFile]:
     """The caller closes the file."""
-    meta, arrays = lay_out(prompt)
-    head = encode(Head(meta, spoken))
-    gap = b"\0" * (-len(head) % 4)  # floats lie where they should
-    file = MemFile.sealed(head, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
-    return Built(len(head), len(head) + len(gap)), file
+    packed, arrays = lay_out(prompt, tts_ids)
+    header = encode(packed)
+    gap = b"\0" * (-len(header) % 4)  # floats must be aligned
+    file = MemFile.sealed(header, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
+    return Built(len(header), len(header) + len(gap)), file
 
 
 def try_out(builder: Builder) -> None:

@@ -18,7 +18,7 @@ from stretto.messages.requests import (
     encode,
     lengths,
 )
-from stretto.preprocess.pool.packed import Bytes
+from stretto.preprocess.packed_prompt import Bytes
 from stretto.stage.host.feature_buffer import Gathered
 
 

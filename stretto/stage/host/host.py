@@ -31,7 +31,7 @@ from stretto.messages.requests import (
     ToHost,
 )
 from stretto.observe.recorder import Recorder
-from stretto.preprocess.pool.packed import Bytes, unpack_pieces, unpack_prompt
+from stretto.preprocess.packed_prompt import Bytes, unpack_pieces
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.context import BuildStages, StageContext, check_built
 from stretto.stage.host.loop import Bell, Loop
@@ -209,7 +209,7 @@ class Host:
         ready. One that cannot be taken, for whatever is wrong with it, fails alone."""
         first = next(iter(self.stages))
         try:
-            prompt = unpack_prompt(a.prompt, blob)
+            prompt = a.prompt.unpack(blob)
             for name, stage in reversed(self.stages.items()):
                 if name in a.stages:
                     stage.admit(a, _decoded(a.stages[name], stage), prompt)

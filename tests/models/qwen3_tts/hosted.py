@@ -21,7 +21,7 @@ from stretto.models.qwen3_tts.params import (
     PrimedParams,
     TalkerParams,
 )
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.stage.host.host import Host
 from stretto.types import RequestId, SamplingParams
 from tests.models.qwen3_tts.ids import ROLE, instruct_ids
@@ -101,7 +101,7 @@ class Hosted:
             for stage, p in told.items()
             if stage in self.host.stages
         }
-        self.host.handle(Admit(RequestId(id), PromptMeta(ids), raw), b"")
+        self.host.handle(Admit(RequestId(id), PackedPrompt.of_ids(ids), raw), b"")
 
     def say(self, id: str, tokens: list[int], last: bool = False) -> None:
         self.host.handle(Say(RequestId(id), "talker", tuple(tokens), last), b"")

@@ -10,7 +10,7 @@ from stretto.messages.requests import Admit
 from stretto.models.qwen3_tts import enroller
 from stretto.models.qwen3_tts.enroller import Copied, EnrollerStage
 from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
-from stretto.preprocess.pool.packed import PromptMeta
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.prompt import AudioClip, Prompt
 from stretto.types import RequestId
 from tests.models.qwen3_tts.cases import NOISE_SAMPLES, cases, clip
@@ -49,7 +49,7 @@ def enrol(host: Hosted, id: str, text: tuple[int, ...] = (1, 2)) -> EnrollerStag
     node = host.host.stages["enroller"]
     assert isinstance(node, EnrollerStage)
     prompt = Prompt(text, (AudioClip.of(clip(NOISE_SAMPLES)[None]),))
-    node.admit(Admit(RequestId(id), PromptMeta(text), {}), EnrollerParams(), prompt)
+    node.admit(Admit(RequestId(id), PackedPrompt.of_ids(text), {}), EnrollerParams(), prompt)
     return node
 
 
