@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def unrecognized(words: list[str], job: argparse.ArgumentParser) -> str:
-    flags = [flag for action in job._actions for flag in action.option_strings]
+    shown = [action for action in job._actions if action.help is not argparse.SUPPRESS]
+    flags = [flag for action in shown for flag in action.option_strings]
     near = [
         m
         for w in words

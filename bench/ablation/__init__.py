@@ -87,13 +87,13 @@ def variants(config: EngineConfig, frames: int) -> list[Variant]:
     host = config.host
 
     def off(switch: str, base: EngineConfig = split) -> EngineConfig:
-        return replace(base, host=replace(host, switches={**host.switches, switch: False}))
+        return replace(base, host=replace(host, switches=replace(host.switches, **{switch: False})))
 
     return [
         Variant("the same again", DEFAULT, one, control=True),
         Variant("depth 1", DEFAULT, replace(one, host=replace(host, overlap_depth=1))),
         Variant("no just_in_time", DEFAULT, off("just_in_time", one), needs_cuda=True),
-        Variant("no give_way", DEFAULT, off("give_way", one), needs_cuda=True),
+        Variant("no prefill_priority", DEFAULT, off("prefill_priority", one), needs_cuda=True),
         Variant("no prefix cache", DEFAULT, replace(one, host=replace(host, prefix_cache=False))),
         Variant(
             "no graphs", DEFAULT, replace(one, host=replace(host, graphs=False)), needs_cuda=True

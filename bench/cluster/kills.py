@@ -140,7 +140,7 @@ def kills(
     secret.write_text(secrets.token_hex(32))
     args = {
         "model": str(model), "cluster-secret-file": str(secret), "host-gpus": 0.0,
-        "host-cpus": float(NODE_CPUS),
+        "tune": {"host_cpus": float(NODE_CPUS)},
         "min-pace": 0.0, "placement": "two", "connector": "tcp", "drain-timeout": 5,
         "prompt-workers": 1,
     }  # fmt: skip

@@ -203,7 +203,15 @@ def main(given: Sequence[str]) -> int:
     if args.requests + args.sessions < LEAST_SAMPLES:
         p.error(f"at least {LEAST_SAMPLES} visits: fewer do not tell whether memory grows")
     key, tree = secrets.token_hex(8), args.tree.resolve()
-    flags = ["--api-key", key, "--placement", args.placement, "--audio-kept", "64", *args.serve]
+    flags = [
+        "--api-key",
+        key,
+        "--placement",
+        args.placement,
+        "--tune",
+        "audio_kept=64",
+        *args.serve,
+    ]
     with tempfile.TemporaryDirectory(prefix="stretto-soak-") as folder:
         write_tiny(Path(folder) / "tiny")
         settings = argparse.Namespace(device="cpu", model="tiny", max_rows=32, serve=flags)

@@ -69,7 +69,7 @@ def host_fields(given: list[str]) -> dict[str, Any]:
 def host_settings(args: argparse.Namespace, **more: Any) -> HostSettings:
     """As the model arguments say."""
     given = {"device": args.device or device_here(), "load_format": load_format(args.model)}
-    return HostSettings(**{**given, **more, **host_fields(args.host)})
+    return HostSettings.from_dict({**given, **more, **host_fields(args.host)})
 
 
 @contextmanager

@@ -21,7 +21,7 @@ PROVENANCE = (  # file, what it holds
     ("split_h200", "one process and two on one card"),
     ("beside_h200", "beside other servers on the card"),
     ("before_after_h200", "two versions side by side"),
-    ("give_way_off_h200", "over HTTP, give_way off"),
+    ("prefill_priority_off_h200", "over HTTP, prefill_priority off"),
     ("realtime_h200", "conversations"),
     ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
@@ -174,9 +174,9 @@ def before_after(results: Results) -> str:
     return markdown(head, lines)
 
 
-def give_way(results: Results) -> str:
+def prefill_priority(results: Results) -> str:
     """Loads that were run with and without it."""
-    runs = {"on": results.file("h200_again"), "off": results.file("give_way_off_h200")}
+    runs = {"on": results.file("h200_again"), "off": results.file("prefill_priority_off_h200")}
     levels = {
         which: [f for part in ("open", "latency") for f in found_in(run or {"parts": {}}, part)]
         for which, run in runs.items()
@@ -200,7 +200,7 @@ def give_way(results: Results) -> str:
             )  # fmt: skip
     head = (
         "load",
-        "`give_way`",
+        "`prefill_priority`",
         "answers",
         "first audio p50, ms",
         "p90",

@@ -25,12 +25,12 @@ from bench.report.measured import (
 from bench.report.path import path
 from bench.report.serving import (
     before_after,
-    give_way,
     host,
     latency,
     memory,
     open_loop,
     phases,
+    prefill_priority,
     realtime,
     sources,
     start,
@@ -419,7 +419,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "sources": sources,
     "open": open_loop,
     "before_after": before_after,
-    "give_way": give_way,
+    "prefill_priority": prefill_priority,
     "side_by_side": side_by_side,
     "summary": summary,
     "steps": steps,

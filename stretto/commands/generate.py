@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from stretto import embedded
-from stretto.config.engine_flags import RECORDS, TITLES, engine_config
-from stretto.config.loader import add_flags
+from stretto.config.flags import add_flags
+from stretto.config.loader import ENGINE_RECORDS, collect, engine_config
 from stretto.errors import Invalid, StrettoError
 from stretto.hub import find_model
 from stretto.params import ChunkSizes, Params
@@ -101,7 +101,7 @@ def add_generate_parser(jobs: Any) -> None:
         "--each-frames", type=int, default=None, metavar="N", help="frames in the others"
     )
     how.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
-    add_flags(gen, RECORDS, TITLES, LEFT_OUT)
+    add_flags(gen, ENGINE_RECORDS, LEFT_OUT)
     gen.set_defaults(job=run_generate)
 
 
@@ -185,8 +185,15 @@ class Result:
 
 
 def settings(args: argparse.Namespace) -> EngineConfig:
-    config = engine_config(vars(args), os.environ, max_requests=max(args.concurrency, 1))
-    return replace(config, min_pace=0.0)
+    return read_config(args, max_requests=max(args.concurrency, 1))
+
+
+def read_config(args: argparse.Namespace, max_requests: int) -> EngineConfig:
+    """The engine's settings of a command that answers by itself; `speak` calls it too."""
+    sources = collect(vars(args), os.environ, records=ENGINE_RECORDS)
+    for warning in sources.warnings:
+        say(f"stretto: warning: {warning}")
+    return replace(engine_config(sources, max_requests=max_requests), min_pace=0.0)
 
 
 def parameters(args: argparse.Namespace, defaults: Params) -> Params:

@@ -24,11 +24,8 @@ from stretto import __version__, embedded
 from stretto.config.cluster import ClusterConfig
 from stretto.config.devices import check_cards
 from stretto.config.engine import check_model
-from stretto.config.engine_flags import RECORDS as ENGINE_RECORDS
-from stretto.config.engine_flags import TITLES as ENGINE_TITLES
-from stretto.config.engine_flags import fit_card, serving_config
-from stretto.config.loader import PREFIX, add_flags, read, read_yaml, table, unknown_variables
-from stretto.config.preprocess import PoolSettings
+from stretto.config.flags import add_flags, table
+from stretto.config.loader import RECORDS, Settings, fit_card, load_settings, unknown_variables
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
 from stretto.hardware import cards
@@ -49,18 +46,6 @@ log = logging.getLogger("stretto.server")
 POLL_SECONDS = 0.2
 # prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
 SWITCH_S = 0.001
-TITLES = {
-    **{group: ENGINE_TITLES[group] for group in ("model", "memory")},
-    "address": "where to listen",
-    "clients": "who may call",
-    "limits": ENGINE_TITLES["limits"],
-    "speech": "packets of speech",
-    "realtime": "realtime sessions",
-    "prompts": "preparing requests",
-    "logging": ENGINE_TITLES["logging"],
-    **{group: ENGINE_TITLES[group] for group in ("cluster", "tuning", "overlap")},
-}
-RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings, ClusterConfig)
 Run = Callable[[str | None, "EngineConfig", ServerConfig, ClusterConfig], int]
 """Serves elsewhere than in this process, until told to stop."""
 PACKAGES = (
@@ -108,7 +93,7 @@ def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({
     serve.add_argument(
         "--settings-table", action="store_true", help="print all settings as Markdown, and end"
     )
-    add_flags(serve, RECORDS, TITLES)
+    add_flags(serve, RECORDS)
     serve.set_defaults(job=lambda args: run_serve(args, backends))
 
 
@@ -129,17 +114,21 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
     from stretto.server.logs import set_up
     from stretto.server.origins import warning
 
-    model, engine_config, config, cluster = settle_all(vars(args), os.environ)
+    settings = load_settings(vars(args), os.environ)
+    config, cluster = settings.server, settings.cluster
     set_up(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
-    for name in unknown_variables(os.environ, RECORDS, OTHER_VARIABLES):
+    for text in settings.warnings:
+        _say(f"stretto: warning: {text}")
+    for name in unknown_variables(os.environ, OTHER_VARIABLES):
         _say(f"stretto: warning: {name} is set, but there is no such setting")
-    if words := warning(config):
-        _say(f"stretto: warning: {words}")
+    if about_access := warning(config):
+        _say(f"stretto: warning: {about_access}")
     try:
         if cluster.backend != "local":
-            return backends[cluster.backend](model, engine_config, config, cluster)
-        return _serve(model, engine_config, config, said(vars(args), os.environ))
+            run_elsewhere = backends[cluster.backend]
+            return run_elsewhere(settings.model, settings.engine, config, cluster)
+        return _serve(settings)
     except StrettoError as e:
         if config.log_format != "json":
             raise
@@ -147,18 +136,16 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
         return 2 if isinstance(e, Invalid) else 1
 
 
-def _serve(
-    model: str | None, engine_config: EngineConfig, config: ServerConfig, stated: set[str]
-) -> int:
+def _serve(settings: Settings) -> int:
     from stretto.registry import open_model
     from stretto.server.run import run
 
-    with checkpoint(model) as directory:
-        engine_config, config = fit_card(engine_config, config, directory, stated)
+    explicit = settings.explicit
+    with checkpoint(settings.model) as directory:
+        engine_config, config = fit_card(settings.engine, settings.server, directory, explicit)
         opened = open_model(directory)
-        check_model(
-            engine_config, opened.pipeline.names, opened.info.max_positions, stated
-        )  # before anything starts
+        # before anything starts
+        check_model(engine_config, opened.pipeline.names, opened.info.max_positions, explicit)
         check_cards(engine_config, opened.pipeline.names, len(cards()))
         return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
@@ -183,53 +170,11 @@ async def announce(server: Server) -> None:
             _say(greeting(server.config, server.service))
 
 
-def read_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    path = flags.get("config") or environ.get("STRETTO_CONFIG")
-    return read_yaml(path, RECORDS, ("model",)) if path else {}
-
-
-def said(flags: Mapping[str, Any], environ: Mapping[str, str]) -> set[str]:
-    """Names of settings that are stated anywhere."""
-    variables = {name.removeprefix(PREFIX).lower() for name in environ if name.startswith(PREFIX)}
-    return {*flags, *variables, *read_file(flags, environ)}
-
-
-Settled = tuple[str | None, "EngineConfig", ServerConfig, ClusterConfig]
-
-
-def settle(
-    flags: dict[str, Any], environ: Mapping[str, str]
-) -> tuple[str | None, EngineConfig, ServerConfig]:
-    """Model and configuration from all the places they can be stated in."""
-    model, engine, server, _ = settle_all(flags, environ)
-    return model, engine, server
-
-
-def settle_all(flags: dict[str, Any], environ: Mapping[str, str]) -> Settled:
-    return read_settings(flags, environ, read_file(flags, environ))
-
-
-def read_settings(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]
-) -> Settled:
-    """The same with a file's content."""
-    model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
-    config = read(ServerConfig, flags, environ, file)
-    cluster = read(ClusterConfig, flags, environ, file)
-    here = cluster.backend == "local"
-    return (
-        model,
-        serving_config(flags, environ, file, config.engine_requests, here),
-        config,
-        cluster,
-    )
-
-
 def settings_table() -> str:
     """Everything that can be set, for `docs/settings.md`."""
     others = "\n".join(f"| `{name}` | {what} |" for name, what in OTHER_VARIABLES.items())
     return (
-        f"{table(RECORDS, TITLES)}\n## Variables without a flag\n\n| variable | what "
+        f"{table(RECORDS)}\n## Variables without a flag\n\n| variable | what "
         f"|\n|---|---|\n{others}\n"
     )
 

@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.commands.generate import check_sound_file, say
-from stretto.config.engine_flags import RECORDS, TITLES, engine_config
-from stretto.config.loader import add_flags
+from stretto.commands.generate import LEFT_OUT, check_sound_file, read_config, say
+from stretto.config.flags import add_flags
+from stretto.config.loader import ENGINE_RECORDS
 from stretto.errors import Invalid
 from stretto.hub import find_model
 from stretto.params import Params
 
-LEFT_OUT = ("min_pace", "share_prefix_cache")
 PIECE = 4096
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def add_speak_parser(jobs: Any) -> None:
     how.add_argument(
         "--max-audio-frames", "--max-frames", type=int, metavar="N", help="12.5 frames are a second"
     )
-    add_flags(speak, RECORDS, TITLES, LEFT_OUT)
+    add_flags(speak, ENGINE_RECORDS, LEFT_OUT)
     speak.set_defaults(job=run_speak)
 
 
@@ -83,7 +82,7 @@ def parameters(args: argparse.Namespace, defaults: Params) -> Params:
 async def _speak(args: argparse.Namespace) -> int:
     from stretto.engine.engine import PipelineEngine
 
-    config = replace(engine_config(vars(args), os.environ, max_requests=1), min_pace=0.0)
+    config = read_config(args, max_requests=1)
     directory = find_model(args.model, say)
     async with PipelineEngine.open(directory, config) as engine:
         return await _read(

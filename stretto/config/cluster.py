@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stretto.config.engine import EngineConfig
-from stretto.config.setting import check_finite, setting
+from stretto.config.setting import check_finite, setting, tuning
 from stretto.errors import Invalid
 
 Backend = Literal["local", "ray"]
@@ -44,7 +44,7 @@ class ClusterConfig:
         "requests of a replica at which another one is started; earlier if they fall behind",
         "N",
     )
-    host_cpus: float = setting(1.0, "cluster", "CPUs that Ray reserves for each host", "N")
+    host_cpus: float = tuning(1.0, "CPUs that Ray reserves for each host")
     host_gpus: float = setting(
         1.0,
         "cluster",

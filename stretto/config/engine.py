@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from stretto.config.overlaps import OverlapSwitches
 from stretto.config.preprocess import PoolSettings
-from stretto.config.setting import check_finite, setting
+from stretto.config.setting import check_finite, setting, tuning
 from stretto.errors import Invalid
 from stretto.types import ExpertWeights
 
@@ -146,20 +147,16 @@ class HostSettings:
         "from full",
     )
     threads: int = setting(1, "model", "threads of arithmetic on a CPU, for each process", "N")
-    graphs: bool = setting(True, "tuning", "capture CUDA graphs of the steps, on a GPU")
-    vision_graphs: bool = setting(True, "tuning", "with --graphs, for single images too")
+    graphs: bool = setting(True, "steps", "capture CUDA graphs of the steps, on a GPU")
+    vision_graphs: bool = tuning(True, "with --graphs: capture them for single images too")
     warm: bool = setting(
-        True, "tuning", "before the first start on a GPU, compile kernels in several processes"
+        True, "steps", "before the first start on a GPU, compile kernels in several processes"
     )
     overlap_depth: int = setting(
-        2, "tuning", "steps of a stage in flight; 1: each waits for the one before", "N"
+        2, "steps", "steps of a stage in flight; 1: each waits for the one before", "N"
     )
-    launch_lead_ms: float = setting(
-        1.5,
-        "tuning",
-        "a launch begins so early that it would be done this long before the device runs out of "
-        "work",
-        "MS",
+    launch_lead_ms: float = tuning(
+        1.5, "milliseconds by which a launch ends before the device runs out of work"
     )
     prefix_cache: bool = setting(
         True, "memory", "a prompt that begins like an earlier one reuses its KV blocks"
@@ -191,23 +188,21 @@ class HostSettings:
                            f"where that is shorter)",
         "TOKENS", name="max_model_len",
     )  # fmt: skip
-    max_step_tokens: int = setting(4096, "tuning", "tokens in one step of a stage", "TOKENS")
+    max_step_tokens: int = setting(4096, "steps", "tokens in one step of a stage", "TOKENS")
     prefill_chunk: int | None = setting(
-        None, "tuning", "tokens of prompts in a step while answers are being made: bounds how long "
+        None, "steps", "tokens of prompts in a step while answers are being made: bounds how long "
                         "they wait "
         "(default: 1024; on a CPU 256)", "TOKENS",
     )  # fmt: skip
-    lone_prefill_chunk: int | None = setting(
-        None, "tuning", "the same while no answer is being made: the next stage can follow a long "
-                        "prompt "
-        "(default: 2560; on a CPU 256)", "TOKENS",
-    )  # fmt: skip
-    mixed_steps: bool = setting(True, "tuning", "prompts and answers in one step; else in turns")
-    link_slots: int = setting(64, "tuning", "chunks that a link between processes holds", "N")
-    link_slot_bytes: int = setting(1 << 20, "tuning", "largest chunk of such a link", "BYTES")
-    switches: Mapping[str, bool] = field(
-        default_factory=dict
-    )  # of `OverlapSwitches`, which have flags of their own
+    lone_prefill_chunk: int | None = tuning(
+        None,
+        "tokens of prompts in a step while no answer is being made: the next stage can follow a "
+        "long prompt (default: 2560; on a CPU 256)",
+    )
+    mixed_steps: bool = tuning(True, "prompts and answers in one step; off: in turns")
+    link_slots: int = tuning(64, "chunks that a link between processes holds")
+    link_slot_bytes: int = tuning(1 << 20, "bytes of the largest chunk of such a link")
+    switches: OverlapSwitches = field(default_factory=OverlapSwitches)
     trace: bool = False  # record what runs when; see `EngineConfig.trace_dir`
 
     def __post_init__(self) -> None:
@@ -240,7 +235,13 @@ class HostSettings:
                 raise Invalid(f"{name} must be at most {most}, got {getattr(self, name)}", name)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "switches": dict(self.switches), "blocks": dict(self.blocks)}
+        """For a message to a host; `from_dict` reads it there."""
+        return {**asdict(self), "blocks": dict(self.blocks)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HostSettings:
+        switches = OverlapSwitches(**values.get("switches", {}))
+        return cls(**{**values, "switches": switches})
 
 
 LEAST = {

@@ -1,125 +1,265 @@
-"""Reads configuration records from flags, the environment and a YAML file: flag > environment >
-YAML > default.
+"""Reads configuration records from flags, the environment and a YAML file, in that order of
+precedence.
 
-A record is a frozen dataclass whose fields were made by `setting`. One rule gives all names: the
-setting `max_body_mb` is `--max-body-mb`, STRETTO_MAX_BODY_MB, and `max-body-mb` or `max_body_mb` in
-YAML. A setting is called as its field is, but for a few that have a name of their own. `table`
-shows them all."""
+`collect` gathers what the three places say, by setting; `Sources.record` makes a record of it.
+`load_settings` reads all that `stretto serve` needs. Imports no torch."""
 
 from __future__ import annotations
 
-import argparse
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from stretto.config.cluster import ClusterConfig
+from stretto.config.connectors import check_connector
+from stretto.config.devices import spread
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.flags import kind_of
+from stretto.config.overlaps import OverlapSwitches
+from stretto.config.preprocess import PoolSettings
+from stretto.config.server import ServerConfig
+from stretto.config.setting import (
+    PREFIX,
+    TUNE,
+    default_of,
+    flag_of,
+    is_tuning,
+    name_of,
+    names_of,
+    old_names,
+    settings_of,
+    variable_of,
+)
 from stretto.errors import Invalid
+from stretto.hardware import card_memory, cards, find_device
 
 C = TypeVar("C")
-PREFIX = "STRETTO_"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+ENGINE_RECORDS = (EngineConfig, HostSettings, OverlapSwitches)
+"""The settings of an engine, wherever it runs."""
+RECORDS = (*ENGINE_RECORDS, ServerConfig, PoolSettings, ClusterConfig)
+"""All settings."""
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("0", "false", "no", "off")
 
 
-def name_of(f: Field[Any]) -> str:
-    return f.metadata["name"] or f.name
+@dataclass(frozen=True, slots=True)
+class SourceValue:
+    value: Any
+    where: str
+    """How an error message names it: `port`, STRETTO_PORT, or `launch_lead_ms`."""
 
 
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What flags, the environment and the file say, by setting."""
 
+    values: Mapping[str, SourceValue]
+    warnings: tuple[str, ...] = ()
+    """Sentences about old names, for whoever starts the program."""
 
-def add_flags(
-    parser: argparse.ArgumentParser,
-    records: Sequence[type[Any]],
-    titles: Mapping[str, str],
-    leave_out: Collection[str] = (),
-) -> None:
-    """A flag for each setting, in its group. Absent flags stay absent: their values come from
-    elsewhere."""
-    groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
-    for record in records:
-        hints = get_type_hints(record)
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def record(self, record: type[C], **fixed: Any) -> C:
+        """`fixed`: fields that are no settings."""
+        fields = {}
         for f in settings_of(record):
-            if name_of(f) not in leave_out:
-                _add_flag(groups[f.metadata["group"]], f, _bare(hints[f.name]))
+            source = self.values.get(name_of(f))
+            if source is not None:
+                fields[f.name] = _parse(source, kind_of(record, f), f)
+            elif f.metadata["served"] is not MISSING:
+                fields[f.name] = default_of(f)
+        return record(**fields, **fixed)
 
 
-def _add_flag(group: argparse._ArgumentGroup, f: Field[Any], kind: Any) -> None:
-    flag, metavar = flag_of(name_of(f)), f.metadata["metavar"]
-    given: dict[str, Any] = {
-        "default": argparse.SUPPRESS,
-        "help": f.metadata["help"].replace("%", "%%"),
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that `stretto serve` reads."""
+
+    model: str | None
+    engine: EngineConfig
+    server: ServerConfig
+    cluster: ClusterConfig
+    explicit: frozenset[str] = frozenset()
+    """Names of the settings that somebody gave."""
+    warnings: tuple[str, ...] = ()
+
+
+def load_settings(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[Any, Any] | None = None,
+    file_name: str = "the file",
+) -> Settings:
+    """`file`: settings by name, in place of the YAML file that --config names."""
+    path = flags.get("config") or environ.get("STRETTO_CONFIG")
+    if file is None and path:
+        file, file_name = read_yaml(path), str(path)
+    file = normalize(file or {}, file_name, ("model",))
+    sources = collect(flags, environ, file)
+    server = sources.record(ServerConfig)
+    cluster = sources.record(ClusterConfig)
+    engine = engine_config(
+        sources,
+        this_machine=cluster.backend == "local",
+        max_requests=server.engine_requests,
+        prompts=sources.record(PoolSettings),
+    )
+    model = flags.get("model") or environ.get("STRETTO_MODEL") or file.get("model")
+    return Settings(model, engine, server, cluster, frozenset(sources.values), sources.warnings)
+
+
+def engine_config(sources: Sources, this_machine: bool = True, **fixed: Any) -> EngineConfig:
+    """`fixed`: fields of `EngineConfig` that are no settings. `this_machine`: the engine runs here,
+    and its replicas are spread over the cards that are here."""
+    host = sources.record(HostSettings, switches=sources.record(OverlapSwitches))
+    config = sources.record(EngineConfig, **fixed)
+    check_connector(config.connector)
+    device = config.devices[0] if config.devices else find_device()
+    config = replace(config, host=replace(host, device=device))
+    return spread(config, len(cards())) if this_machine else config
+
+
+# ---- what the three places say
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One of the places that settings come from. `values` and `tune` by name, with underscores."""
+
+    values: Mapping[str, Any]
+    tune: Mapping[str, Any]
+    spell: Callable[[str], str]
+    name: Literal["flags", "environment", "file"]
+
+
+def collect(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+    records: Sequence[type[Any]] = RECORDS,
+) -> Sources:
+    """Each setting from the first place that gives it. `records`: those that have flags; the
+    environment and the file (`normalize`d) may hold settings of others too."""
+    variables = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name == name.upper()
     }
-    if shown := "" if "default" in given["help"] else default_text(f):
-        given["help"] += f" (default: {shown})"
-    if f.metadata["parse"] is not None:
-        group.add_argument(flag, metavar=metavar, **given)
-    elif kind is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **given)
-    elif get_origin(kind) is Literal:
-        group.add_argument(flag, choices=get_args(kind), **given)
-    elif get_origin(kind) is tuple:
-        words, mark, rest = given["help"].partition(" (default")
-        given["help"] = f"{words}; repeatable{mark}{rest}"
-        group.add_argument(flag, action="append", metavar=metavar, **given)
+    places = [
+        _place("flags", flags, flag_of, records),
+        _place("environment", variables, variable_of, RECORDS),
+        _place("file", file or {}, _yaml_key, RECORDS),
+    ]
+    values: dict[str, SourceValue] = {}
+    warnings: list[str] = []
+    for f in settings_of(*RECORDS):
+        for place in places:
+            found = _find(f, place, warnings)
+            if found is not None:
+                values.setdefault(name_of(f), found)
+    return Sources(values, tuple(warnings))
+
+
+def _yaml_key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _place(
+    name: Literal["flags", "environment", "file"],
+    values: Mapping[str, Any],
+    spell: Callable[[str], str],
+    records: Sequence[type[Any]],
+) -> _Place:
+    given = values.get(TUNE)
+    tune = parse_tune(given, spell(TUNE), records) if given is not None else {}
+    return _Place(values, tune, spell, name)
+
+
+def _find(f: Field[Any], place: _Place, warnings: list[str]) -> SourceValue | None:
+    """The setting's value in this place. An old name adds a warning."""
+    name = name_of(f)
+    given = place.tune if is_tuning(f) else place.values
+    where = place.spell(name) if place.name == "environment" and not is_tuning(f) else name
+    for old in old_names(f):
+        if old not in place.values:
+            continue
+        value = place.values[old]
+        new = _spelling(f, value, place)
+        if name in given:
+            raise Invalid(
+                f"{place.spell(old)} is the old name of {new}: give only the new one", old
+            )
+        warnings.append(
+            f"{_old_spelling(old, value, place)} is now {new}; the next version knows only that"
+        )
+        return SourceValue(value, place.spell(old) if place.name == "environment" else old)
+    return SourceValue(given[name], where) if name in given else None
+
+
+def _old_spelling(name: str, value: Any, place: _Place) -> str:
+    return flag_of(f"no_{name}") if place.name == "flags" and value is False else place.spell(name)
+
+
+def _spelling(f: Field[Any], value: Any, place: _Place) -> str:
+    """How the setting is spelt in this place, for somebody who used an old name."""
+    name = name_of(f)
+    if not is_tuning(f):
+        return place.spell(name)
+    text = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+    match place.name:
+        case "flags":
+            return f"--tune {name}={text}"
+        case "environment":
+            return f"STRETTO_TUNE={name}={text}"
+        case "file":
+            return f"tune: {{{name}: {text}}}"
+
+
+def parse_tune(given: Any, where: str, records: Sequence[type[Any]] = RECORDS) -> dict[str, Any]:
+    """Tuning settings by name, of `NAME=VALUE,...`, of a list of such texts, or of a mapping.
+    `records`: those whose tuning settings may be there."""
+    if isinstance(given, Mapping):
+        pairs = [(str(name), value) for name, value in given.items()]
     else:
-        group.add_argument(flag, type=kind, metavar=metavar or kind.__name__.upper(), **given)
+        texts = given if isinstance(given, list) else [given]
+        pairs = [_pair(item, where) for text in texts for item in _items(str(text))]
+    names = [name_of(f) for f in settings_of(*records) if is_tuning(f)]
+    out = {}
+    for written, value in pairs:
+        name = written.strip().replace("-", "_")
+        if name not in names:
+            raise Invalid(_unknown_tune(name, where, names), TUNE)
+        out[name] = value
+    return out
 
 
-def default_text(f: Field[Any]) -> str:
-    """As people write it; nothing where there is none."""
-    value = _default(f)
-    if value is MISSING or value in (None, "", ()):
-        return ""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return " ".join(value) if isinstance(value, tuple) else str(value).removesuffix(".0")
+def _items(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _default(f: Field[Any]) -> Any:
-    return f.default if f.metadata["served"] is MISSING else f.metadata["served"]
+def _pair(item: str, where: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not equals:
+        raise Invalid(f"{where} takes NAME=VALUE,..., got {item!r}", TUNE)
+    return name, value.strip()
 
 
-def read(
-    record: type[C],
-    flags: Mapping[str, Any],
-    environ: Mapping[str, str],
-    file: Mapping[str, Any] | None = None,
-    **fixed: Any,
-) -> C:
-    """The record, each setting from the first place that states it; `fixed` are fields that are no
-    settings."""
-    return record(**stated(record, flags, environ, file), **fixed)
+def _unknown_tune(name: str, where: str, names: Sequence[str]) -> str:
+    others = {name_of(f) for f in settings_of(*RECORDS) if not is_tuning(f)}
+    if name in others:
+        return f"{where}: {name} is a setting of its own, {flag_of(name)}"
+    near = get_close_matches(name, names, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
+    return f"{where}: there is no tuning setting {name!r}; {hint}"
 
 
-def stated(
-    record: type[Any],
-    flags: Mapping[str, Any],
-    environ: Mapping[str, str],
-    file: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """By field, what is stated anywhere, and what is served where nothing is."""
-    hints, given = get_type_hints(record), {}
-    for f in settings_of(record):
-        name, kind = name_of(f), _bare(hints[f.name])
-        variable = PREFIX + name.upper()
-        if name in flags:
-            given[f.name] = _parse(flags[name], kind, name, f)
-        elif variable in environ:
-            given[f.name] = _parse(environ[variable], kind, variable, f)
-        elif file is not None and name in file:
-            given[f.name] = _parse(file[name], kind, name, f)
-        elif f.metadata["served"] is not MISSING:
-            given[f.name] = f.metadata["served"]
-    return given
+# ---- the file and the environment
 
 
-def read_yaml(
-    path: str | Path, records: Sequence[type[Any]], others: Sequence[str] = ()
-) -> dict[str, Any]:
-    """A YAML file with flags' names. A name no record has is an error, not a silent default."""
+def read_yaml(path: str | Path) -> dict[Any, Any]:
     import yaml  # only when there is a file
 
     try:
@@ -130,96 +270,105 @@ def read_yaml(
         return {}
     if not isinstance(raw, dict):
         raise Invalid(f"{path}: must hold names and values", "config")
-    return as_names(raw, records, others, str(path))
+    return raw
 
 
-def as_names(
-    raw: Mapping[Any, Any], records: Sequence[type[Any]], others: Sequence[str], where: str
-) -> dict[str, Any]:
-    """Values by their settings' names, however these were written."""
+def normalize(raw: Mapping[Any, Any], where: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Values by their settings' names, however these were written. An unknown name is an error, not
+    a silent default."""
     out = {str(k).replace("-", "_"): v for k, v in raw.items()}
-    known = {name_of(f) for r in records for f in settings_of(r)} | set(others)
+    known = names_of(settings_of(*RECORDS)) | set(others)
     if unknown := sorted(set(out) - known):
         raise Invalid(f"{where}: unknown {', '.join(unknown)}", "config")
     return out
 
 
-def unknown_variables(
-    environ: Mapping[str, str], records: Sequence[type[Any]], others: Collection[str] = ()
-) -> list[str]:
+def unknown_variables(environ: Mapping[str, str], others: Collection[str] = ()) -> list[str]:
     """Variables that look like ours and mean nothing: most likely misspelt."""
-    known = {PREFIX + name_of(f).upper() for r in records for f in settings_of(r)} | set(others)
+    known = {variable_of(name) for name in names_of(settings_of(*RECORDS))} | set(others)
     return sorted(v for v in environ if v.startswith(PREFIX) and v not in known)
 
 
-def table(records: Sequence[type[Any]], titles: Mapping[str, str]) -> str:
-    """All settings in Markdown, by group."""
-    parts = []
-    for group, title in titles.items():
-        rows = ["| flag | variable | default | what |", "|---|---|---|---|"]
-        for f in (f for r in records for f in settings_of(r) if f.metadata["group"] == group):
-            name, shown = name_of(f), default_text(f)
-            what, _, told = f.metadata["help"].partition(" (default: ")
-            default = told.removesuffix(")") if told or not shown else f"`{shown}`"
-            flag = " ".join(filter(None, (flag_of(name), f.metadata["metavar"])))
-            rows.append(
-                f"| `{flag}` | `{PREFIX}{name.upper()}` | {default} | "
-                f"{what.replace('|', chr(92) + '|')} |"
-            )
-        parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
+# ---- values
 
 
-def settings_of(record: type[Any]) -> list[Field[Any]]:
-    return [f for f in fields(record) if "group" in f.metadata]
-
-
-def _bare(hint: Any) -> Any:
-    """The type without `| None`. (Other unions are parsed by the field's own function.)"""
-    some = (
-        [t for t in get_args(hint) if t is not type(None)]
-        if get_origin(hint) in (Union, types.UnionType)
-        else []
-    )
-    return some[0] if len(some) == 1 else hint
-
-
-def _parse(value: Any, kind: Any, name: str, f: Field[Any]) -> Any:
+def _parse(source: SourceValue, kind: Any, f: Field[Any]) -> Any:
     """A value of YAML, a flag's or text of the environment, as a field's type."""
+    value, where = source.value, source.where
     if value is None:
         return None
     if f.metadata["parse"] is not None:
         return f.metadata["parse"](str(value))
     if get_origin(kind) is tuple:
-        parts = (
-            value.split(",")
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list)
-            else [value]
-        )
-        return tuple(str(p).strip() for p in parts if str(p).strip())
+        return tuple(_parts(value))
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise Invalid(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}", name)
+            choices = ", ".join(get_args(kind))
+            raise Invalid(f"{where} must be one of {choices}, got {value!r}", where)
         return value
-    parsers: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: float, str: str}
     try:
-        return parsers[kind](value)
+        return _PARSERS[kind](value)
     except (TypeError, ValueError):
-        raise Invalid(
-            f"{name} must be {'a yes or no' if kind is bool else f'of type {kind.__name__}'}", name
-        ) from None
+        raise Invalid(f"{where} must be {_KINDS[kind]}, got {value!r}", where) from None
+
+
+def _parts(value: Any) -> Iterator[str]:
+    parts = value.split(",") if isinstance(value, str) else value
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        if text := str(part).strip():
+            yield text
 
 
 def _bool(value: Any) -> bool:
-    word = str(value).lower()
-    if word not in _TRUE + _FALSE:
+    word = str(value).strip().lower()
+    if word not in TRUE_WORDS + FALSE_WORDS:
         raise ValueError(word)
-    return word in _TRUE
+    return word in TRUE_WORDS
 
 
 def _int(value: Any) -> int:
     if isinstance(value, bool | float):
         raise TypeError(value)
     return int(value)
+
+
+_PARSERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: float, str: str}
+_KINDS = {bool: "on or off", int: "a whole number", float: "a number", str: "text"}
+
+
+# ---- sizes that depend on the card
+
+GIB = 1 << 30
+ROWS = ((48 * GIB, 128), (24 * GIB, 64), (8 * GIB, 32))
+"""Rows of a stage's batch, by the memory beside the weights: a row of a few thousand tokens takes
+about 0.4 GiB."""
+FEWEST = 16
+# of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
+FLOAT8 = 0.55
+
+
+def fit_card(
+    engine: EngineConfig, server: ServerConfig, directory: Path, explicit: Collection[str]
+) -> tuple[EngineConfig, ServerConfig]:
+    """As many rows as a card has memory for, and twice as many requests, where nobody said how many
+    (`explicit`: names of settings that somebody gave). Called by `stretto serve` when it knows its
+    model."""
+    host = engine.host
+    memory = None
+    if "max_rows" not in explicit and engine.placement == "one":
+        memory = card_memory(host.device)
+    if memory is not None:
+        size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+        weights = size * (FLOAT8 if host.expert_weights == "float8" else 1)
+        host = replace(host, max_rows=rows_for(memory - int(weights)))
+    rows = host.max_rows * engine.num_pipelines
+    if "max_concurrent" not in explicit:
+        server = replace(server, max_concurrent=2 * rows)
+    if "max_live" not in explicit:
+        server = replace(server, max_live=max(2, rows))
+    return replace(engine, host=host, max_requests=server.engine_requests), server
+
+
+def rows_for(spare: int) -> int:
+    """Rows for the bytes of a card beside the weights."""
+    return next((rows for least, rows in ROWS if spare >= least), FEWEST)

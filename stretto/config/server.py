@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Literal
 
-from stretto.config.setting import check_finite, setting
+from stretto.config.setting import check_finite, setting, tuning
 from stretto.errors import Invalid
 from stretto.params import ChunkSizes
 
@@ -122,7 +122,7 @@ class ServerConfig:
     max_connections: int = setting(
         1024, "limits", "open connections; beyond, the longest idle one is closed", "N"
     )
-    max_header_kb: int = setting(64, "limits", "largest block of request headers, in KiB", "KIB")
+    max_header_kb: int = tuning(64, "largest block of request headers, in KiB")
     header_timeout: float = setting(
         10.0, "limits", "time in which a request's headers must arrive", "SECONDS"
     )
@@ -133,12 +133,10 @@ class ServerConfig:
         "bodies of all requests that are being read or prepared, in MiB; none holds over half",
         "MIB",
     )
-    min_body_kb_s: float = setting(
-        16.0, "limits", "slowest rate at which a body may arrive, in KiB a second; 0: any", "KIB"
+    min_body_kb_s: float = tuning(
+        16.0, "slowest rate at which a request body may arrive, in KiB a second; 0: any"
     )
-    body_grace: float = setting(
-        5.0, "limits", "time before the rate of a body is checked", "SECONDS"
-    )
+    body_grace: float = tuning(5.0, "seconds before the rate of a request body is checked")
     send_timeout: float = setting(
         30.0, "limits", "time after which a client that takes no data is dropped", "SECONDS"
     )
@@ -151,15 +149,15 @@ class ServerConfig:
     audio_lifetime: float = setting(
         3600.0, "limits", "time for which a spoken answer can be referred to by its id", "SECONDS"
     )
-    audio_kept: int = setting(4096, "limits", "spoken answers that can be referred to", "N")
+    audio_kept: int = tuning(4096, "spoken answers that can be referred to by their ids")
 
     streaming: bool = setting(
         True, "speech", "send sound while speech is being made; off: when all of it is made"
     )
     first_frames: int = setting(1, "speech", "codec frames in the first packet of sound", "N")
     each_frames: int = setting(8, "speech", "most frames in a later packet", "N")
-    packet_ramp: int = setting(
-        2, "speech", "factor by which packets grow from the first to the largest; 0: at once", "N"
+    packet_ramp: int = tuning(
+        2, "factor by which packets of speech grow from the first to the largest; 0: at once"
     )
 
     realtime_sessions: int = setting(
@@ -188,8 +186,8 @@ class ServerConfig:
                             "MiB; none of the "
         "API keys (without keys: addresses) holds over half", "MIB",
     )  # fmt: skip
-    realtime_lead: float = setting(
-        10.0, "realtime", "time by which sound may be sent ahead of its playback", "SECONDS"
+    realtime_lead: float = tuning(
+        10.0, "seconds by which a realtime session may send sound ahead of its playback"
     )
     realtime_speculate: bool = setting(
         True,

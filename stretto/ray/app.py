@@ -8,6 +8,7 @@ it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,10 +22,9 @@ from ray import serve
 from ray.util import get_current_placement_group
 from starlette.applications import Starlette
 
-from stretto.commands.serve import RECORDS, read_settings
 from stretto.config.cluster import ClusterConfig, check_cluster
 from stretto.config.engine import EngineConfig, places
-from stretto.config.loader import as_names
+from stretto.config.loader import load_settings
 from stretto.config.server import ServerConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.remote_host import RemoteLauncher
@@ -38,6 +38,8 @@ from stretto.ray.starter import RayStarter
 from stretto.registry import open_model
 from stretto.server.app import make_app, metrics_of
 from stretto.server.service import Service
+
+log = logging.getLogger(__name__)
 
 REPLICA_CPUS = 0.5
 OWN_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
@@ -66,11 +68,13 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """The application of these settings, named as in a YAML file of `stretto serve`, with `model`
     among them."""
     require_ray()
-    given = as_names(args, RECORDS, ("model",), "the application's args")
-    model, engine, server, cluster = read_settings({}, os.environ, given)
-    if model is None:
+    settings = load_settings({}, os.environ, args, "the application's args")
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+    if settings.model is None:
         raise Invalid("the application's args name no model", "model")
-    return application(spec_of(model, engine, server, replace(cluster, backend="ray")))
+    cluster = replace(settings.cluster, backend="ray")
+    return application(spec_of(settings.model, settings.engine, settings.server, cluster))
 
 
 def spec_of(model: str, engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> Spec:

@@ -3,7 +3,7 @@ baseline."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +96,7 @@ def test_each_variant_changes_one_thing_and_every_switch_has_one() -> None:
         ]
         changed += ["packets"] if v.packets is not None else []
         assert len(changed) == (0 if v.control else 1), v.name
-        off = [name for name, on in v.config.host.switches.items() if not on]
+        off = [name for name, on in asdict(v.config.host.switches).items() if not on]
         assert len(off) <= 1
         switched.update(off)
     assert switched == {f.name for f in fields(OverlapSwitches)}

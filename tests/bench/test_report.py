@@ -323,15 +323,15 @@ def test_loads_with_and_without_giving_way_are_told_side_by_side(tmp_path: Path)
         }
 
     given = results(tmp_path)
-    assert tables.give_way(given) == ""
+    assert tables.prefill_priority(given) == ""
     on = {
         "latency": {"found": [level(8, 5.0), level(32, 20.0)]},
         "open": {"found": [level(None, 10.0)]},
     }
     off = {"latency": {"found": [level(32, 40.0)]}, "open": {"found": [level(None, 15.0)]}}
-    for name, parts in (("h200_again", on), ("give_way_off_h200", off)):
+    for name, parts in (("h200_again", on), ("prefill_priority_off_h200", off)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"env": {}, "parts": parts}))
-    told = tables.give_way(results(tmp_path))
+    told = tables.prefill_priority(results(tmp_path))
     assert told.splitlines()[2:] == [
         "| 16 requests a second | on | 9 | 10.0 | 20.0 | 30.0 | 0.100 | 2 |",
         "| 16 requests a second | off | 9 | 15.0 | 30.0 | 45.0 | 0.100 | 2 |",

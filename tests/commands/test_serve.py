@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.commands.serve import settle
+from stretto.config.loader import load_settings
 from stretto.hardware import cards
 from tests.commands.processes import STRETTO, check_error, run_stretto
 
@@ -200,8 +200,10 @@ def test_the_settings_of_the_documented_service(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     (tmp_path / "stretto.yaml").write_text(block)
-    model, _, server = settle({"config": tmp_path / "stretto.yaml"}, {})
-    assert model == "Qwen/Qwen3-Omni-30B-A3B-Instruct"
+    settings = load_settings({"config": tmp_path / "stretto.yaml"}, {})
+    server = settings.server
+    assert not settings.warnings
+    assert settings.model == "Qwen/Qwen3-Omni-30B-A3B-Instruct"
     assert (server.api_key_file, server.log_format, server.drain_timeout) == (
         "/etc/stretto.keys",
         "json",

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from stretto import __version__
-from stretto.commands.serve import RECORDS, read_settings
 from stretto.config.cluster import check_cluster
-from stretto.config.loader import as_names
+from stretto.config.loader import load_settings
 from stretto.ray.dependency import SERIES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -288,11 +287,12 @@ def test_the_service_is_what_the_code_serves(service: RayService) -> None:
     [app] = yaml.safe_load(service.spec.serve_config_v2)["applications"]
     assert app["import_path"] == "stretto.ray.app:build"
     assert "def build(" in (ROOT / "stretto" / "ray" / "app.py").read_text()
-    args = as_names(app["args"], RECORDS, ("model",), "args")
-    model, engine, server, ours = read_settings({}, {}, {**args, "backend": "ray"})
-    check_cluster(ours, engine)
+    settings = load_settings({}, {}, {**app["args"], "backend": "ray"})
+    model, server, ours = settings.model, settings.server, settings.cluster
+    assert not settings.warnings
+    check_cluster(ours, settings.engine)
     [workers] = cluster.worker_group_specs
-    assert engine.replica_range == (workers.min_replicas, workers.max_replicas)
+    assert settings.engine.replica_range == (workers.min_replicas, workers.max_replicas)
     pod = workers.template.spec
     assert pod.termination_grace_period_seconds > server.drain_timeout, "answers can end"
     [worker] = pod.containers
@@ -498,7 +498,7 @@ def test_the_page_names_what_is_there() -> None:
     for path in re.findall(r"deploy/[\w./-]+", page):
         assert (ROOT / path).exists(), path
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", page))
-    from tests.server.test_settings import options
+    from tests.config.test_loader import options
 
     others = {"--head", "--address", "--from-literal", "--profile", "--check", "--resolver"}
     assert flags - others <= options("serve") | options("bench")

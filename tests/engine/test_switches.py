@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.overlaps import OverlapSwitches
 from stretto.engine.engine import PipelineEngine
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
@@ -26,10 +27,12 @@ CASES = {
 # links exist only between processes; on a CPU the three about copies must still be accepted and
 # harmless
 OFF = {
-    "zero_copy_encode": (PROCESSES, HostSettings(switches={"zero_copy_encode": False})),
+    "zero_copy_encode": (PROCESSES, HostSettings(switches=OverlapSwitches(zero_copy_encode=False))),
     "copies": (
         PROCESSES,
-        HostSettings(switches={"async_d2h": False, "async_h2d": False, "payload_stream": False}),
+        HostSettings(
+            switches=OverlapSwitches(async_d2h=False, async_h2d=False, payload_stream=False)
+        ),
     ),
     "overlap_depth": (ONE_HOST, HostSettings(overlap_depth=1)),
     "prefix_cache": (ONE_HOST, HostSettings(prefix_cache=False)),

@@ -24,7 +24,7 @@ from tests.gpu.onehost import FRAMES, SETTINGS, TOKENS, Answer, Listener, about,
 
 ON = OverlapSwitches()
 NAMES = [
-    f.name for f in fields(OverlapSwitches) if f.name not in ("just_in_time", "give_way")
+    f.name for f in fields(OverlapSwitches) if f.name not in ("just_in_time", "prefill_priority")
 ]  # not about links
 SWITCHES = {"all on": ON, **{f"no {name}": replace(ON, **{name: False}) for name in NAMES}}
 SWITCHES["all off"] = replace(ON, **dict.fromkeys(NAMES, False))

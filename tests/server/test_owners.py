@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from stretto.commands.serve import add_serve_parser, settle
+from stretto.commands.serve import add_serve_parser
 from stretto.config.engine import EngineConfig
+from stretto.config.loader import load_settings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from tests.engine.common import freed, stats
@@ -111,8 +112,8 @@ def test_caches_are_shared_on_purpose(together: Served, builder: PromptBuilder) 
 def settled(flags: list[str], environ: dict[str, str]) -> bool:
     parser = argparse.ArgumentParser()
     add_serve_parser(parser.add_subparsers())
-    _, config, _ = settle(vars(parser.parse_args(["serve", *flags])), environ)
-    return config.share_prefix_cache
+    settings = load_settings(vars(parser.parse_args(["serve", *flags])), environ)
+    return settings.engine.share_prefix_cache
 
 
 def test_nobody_shares_unless_told_to() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,17 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from stretto.commands.serve import (
-    OTHER_VARIABLES,
-    RECORDS,
-    add_env_parser,
-    add_serve_parser,
-    describe,
-    settle,
-)
-from stretto.config.engine import HostSettings
-from stretto.config.loader import read_yaml, unknown_variables
-from stretto.config.server import ServerConfig
+from stretto.commands.serve import describe
 from stretto.errors import Invalid
 from stretto.observe.logs import JsonLines
 from stretto.preprocess.audio_references import recall
@@ -238,114 +226,6 @@ def test_underruns_are_counted_as_a_player_hears_them() -> None:
     visit.saw_audio(500)
     assert visit.underrun == pytest.approx(1.0)
     assert visit.rtf == pytest.approx(4.0 / 2.5)
-
-
-# ---- settings
-
-
-def flags(*words: str) -> dict[str, Any]:
-    top = argparse.ArgumentParser()
-    jobs = top.add_subparsers()
-    add_serve_parser(jobs)
-    add_env_parser(jobs)
-    return vars(top.parse_args(["serve", *words]))
-
-
-def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(
-        "port: 1\nhost: file\nmax-body-mb: 3\napi_key: [a, b]\nmodel: from-file\nmetrics: no\n"
-    )
-    environ = {
-        "STRETTO_PORT": "2",
-        "STRETTO_HOST": "environment",
-        "STRETTO_DEVICE": "cpu",
-        "STRETTO_CONFIG": str(file),
-    }
-    model, engine, config = settle(flags("--port", "3"), environ)
-    assert (config.port, config.host, config.max_body_mb) == (3, "environment", 3.0)
-    assert config.api_key == ("a", "b")
-    assert not config.metrics
-    assert config.drain_timeout == ServerConfig().drain_timeout
-    assert model == "from-file"
-    assert (engine.host, engine.max_requests) == (
-        HostSettings(device="cpu"),
-        config.engine_requests,
-    )
-    model, _, config = settle(
-        flags("here", "--api-key", "x", "--api-key", "y", "--metrics"), environ
-    )
-    assert (model, config.api_key, config.metrics) == ("here", ("x", "y"), True)
-    _, _, config = settle(flags(), {"STRETTO_API_KEY": "k1, k2", "STRETTO_METRICS": "false"})
-    assert (config.api_key, config.metrics) == (("k1", "k2"), False)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "prot: 1",
-        "- 1",
-        "port: [",
-        "port: high",
-        "port: 99999",
-        "port: 1.5",
-        "log_format: xml",
-        "dtype: int8",
-        "expert_weights: int4",
-    ],
-)
-def test_bad_settings_are_named(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-    with pytest.raises(Invalid):
-        settle(flags("--config", str(file)), {})
-    with pytest.raises(Invalid):
-        read_yaml(tmp_path / "none.yaml", (ServerConfig,))
-
-
-def test_bad_environment() -> None:
-    for name, value in (
-        ("PORT", "x"),
-        ("METRICS", "perhaps"),
-        ("API_KEY", "a\x7f b é"),
-        ("SSL_CERTFILE", "only.pem"),
-    ):
-        with pytest.raises(Invalid):
-            settle(flags(), {f"STRETTO_{name}": value})
-    assert unknown_variables(
-        {"STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}, (ServerConfig,)
-    ) == ["STRETTO_PROT"]
-    engines = dict.fromkeys(
-        ("STRETTO_KERNELS", "STRETTO_TUNING", "STRETTO_JUST_IN_TIME", "STRETTO_ASYNC_D2H"), "1"
-    )
-    assert unknown_variables(engines, RECORDS, OTHER_VARIABLES) == []
-
-
-def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("expert-weights: float8\n")
-
-    def found(words: tuple[str, ...], environ: dict[str, str]) -> str:
-        return settle(flags(*words), environ)[1].host.expert_weights
-
-    assert found((), {}) == "full"
-    assert found(("--config", str(file)), {}) == "float8"
-    assert found((), {"STRETTO_EXPERT_WEIGHTS": "float8"}) == "float8"
-    assert found(("--expert-weights", "full"), {"STRETTO_EXPERT_WEIGHTS": "float8"}) == "full"
-    with pytest.raises(
-        Invalid, match="STRETTO_EXPERT_WEIGHTS must be one of full, float8, got 'fp8'"
-    ):
-        found((), {"STRETTO_EXPERT_WEIGHTS": "fp8"})
-    with pytest.raises(Invalid, match="bfloat16 or float32"):
-        found(("--expert-weights", "float8", "--dtype", "float16"), {})
-    with pytest.raises(Invalid, match="expert_weights must be full or float8"):
-        HostSettings(expert_weights="int4")  # type: ignore[arg-type]
-
-
-def test_keys_are_never_shown() -> None:
-    with pytest.raises(Invalid) as caught:
-        ServerConfig(api_key=("sécret",))
-    assert "cret" not in str(caught.value)
 
 
 def test_env_says_what_is_installed() -> None:

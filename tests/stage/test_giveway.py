@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stretto.config.engine import HostSettings
+from stretto.config.overlaps import OverlapSwitches
 from stretto.models.qwen3_omni.load import Models
 from stretto.stage.host.host import Host
 from stretto.stage.host.loop import TICK_NS
@@ -177,11 +178,15 @@ def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> N
 
 @pytest.mark.parametrize(
     ("stages", "switches", "held"),
-    [((), {}, True), ((), {"give_way": False}, False), (("talker", "code2wav"), {}, False)],
+    [
+        ((), OverlapSwitches(), True),
+        ((), OverlapSwitches(prefill_priority=False), False),
+        (("talker", "code2wav"), OverlapSwitches(), False),
+    ],
     ids=["beside a thinker", "switched off", "without a thinker"],
 )
 def test_frames_give_way_to_the_prompts_of_a_thinker_in_their_host(
-    stages: tuple[str, ...], switches: dict, held: bool, tiny_dir: Path
+    stages: tuple[str, ...], switches: OverlapSwitches, held: bool, tiny_dir: Path
 ) -> None:
     host: Host = Driven(tiny_dir, stages=stages, switches=switches).host
     assert isinstance(host.context.settings, HostSettings)

@@ -98,7 +98,7 @@ class StageBuilder(Building[Source]):
 
         blocks, priority = self.blocks["thinker"], PRIORITIES["thinker"]
         core = c.autoregressive("thinker", adapter, blocks, priority=priority, capture=capture)
-        if c.switches.give_way:
+        if c.switches.prefill_priority:
             self._thinker_core = core
         return ThinkerStage(core, thinker, c)
 

@@ -6,7 +6,6 @@ and posts them to the loop, which never waits for the orchestrator (see `channel
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,7 +14,6 @@ import torch
 
 from stretto._imports import load
 from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import Bug, Busy, Gone, StrettoError, WireError
 from stretto.messages.hosts import Configure, Connect, LinkDown, Listen, Ping, Quit, Stats, Unlink
 from stretto.messages.requests import (
@@ -66,7 +64,7 @@ class Host:
         self.report = report
         self.push = push
         self.device = torch.device(settings.device)
-        self.switches = OverlapSwitches.read(settings.switches, os.environ)
+        self.switches = settings.switches
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self.bell = Bell()

@@ -39,7 +39,7 @@ def serve(sock: socket.socket) -> int:
     assert isinstance(configure, Configure), configure
     start = time.perf_counter()
     try:
-        settings = HostSettings(**configure.settings)
+        settings = HostSettings.from_dict(configure.settings)
         check_device(settings.device)
         reports = Reports(channel.post)
         host = Host(configure, settings, reports.post, channel.push)
