@@ -44,7 +44,7 @@ from stretto.hardware import find_device
 from stretto.hub import find_model
 from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
-from stretto.registry import write_tiny
+from stretto.registry import write_default
 
 BOTH: tuple[Modality, ...] = ("text", "audio")
 Asked = str | Sequence[Message]
@@ -354,7 +354,7 @@ def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
     if (own := embedded.find()) is not None:
         return own
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
-    write_tiny(directory)
+    write_default(directory)
     return directory
 
 

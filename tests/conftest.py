@@ -24,9 +24,9 @@ from stretto.config.engine import EngineConfig
 from stretto.config.preprocess import PoolSettings
 from stretto.engine import announce as admission
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.observe.logs import JsonLines, TextLines
 from stretto.observe.stderr import QueuedStderr
+from stretto.testing.qwen3_omni import write_tiny
 from tests.oracle import PromptMaker, load_oracle
 
 if TYPE_CHECKING:

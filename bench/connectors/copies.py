@@ -44,12 +44,12 @@ from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.payloads import ThinkerRows
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.links.copies import HostToDevice
 from stretto.stage.links.links import Inlet, Outlet
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
 from stretto.stage.stage import Arrival, ToLink
+from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.transport.contract import Endpoint, LinkOptions
 from stretto.transport.courier import Incoming, Outgoing
 from stretto.transport.registry import Registry

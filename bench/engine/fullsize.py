@@ -21,8 +21,8 @@ from bench.harness.env import describe
 from bench.harness.results import parser, write
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens, parse
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.models.qwen3_omni.tiny import released_config
 from stretto.preprocess.prompt import AudioClip, Patches, Prompt
+from stretto.testing.qwen3_omni import released_config
 from tests.solo import Audio, Frame, Options, Solo, TextToken
 
 

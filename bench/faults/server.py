@@ -39,7 +39,7 @@ from bench.harness.leaks import LEAST_SAMPLES, trend
 from bench.harness.proctree import PROMPT_JOB, Tree
 from bench.harness.results import ROOT, judged, parser
 from bench.harness.serving import Server, serving
-from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.testing.qwen3_omni import write_tiny
 
 FLAT = 0.1  # KiB for each request
 FILLED = 10_000

@@ -65,10 +65,10 @@ from stretto.messages.requests import (
 )
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.qwen3_omni.tiny import write_tiny
 from stretto.preprocess.packed_prompt import Bytes, PackedPiece
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.host import Host
+from stretto.testing.qwen3_omni import write_tiny
 from stretto.transport.contract import LinkOptions
 from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, RequestId

@@ -14,10 +14,10 @@ from typing import Any
 
 from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config, write_tiny
 from stretto.models.qwen3_tts import tiny as speaking
 from stretto.models.qwen3_tts.config import CODEC, Kind
-from stretto.models.tiny_files import write_json
+from stretto.testing.checkpoints import write_json
+from stretto.testing.qwen3_omni import released_config, tiny_config, write_tiny
 
 SPEAKING: dict[str, tuple[Kind, str]] = {
     "tts-0.6b": ("custom_voice", "0b6"),

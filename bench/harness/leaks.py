@@ -149,7 +149,7 @@ def _prepare(
     from stretto.models.qwen3_omni.config import OmniConfig
     from stretto.models.qwen3_omni.load import Models, Source
     from stretto.models.qwen3_omni.prompts import PromptBuilder
-    from stretto.models.qwen3_omni.tiny import write_tiny
+    from stretto.testing.qwen3_omni import write_tiny
     from stretto.types import SamplingParams
     from tests.solo import Audio, Done, Frame, Options, Solo, TextToken
 

@@ -47,7 +47,7 @@ from bench.harness.proctree import Peak, Tree, settled, watched
 from bench.harness.results import ROOT, parser, quantile, write
 from bench.harness.serving import Server, environment, serving
 from bench.hostile.cases import CASES, Case
-from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.testing.qwen3_omni import write_tiny
 
 LIVE_MOST_S = 0.05
 GAP_MOST = 1.5  # times the quiet one

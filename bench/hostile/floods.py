@@ -38,7 +38,7 @@ from bench.harness.serving import GpuWatch, Server, environment, serving
 from bench.hostile.flooders import ATTACKS, BODIES, attack, step_back
 from stretto.loadtest.player import play
 from stretto.loadtest.runner import Closed
-from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.testing.qwen3_omni import write_tiny
 
 LISTENERS = 8
 PROBE_S = 0.02

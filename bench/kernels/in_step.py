@@ -43,9 +43,9 @@ from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
+from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.types import ExpertWeights
 
 # layers in which every variant of a layer's kernels occurs: the first and the last differ from

@@ -29,10 +29,11 @@ from bench.harness.env import describe
 from bench.harness.results import parser, quantile, write
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.patches import fit
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder, VisionRows
 from stretto.models.qwen3_omni.vision_graphs import SIZES, FrameGraphs
-from stretto.models.weights import build, fill_dummy
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import build
+from stretto.testing.qwen3_omni import released_config, tiny_config
 
 IMAGES = "64x64,224x224,384x384,448x448,512x512,640x480,640x640,800x600,1024x768,2x224x224,2x448x448,4x224x224"  # noqa: E501
 PIXELS = (3136, 12_845_056)  # the released processor's bounds

@@ -35,10 +35,10 @@ from stretto.layers.prefill import Ragged, run_prefill
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.config import parse
-from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows
+from stretto.testing.qwen3_omni import released_config
 
 Report = Callable[[str, float], None]
 Launch = dict[str, int]

@@ -32,9 +32,9 @@ from stretto.kernels.triton import usable
 from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig, parse
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.models.speech.config import VocoderConfig
 from stretto.stage.vocoder.config import CodecConfig
+from stretto.testing.qwen3_omni import released_config, tiny_config
 
 SLOTS = 128  # that a server has by default
 

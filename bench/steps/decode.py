@@ -33,10 +33,10 @@ from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.rows import How
+from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.types import GREEDY, SamplingParams
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)

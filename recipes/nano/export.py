@@ -19,9 +19,8 @@ from recipes.nano import codec, listen, shape, talker, thinker, tokens
 from recipes.nano.report import gate, note, say
 from recipes.nano.tokens import Text
 from stretto import embedded
-from stretto.models.qwen3_omni.shapes import checkpoint_shapes
-from stretto.models.qwen3_omni.tiny import PREPROCESSOR
-from stretto.models.shapes import spread
+from stretto.models.random_weights import spread
+from stretto.testing.qwen3_omni import PREPROCESSOR, checkpoint_shapes
 
 SHARD = 16_300_000  # bytes
 LIMIT = 60_000_000

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from stretto.models.qwen3_omni.config import OmniConfig, parse
-from stretto.models.qwen3_omni.tiny import released_config
-from stretto.models.tiny_text import SPECIAL
+from stretto.testing.qwen3_omni import released_config
+from stretto.testing.tiny_tokenizer import SPECIAL
 
 NUM_BPE = 2048
 VOCAB = 2112  # the tokenizer's ids and a few that no text has

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from recipes.nano import corpus, grammar, shape
 from recipes.nano.report import say
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.tiny_text import (
+from stretto.testing.tiny_tokenizer import (
     CHAT_TEMPLATE,
     ROLES,
     add_special,

@@ -213,11 +213,11 @@ def checkpoint(model: str | None) -> Iterator[Path]:
         )
         yield own
         return
-    from stretto.registry import write_tiny
+    from stretto.registry import write_default
 
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         _say("stretto: no model given: serving the tiny built-in one (its words mean nothing)")
-        write_tiny(Path(folder) / "tiny")
+        write_default(Path(folder) / "tiny")
         yield Path(folder) / "tiny"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,10 +25,8 @@ from tqdm import tqdm
 
 from stretto import cpu
 from stretto.errors import CheckpointError
-from stretto.kernels.reference.quantized import FLOAT8, finite
-from stretto.layers.mlp import Experts
+from stretto.kernels.reference.quantized import finite
 from stretto.layers.targets import Float8Rows, Target, targets
-from stretto.models.shapes import spread
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -447,34 +444,7 @@ def build(factory: Callable[[], M], device: torch.device | str, dtype: torch.dty
         torch.set_default_dtype(before)
 
 
-@torch.no_grad()
-def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Random weights, drawn on the module's device; the same for the same seed and kind of device.
-    Float8 ones are drawn as wide as the others, and quantised layer by layer.
-
-    Sizes are chosen as in the tiny checkpoint: activations stay finite and of order one through all
-    layers. `prefix` is the module's own in the checkpoint, for a module too small to tell its kind
-    from its names."""
-    views: dict[int, list[tuple[Target, tuple[float, float]]]] = defaultdict(list)
-    for name, into in targets(module, prefix).items():
-        views[_storage(into)].append((into, spread(name, tuple(into.shape))))
-    whole: dict[int, Target] = {_storage(p): p for p in module.parameters()}
-    for experts in module.modules():
-        if isinstance(experts, Experts):
-            whole |= {_storage(rows): rows for rows in experts.rows()}
-    generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in whole.values()}
-    dtype = next(p.dtype for p in module.parameters() if p.dtype != FLOAT8)
-    for storage, parts in views.items():
-        # All experts of a layer are views of one parameter: one launch instead of hundreds.
-        if len({sizes for _, sizes in parts}) == 1:
-            parts = [(whole[storage], parts[0][1])]
-        for into, (mean, std) in parts:
-            if isinstance(into, Float8Rows):
-                wide = torch.empty(into.shape, dtype=dtype, device=into.device)
-                into.fill(wide.normal_(mean, std, generator=generators[into.device]))
-            else:
-                into.normal_(mean, std, generator=generators[into.device])
-
-
-def _storage(t: Target) -> int:
-    return (t.weight if isinstance(t, Float8Rows) else t).untyped_storage().data_ptr()
+def tensor_shapes(module: nn.Module, prefix: str) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors that a module takes from a checkpoint, as they lie on
+    disk. A module on the meta device is enough (`build`)."""
+    return {name: tuple(view.shape) for name, view in targets(module, prefix).items()}

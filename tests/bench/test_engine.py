@@ -22,8 +22,8 @@ from stretto.loadtest.runner import Sample, SystemClock
 from stretto.loadtest.sse import Piece, RequestFailed, Sound, Used, Words
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.qwen3_omni.tiny import released_config
 from stretto.params import Params
+from stretto.testing.qwen3_omni import released_config
 from tests.engine.common import CHATS, run
 from tests.solo import Audio, Frame, TextToken
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench.harness.results import read
 from bench.steps.cpu import main
-from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.testing.qwen3_tts import write_tiny
 
 
 def test_every_part_is_timed(tmp_path: Path) -> None:

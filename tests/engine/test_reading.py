@@ -19,11 +19,11 @@ from stretto.config.engine import EngineConfig, Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, CodeFrames, Finished
 from stretto.errors import Invalid
-from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.params import Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.template import Tokenizer
 from stretto.preprocess.text_chunks import Coming, Writing, passages
+from stretto.testing.qwen3_tts import write_tiny
 from tests.engine.common import run
 
 TEXT = (

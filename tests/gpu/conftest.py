@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.models.qwen3_omni.tiny import write_tiny
+from stretto.testing.qwen3_omni import write_tiny
 from tests.conftest import EVEN
 
 

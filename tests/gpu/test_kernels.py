@@ -10,9 +10,9 @@ import torch
 
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.models.qwen3_omni.config import parse
-from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.speech.code_predictor import FrameCache, FramePass
 from stretto.models.weights import build
+from stretto.testing.qwen3_omni import released_config
 from tests.rows import Forced, check_errors, chosen, row_errors
 
 pytestmark = pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,3 +20,9 @@ def estimate(
         module = build(factory, "meta", dtype)
         sizes[stage] = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     return sizes
+
+
+def shapes_digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Of names and shapes of tensors, in any order."""
+    lines = "\n".join(f"{name} {shape}" for name, shape in sorted(shapes.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]

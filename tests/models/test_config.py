@@ -13,7 +13,7 @@ import pytest
 
 from stretto.errors import CheckpointError, Invalid
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens, conv_length, parse
-from stretto.models.qwen3_omni.tiny import released_config, tiny_config
+from stretto.testing.qwen3_omni import released_config, tiny_config
 
 
 def changed(path: str, value: object) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.qwen3_omni.tiny import released_config
-from stretto.models.weights import CheckpointFiles, build, fill_dummy, load
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import CheckpointFiles, build, load
+from stretto.testing.qwen3_omni import released_config
 from stretto.types import SamplingParams
 from tests.kernels.wide import dequantize
 from tests.models.sizes import estimate

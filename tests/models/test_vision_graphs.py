@@ -16,11 +16,12 @@ from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.patches import fit
 from stretto.models.qwen3_omni.thinker import MediaRows
-from stretto.models.qwen3_omni.tiny import released_config
 from stretto.models.qwen3_omni.vision_encoder import Grid, Rope, VisionEncoder, VisionRows
 from stretto.models.qwen3_omni.vision_graphs import SIZES, FrameGraphs
-from stretto.models.weights import build, fill_dummy
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import build
 from stretto.preprocess.prompt import Patches, Prompt
+from stretto.testing.qwen3_omni import released_config
 from tests.models.test_vision_encoder import adopt, assert_rows, random_patches, reference
 from tests.prompts import Maker
 

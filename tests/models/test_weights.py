@@ -24,13 +24,12 @@ from stretto.models import weights as loader
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
-from stretto.models.qwen3_omni.shapes import checkpoint_shapes
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.qwen3_omni.tiny import released_config
-from stretto.models.qwen3_omni.tiny import tiny_config as tiny_json
-from stretto.models.shapes import spread
-from stretto.models.weights import CheckpointFiles, build, fill_dummy, load, read_header
+from stretto.models.random_weights import fill_dummy, spread
+from stretto.models.weights import CheckpointFiles, build, load, read_header
+from stretto.testing.qwen3_omni import checkpoint_shapes, released_config
+from stretto.testing.qwen3_omni import tiny_config as tiny_json
 from tests.models.sizes import estimate
 from tests.prompts import make
 from tests.solo import Audio, Options, Solo

@@ -24,13 +24,13 @@ from websockets.sync.client import ClientConnection, connect
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.server import ServerConfig
-from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.preprocess.pool.pool import PoolSettings
 from stretto.server import keys
 from stretto.server.admission import Admission
 from stretto.server.openai import live_speech as livespeech
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
+from stretto.testing.qwen3_tts import write_tiny
 from stretto.types import RequestId
 from tests.server.conftest import Running, read_until
 from tests.server.real_engine import Served, served

@@ -16,9 +16,9 @@ import pytest
 import soundfile
 
 from stretto.config.engine import EngineConfig, HostSettings
-from stretto.models.qwen3_tts.tiny import write_tiny
 from stretto.preprocess.pool.pool import PoolSettings
 from stretto.server.openai import voice_store as voicestore
+from stretto.testing.qwen3_tts import write_tiny
 from tests.server.conftest import Reply, read_open
 from tests.server.real_engine import Served, served
 

@@ -20,7 +20,8 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.host import StageBuilder
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
-from stretto.models.weights import build, fill_dummy
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import build
 from stretto.stage import vocoder as codec
 from stretto.stage.host.context import StageContext
 from stretto.stage.runner import graphs as decoding

@@ -20,7 +20,8 @@ from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.weights import CheckpointFiles, build, fill_dummy, load, prepare_device
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import CheckpointFiles, build, load, prepare_device
 from stretto.types import ExpertWeights
 
 LoadFormat = Literal["safetensors", "dummy"]

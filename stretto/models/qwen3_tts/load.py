@@ -16,7 +16,8 @@ from stretto.models.qwen3_tts.config import CODEC, TtsConfig
 from stretto.models.qwen3_tts.enroller import Enroller
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.qwen3_tts.vocoder import CodecDecoder
-from stretto.models.weights import CheckpointFiles, build, fill_dummy, load, prepare_device
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import CheckpointFiles, build, load, prepare_device
 
 LoadFormat = Literal["safetensors", "dummy"]
 M = TypeVar("M", bound=nn.Module)

@@ -19,7 +19,6 @@ from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
 from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_tts import tiny as speaking
 from stretto.models.qwen3_tts import warming as speech_warming
 from stretto.models.qwen3_tts.adapter import TalkerAdapter as SpeechLane
 from stretto.models.qwen3_tts.config import TtsConfig
@@ -27,6 +26,7 @@ from stretto.models.qwen3_tts.load import Source as SpeechSource
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.rows import How
+from stretto.testing import qwen3_tts as speaking
 from stretto.types import ExpertWeights
 
 ABOUT = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.testing.qwen3_tts import write_tiny
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.models.tiny_text import token_ids
+from stretto.testing.tiny_tokenizer import token_ids
 
 IDS = token_ids()
 START, END, LINE = IDS["<|im_start|>"], IDS["<|im_end|>"], IDS["Ċ"]

@@ -12,7 +12,7 @@ import soundfile
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.preprocess import PoolSettings
-from stretto.models.qwen3_tts.tiny import write_tiny
+from stretto.testing.qwen3_tts import write_tiny
 from tests.loadtest.test_command import run
 from tests.server.conftest import Running, serve
 from tests.server.real_engine import served

@@ -3,14 +3,17 @@ downloaded.
 
 A byte-level BPE of 256 byte tokens, so that any text has ids and any ids have text, and the merges
 that make some common words one token each. Special tokens and their order are the released model's.
-Called by the families' `tiny.py`, and by recipes that train a tokenizer of the same kind."""
+Called by writers of tiny checkpoints, and by recipes that train a tokenizer of the same kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from stretto.testing.checkpoints import write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -168,6 +171,13 @@ def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     tokens = [*sorted(byte_letters().values()), *("".join(pair) for pair in ranks)]
     vocab = {t: i for i, t in enumerate(dict.fromkeys(tokens))}
     return vocab, list(ranks)
+
+
+def write_vocabulary(folder: Path) -> None:
+    """vocab.json and merges.txt."""
+    vocab, merges = vocabulary()
+    write_json(folder / "vocab.json", vocab)
+    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
 
 
 @cache

@@ -1,22 +1,36 @@
-"""Writes tiny checkpoints: random models in the released format, small enough for tests and demos
-on a CPU. Also knows the released configurations, to be run with random weights.
+"""Tiny Qwen3-TTS checkpoints: random models in the released format, small enough for tests and
+demonstrations on a CPU; and the released configurations, for random weights of full size.
 
 A tiny configuration is the released one with widths, depths and the text vocabulary shrunk; all
-parts and all structural numbers stay. Needs numpy and safetensors; no torch. Called by the command
-line and tests."""
+parts and all structural numbers stay. Called by the command line, tests and benchmarks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from stretto.embedded import RANDOM
 from stretto.models.qwen3_tts.config import CODEC, Kind, TtsConfig, parse
-from stretto.models.qwen3_tts.shapes import codec_shapes, model_shapes
-from stretto.models.tiny_files import Weights, merged, padding_row, random_tensor, write_json
-from stretto.models.tiny_text import token_ids, tokenizer_config, vocabulary
+from stretto.models.qwen3_tts.encoder import CodecEncoder
+from stretto.models.qwen3_tts.speaker import SpeakerEncoder
+from stretto.models.qwen3_tts.talker import Talker
+from stretto.models.qwen3_tts.vocoder import CodecDecoder
+from stretto.models.random_weights import Shape
+from stretto.models.weights import build, tensor_shapes
+from stretto.testing.checkpoints import (
+    Weights,
+    merged,
+    padding_row,
+    random_weights,
+    write_config,
+    write_json,
+    write_weights,
+)
+from stretto.testing.tiny_tokenizer import token_ids, tokenizer_config, write_vocabulary
 
 VOCAB_SIZE = 1920  # the tokenizer's 1902 ids and a few that no text has, as in the released model
 LANGUAGES = {
@@ -172,28 +186,21 @@ def write_tiny(
     directory: str | Path, seed: int = 0, kind: Kind = "custom_voice", size: str = "1b7"
 ) -> None:
     """Write a tiny checkpoint into `directory`. The same seed gives the same bytes."""
-    from safetensors.numpy import save
-
     folder = Path(directory)
     config, codec = tiny_config(kind, size), tiny_codec()
     parsed = parse(config, codec, "the tiny config", "the tiny codec")
-    for where, weights in ((folder, _model(parsed, seed)), (folder / CODEC, _codec(parsed, seed))):
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    write_weights(folder, _model(parsed, seed))
+    write_weights(folder / CODEC, _codec(parsed, seed))
     write_text_files(folder)
     write_json(folder / CODEC / "config.json", codec)
-    write_json(
-        folder / "config.json", {**config, RANDOM: True}
-    )  # last: a directory with a config.json is complete
+    write_config(folder, config)
 
 
 def write_text_files(folder: Path) -> None:
     """The tokenizer, in the three files that the released models have."""
-    vocab, merges = vocabulary()
     write_json(folder / "generation_config.json", GENERATION)
     write_json(folder / "tokenizer_config.json", {**tokenizer_config(), "chat_template": None})
-    write_json(folder / "vocab.json", vocab)
-    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    write_vocabulary(folder)
 
 
 def write_design(directory: str | Path, seed: int = 0) -> None:
@@ -212,10 +219,27 @@ def write_small_base(directory: str | Path, seed: int = 0) -> None:
     write_tiny(directory, seed, "base", "0b6")
 
 
+def model_shapes(config: TtsConfig) -> dict[str, Shape]:
+    """Every tensor of model.safetensors."""
+    shapes = _shapes(lambda: Talker(config), "talker.")
+    speaker = config.speaker
+    if speaker is not None:
+        shapes |= _shapes(lambda: SpeakerEncoder(speaker), "speaker_encoder.")
+    return shapes
+
+
+def codec_shapes(config: TtsConfig) -> dict[str, Shape]:
+    """Every tensor of speech_tokenizer/model.safetensors."""
+    decoder = _shapes(lambda: CodecDecoder(config.vocoder), "decoder.")
+    return decoder | _shapes(lambda: CodecEncoder(config.encoder), "encoder.")
+
+
+def _shapes(make: Callable[[], nn.Module], prefix: str) -> dict[str, Shape]:
+    return tensor_shapes(build(make, "meta", torch.float32), prefix)
+
+
 def _model(config: TtsConfig, seed: int) -> Weights:
-    weights = {
-        name: random_tensor(name, shape, seed) for name, shape in model_shapes(config).items()
-    }
+    weights = random_weights(model_shapes(config), seed)
     _steer(weights, config)
     return weights
 
@@ -228,9 +252,7 @@ def _steer(weights: Weights, config: TtsConfig) -> None:
 
 
 def _codec(config: TtsConfig, seed: int) -> Weights:
-    weights = {
-        name: random_tensor(name, shape, seed) for name, shape in codec_shapes(config).items()
-    }
+    weights = random_weights(codec_shapes(config), seed)
     for name, values in weights.items():
         if name.endswith("cluster_usage"):
             weights[name] = np.abs(values) + np.float32(0.5)

@@ -1,32 +1,45 @@
-"""Writes the tiny checkpoint: a random model in the released format, small enough for tests and
-demos on a CPU.
+"""Tiny Qwen3-Omni checkpoints: random models in the released format, small enough for tests and
+demonstrations on a CPU; and the released configuration, for random weights of full size.
 
-The configuration is the released one with widths, depths, expert counts and the text vocabulary
-shrunk; all parts and all structural numbers stay. Every weight is random at a size where it
-matters, so that a mistake in any path shows. Needs numpy, safetensors and tokenizers; no torch, no
-transformers. Called by the command line and tests."""
+The tiny configuration is the released one with widths, depths, expert counts and the text
+vocabulary shrunk; all parts and all structural numbers stay. Every weight is random at a size where
+it matters, so that a mistake in any path shows. Called by the command line, tests and
+benchmarks."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from stretto.embedded import RANDOM
+from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig, parse
-from stretto.models.qwen3_omni.shapes import checkpoint_shapes
-from stretto.models.tiny_files import Weights, merged, padding_row, random_tensor, write_json
-from stretto.models.tiny_text import (
+from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.weights import build, tensor_shapes
+from stretto.testing.checkpoints import (
+    Weights,
+    merged,
+    padding_row,
+    random_weights,
+    write_config,
+    write_json,
+    write_weights,
+)
+from stretto.testing.tiny_tokenizer import (
     CHAT_TEMPLATE,
     SPECIAL,
     WORDS,
     token_ids,
     tokenizer_config,
     tokenizer_json,
-    vocabulary,
+    write_vocabulary,
 )
 
 VOCAB_SIZE = 1920  # the tokenizer's 1902 ids and a few that no text has, as in the released model
@@ -135,7 +148,7 @@ PREPROCESSOR: dict[str, Any] = {
 
 def released_config() -> dict[str, Any]:
     """config.json of the released model."""
-    text = resources.files(__package__).joinpath("released.json").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("qwen3_omni.json").read_text(encoding="utf-8")
     raw: dict[str, Any] = json.loads(text)
     return raw
 
@@ -176,51 +189,37 @@ def write_tiny(
     """Write the tiny checkpoint into `directory`. The same seed gives the same bytes. `changes` to
     its config make another one."""
     folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     config = merged(tiny_config(), changes or {})
-    _write_weights(folder, tiny_weights(parse(config, "the tiny config"), seed), shards)
+    write_weights(folder, tiny_weights(parse(config, "the tiny config"), seed), shards)
 
     write_json(folder / "generation_config.json", GENERATION)
     write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     write_json(folder / "tokenizer_config.json", tokenizer_config())
-    vocab, merges = vocabulary()
-    write_json(folder / "vocab.json", vocab)
-    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    write_vocabulary(folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    write_json(
-        folder / "config.json", {**config, RANDOM: True}
-    )  # last: a directory with a config.json is complete
+    write_config(folder, config)
 
 
-def _write_weights(folder: Path, weights: Weights, shards: int) -> None:
-    from safetensors.numpy import save
-
-    if not 1 <= shards <= len(weights):
-        raise ValueError(f"shards must be between 1 and {len(weights)}, got {shards}")
-    total = sum(w.nbytes for w in weights.values())
-    parts: list[Weights] = [{} for _ in range(shards)]
-    done = 0
-    for name, w in weights.items():
-        parts[min(done * shards // total, shards - 1)][name] = w
-        done += w.nbytes
-    where: dict[str, str] = {}
-    for i, part in enumerate(parts, start=1):
-        file = f"model-{i:05d}-of-{shards:05d}.safetensors"
-        (folder / file).write_bytes(save(part, metadata={"format": "pt"}))
-        where |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    write_json(folder / "model.safetensors.index.json", index)
+def checkpoint_shapes(config: OmniConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of this configuration: what the three modules take."""
+    modules: tuple[tuple[str, Callable[[], nn.Module]], ...] = (
+        ("thinker.", lambda: Thinker(config)),
+        ("talker.", lambda: Talker(config)),
+        ("code2wav.", lambda: Code2Wav(config.code2wav)),
+    )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, make in modules:
+        shapes |= tensor_shapes(build(make, "meta", torch.float32), prefix)
+    return shapes
 
 
 def tiny_weights(config: OmniConfig, seed: int) -> Weights:
     """Random weights, each tensor a function of the seed and its name alone."""
-    weights = {
-        name: random_tensor(name, shape, seed) for name, shape in checkpoint_shapes(config).items()
-    }
-    _steer_text(weights, config)
-    _steer_speech(weights, config)
-    return weights
+    made = random_weights(checkpoint_shapes(config), seed)
+    _steer_text(made, config)
+    _steer_speech(made, config)
+    return made
 
 
 def _steer_text(weights: Weights, config: OmniConfig) -> None:
