@@ -19,7 +19,7 @@ from stretto.layers.decoder import Decoder
 from stretto.loadtest.runner import Sample
 from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 
 Change = Callable[[OneHost], AbstractContextManager[Any]]
 ALL, APART = "all on", "all on, one by one"
@@ -81,7 +81,9 @@ def no_kernels(host: OneHost) -> Iterator[None]:
         captured: list[tuple[Any, str, Any]] = []
         for runner in host.runners():
             if runner.graphs is not None:
-                graphs = DecodeGraphs(runner.adapter, runner.graphs.sizes, [How(True, True)])
+                graphs = DecodeGraphs(
+                    runner.adapter, runner.graphs.sizes, [SamplingMode(True, True)]
+                )
                 graphs.capture(runner.stream)
                 captured.append((runner, "graphs", graphs))
         with swapped(captured):

@@ -47,7 +47,7 @@ from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.stage.links.copies import HostToDevice
 from stretto.stage.links.links import Inlet, Outlet
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 from stretto.stage.stage import Arrival, ToLink
 from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.transport.contract import Endpoint, LinkOptions
@@ -88,7 +88,7 @@ class Taker:
         uploader = HostToDevice(device, switches, ThinkerRows.HOST)
         self.incoming = Incoming(receiver, "bench", self.woken.release, uploader=uploader)
         self.inlet = Inlet("bench", ThinkerRows)
-        self.inlet.away.attach(self.incoming)
+        self.inlet.remote.attach(self.incoming)
         self.incoming.start()
         self.last = torch.zeros(max(SENT.values()), dtype=torch.bfloat16, device=device)
         self.got, self.over = 0, False
@@ -150,7 +150,7 @@ class Link:
         )
         self.outgoing.start()
         self.outlet = Outlet("bench", ThinkerRows)
-        self.outlet.away.attach(self.outgoing)
+        self.outlet.remote.attach(self.outgoing)
         self.id = RequestId("")
 
     def begin(self) -> None:
@@ -196,7 +196,7 @@ class Steps:
     """Captured thinker steps."""
 
     graphs: DecodeGraphs
-    how: How
+    mode: SamplingMode
     stream: torch.cuda.Stream
     batch: int
     context: int
@@ -217,7 +217,7 @@ class Steps:
                 start = time.perf_counter()
                 host[1] = self.context + i
                 begin.record()
-                self.graphs.replay(host, self.how)
+                self.graphs.replay(host, self.mode)
                 end.record()
                 if link is not None:
                     link.send(rows, end)
@@ -365,8 +365,8 @@ def main(given: Sequence[str]) -> int:
     thinker = Source.open(config, "cuda", torch.bfloat16, "dummy", False).thinker()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    graphs, how, _ = ready(thinker, args.batch, context, False, stream)
-    beside_steps(Steps(graphs, how, stream, args.batch, context - 1), args, result)
+    graphs, mode, _ = ready(thinker, args.batch, context, False, stream)
+    beside_steps(Steps(graphs, mode, stream, args.batch, context - 1), args, result)
     write(args.out, result)
     path(result, args)
     write(args.out, result)

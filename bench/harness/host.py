@@ -107,7 +107,7 @@ class OneHost:
         self.heard = {a.request: Sample(i, i * apart_s) for i, (a, _) in enumerate(questions)}
         self.begun = time.perf_counter()
         arrivals = Arrivals(self, questions, apart_s)
-        arrivals.turn()
+        arrivals.poll()
         with swapped([(host.loop, "stages", [*host.loop.stages, arrivals])]):
             while not all(self.over(stage) for stage in STAGES):
                 busy = host.loop.round()
@@ -145,7 +145,7 @@ class Arrivals:
             host.host.loop.clock() if questions else None,
         )
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         did = False
         while self.due_ns is not None and self.due_ns - self.host.host.loop.clock() < TICK_NS:
             admit, blob = self.left.popleft()

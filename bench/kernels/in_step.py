@@ -114,7 +114,7 @@ class WholeStep:
         self.what, self.replays, self.compilers = what, replays, compilers
         torch.manual_seed(1)
         self.model = what.model()
-        self.adapter, self.how = seated(self.model, what.batch, what.context, sampled=False)
+        self.adapter, self.mode = seated(self.model, what.batch, what.context, sampled=False)
         self.stream = torch.cuda.Stream() if what.device == "cuda" else None
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -145,7 +145,7 @@ class WholeStep:
         self.place[: self.what.batch].copy_(self.given[i % INPUTS])
 
     def run(self) -> torch.Tensor:
-        return decode_step(self.adapter, *self.device_inputs, self.how).tokens
+        return decode_step(self.adapter, *self.device_inputs, self.mode).tokens
 
     def finish(self) -> None:
         """Wait for what was launched; errors show here."""
@@ -203,10 +203,10 @@ class WholeStep:
                     self.run()
 
             return eager
-        graphs = DecodeGraphs(self.adapter, sizes=(self.what.batch,), ways=[self.how])
+        graphs = DecodeGraphs(self.adapter, sizes=(self.what.batch,), modes=[self.mode])
         with tuning.instead(changes):
             graphs.capture(self.stream)
-        return lambda: graphs.replay(self.host, self.how)
+        return lambda: graphs.replay(self.host, self.mode)
 
     def pair(self, base: Table, changes: Table) -> Pair:
         """In turns, so that neither has the quieter time, and with the same inputs."""

@@ -26,7 +26,7 @@ from bench.harness.results import arguments, parser, quantile, write
 from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.load import Source
 from stretto.stage.runner.adapter import decode_step
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 
 FRAME_S = 0.08
 CONTEXT = 64  # rows before the frames that are timed
@@ -46,7 +46,7 @@ def parts(
     adapter = TalkerAdapter(talker, talker.cache(most * blocks + 1, 16), most, 2 * CONTEXT)
     adapter.rows.tables[:most] = torch.arange(most * blocks, dtype=torch.int32).view(most, blocks)
     state, quantizers = vocoder.state(most, PUSH), vocoder.config.num_quantizers
-    drawn = How(True, True)
+    drawn = SamplingMode(True, True)
     found: dict[tuple[str, int], Work] = {}
     for n in rows:
         numbers, at, words = (

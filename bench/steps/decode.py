@@ -35,12 +35,12 @@ from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.types import GREEDY, SamplingParams
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
-"""How the released talker picks code 0 of a frame."""
+"""SamplingMode the released talker picks code 0 of a frame."""
 BLOCK = 16
 
 
@@ -146,7 +146,7 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
 
 def seated(
     model: Thinker | Talker, batch: int, context: int, sampled: bool
-) -> tuple[ThinkerAdapter | TalkerAdapter, How]:
+) -> tuple[ThinkerAdapter | TalkerAdapter, SamplingMode]:
     """A adapter with `batch` rows at position `context`, and how they pick."""
     thinker = isinstance(model, Thinker)
     per_row = -(-(context + 512) // BLOCK)
@@ -158,15 +158,15 @@ def seated(
         context,
         SamplingParams(0.7, top_k=20, top_p=0.8, seed=1) if sampled else None,
     )
-    return adapter, How(sampled or not thinker, not thinker)
+    return adapter, SamplingMode(sampled or not thinker, not thinker)
 
 
 def ready(
     model: Thinker | Talker, batch: int, context: int, sampled: bool, stream: torch.cuda.Stream
-) -> tuple[DecodeGraphs, How, float]:
+) -> tuple[DecodeGraphs, SamplingMode, float]:
     """A captured step of `batch` seated rows, how it picks, and the different experts that a layer
     reads in it."""
-    adapter, how = seated(model, batch, context, sampled)
+    adapter, mode = seated(model, batch, context, sampled)
     distinct = float("nan")
     with torch.cuda.stream(stream):
         inputs = torch.zeros(3, batch, dtype=torch.int64, device="cuda")
@@ -178,11 +178,11 @@ def ready(
             and decoder.fused is not None
         ):
             distinct = Routes(decoder).count(
-                lambda: decode_step(adapter, inputs[0], inputs[1], inputs[2], how)
+                lambda: decode_step(adapter, inputs[0], inputs[1], inputs[2], mode)
             )
-    graphs = DecodeGraphs(adapter, sizes=(batch,), ways=[how])
+    graphs = DecodeGraphs(adapter, sizes=(batch,), modes=[mode])
     graphs.capture(stream)
-    return graphs, how, distinct
+    return graphs, mode, distinct
 
 
 def measure(
@@ -191,7 +191,7 @@ def measure(
     thinker = isinstance(model, Thinker)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    graphs, how, distinct = ready(model, batch, context, sampled, stream)
+    graphs, mode, distinct = ready(model, batch, context, sampled, stream)
     host = np.zeros((3, batch), np.int64)
     host[0] = np.arange(batch)
     runs = []
@@ -205,7 +205,7 @@ def measure(
                     torch.cuda.Event(enable_timing=True),
                 )
                 start.record()
-                graphs.replay(host, how)
+                graphs.replay(host, mode)
                 stop.record()
                 marks.append((start, stop))
             stream.synchronize()
@@ -216,7 +216,7 @@ def measure(
 
         with torch.cuda.stream(stream), profile(activities=[ProfilerActivity.CUDA]) as profiled:
             for _ in range(3):
-                graphs.replay(host, how)
+                graphs.replay(host, mode)
             stream.synchronize()
         events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         events.sort(key=lambda e: e.time_range.start)

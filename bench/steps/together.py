@@ -30,7 +30,7 @@ from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 
 STEPS = {"thinker": 64, "talker": 125}
 PRIORITIES = {
@@ -47,7 +47,7 @@ class Player:
 
     name: str
     graphs: DecodeGraphs
-    how: How
+    mode: SamplingMode
     stream: torch.cuda.Stream
     batch: int
     experts: float  # that a layer reads in a step
@@ -59,7 +59,7 @@ class Player:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(begin)
             for _ in range(STEPS[self.name]):
-                self.graphs.replay(host, self.how)
+                self.graphs.replay(host, self.mode)
             last.record()
         return last
 
@@ -153,7 +153,7 @@ def frames_beside(
         talker.stream.wait_event(begin)
         marks[0].record()
         for mark in marks[1:]:
-            talker.graphs.replay(host, talker.how)
+            talker.graphs.replay(host, talker.mode)
             mark.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]

@@ -51,7 +51,8 @@ class Building(Generic[S]):
         free = c.fit(plans)
         if c.device.type == "cuda":
             weights = sum(
-                p.weights + p.passing + (p.state if p.stage == "code2wav" else 0) for p in plans
+                p.weights + p.transient_bytes + (p.state if p.stage == "code2wav" else 0)
+                for p in plans
             )
             self.warming = begin(
                 c.model, source.config, order, s, self.blocks, source.dtype, free, weights

@@ -31,7 +31,7 @@ from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.adapter import ModelAdapter, decode_step
 from stretto.stage.runner.graphs import DecodeGraphs, sizes_for
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 from stretto.types import ExpertWeights
 
 log = logging.getLogger(__name__)
@@ -249,8 +249,8 @@ class Steps:
         graphs = DecodeGraphs(self.adapter, sizes)
         for size in graphs.sizes:
             rows, positions, values = graphs.inputs(size)
-            for how in graphs.ways:
-                decode_step(self.adapter, rows, positions, values, how)
+            for mode in graphs.modes:
+                decode_step(self.adapter, rows, positions, values, mode)
 
     def prompts(self, sizes: Sequence[int]) -> None:
         adapter = self.adapter
@@ -273,7 +273,9 @@ class Steps:
                 hidden = torch.zeros(
                     size, width, dtype=adapter.cache.data.dtype, device=adapter.rows.device
                 )
-                adapter.pick(rows.fill_(adapter.rows.sink), positions, hidden, How(True, True))
+                adapter.pick(
+                    rows.fill_(adapter.rows.sink), positions, hidden, SamplingMode(True, True)
+                )
 
 
 def main(run: Callable[[CompileJob], None]) -> None:

@@ -38,7 +38,7 @@ class StageStats:
     retire_ns: int = 0  # host time to retire
     held: int = 0  # launches that were held back for a while
     late: int = 0  # of these, launches that found the device without work: held back for too long
-    gave_way: int = 0  # launches that waited for another stage's prompts
+    held_for_prefill: int = 0  # launches that waited for another stage's prompts
     queue: Histogram = field(
         default_factory=Histogram
     )  # from a request's arrival to its first row in a batch

@@ -76,10 +76,10 @@ class PenaltyGuide:
         if len(self._counts) + len(self._stated) > self._most:
             room = self._most - len(self._stated)
             self._counts = Counter(dict(sorted(self._counts.items(), key=lambda c: -c[1])[:room]))
-        told = dict(self._stated)
+        bias = dict(self._stated)
         for token, count in self._counts.items():
-            told[token] = told.get(token, 0.0) - count * self._frequency - self._presence
-        return list(told.items())
+            bias[token] = bias.get(token, 0.0) - count * self._frequency - self._presence
+        return list(bias.items())
 
     def accept(self, token: int) -> None:
         self._counts[token] += 1

@@ -61,7 +61,7 @@ class DecodeHold:
     def until_ns(self, requests: Iterable[HasPace], rhythm: Rhythm) -> int | None:
         """By the stage's clock. None: it should not wait. `requests`: those whose frames are made,
         in this rhythm."""
-        if not self.prefill.reading:
+        if not self.prefill.prefill_in_flight:
             return None
         now = self.clock()
         wait_ns = int(1e9 * spare_s(requests, now))

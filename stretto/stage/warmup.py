@@ -91,7 +91,7 @@ def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.mono
     for stage in host.stages.values():
         stage.forget()
     for outlet in host.links.outlets.values():
-        outlet.handed = 0
+        outlet.local_payloads = 0
     host.recorder.take_spans(MAX_SPANS)
     host.context.warm_up = ()  # and the tensors in it
     log.info("served %d warm-up requests in %.3f s", good, clock() - start)
@@ -102,18 +102,18 @@ def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.mono
 def alone(links: Links) -> Iterator[None]:
     """Let links end here that lead to other hosts: what is sent is dropped."""
     outlets = [o for o in links.outlets.values() if o.inlet is None]
-    inlets = [i for i in links.inlets.values() if not i.within]
+    inlets = [i for i in links.inlets.values() if not i.is_local]
     for outlet in outlets:
         outlet.inlet = Inlet(outlet.link, outlet.kind)
     for inlet in inlets:
-        inlet.within = True
+        inlet.is_local = True
     try:
         yield
     finally:
         for outlet in outlets:
             outlet.inlet = None
         for inlet in inlets:
-            inlet.within = False
+            inlet.is_local = False
 
 
 def _perform(
@@ -141,7 +141,7 @@ def _perform(
             )
             break
         if not host.loop.round():
-            host.bell.sleep(1)
+            host.wakeup.sleep(1)
     if reports.failed is not None:
         how = logging.INFO if reports.failed.kind in REFUSED else logging.WARNING
         log.log(

@@ -29,7 +29,7 @@ from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
 from stretto.preprocess.packed_prompt import pack
-from stretto.stage.links.endpoints import LinkEnd
+from stretto.stage.links.endpoints import LinkEndpoint
 from stretto.transport.contract import PutFailed
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
@@ -358,7 +358,7 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
             PutFailed("injected", link="talker>code2wav", request=RequestId("doomed"))
         ]
         link = SimpleNamespace(faults=lambda: [faults.pop()] if faults else [], ended=False)
-        end = driven.host.ends.ends["talker>code2wav"] = LinkEnd(1, outgoing=link)  # type: ignore[arg-type]
+        end = driven.host.endpoints.ends["talker>code2wav"] = LinkEndpoint(1, outgoing=link)  # type: ignore[arg-type]
         while sum(isinstance(m, Ended) for m, _ in driven.reports) < len(STAGES):
             assert driven.host.loop.round(), "nothing to do, but the other answer is not complete"
         failed = [m for m, _ in driven.reports if isinstance(m, Failed)]
@@ -369,5 +369,5 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_no_other(tiny_dir: Pa
         assert all(len(node.core) == 0 for node in driven.host.stages.values())
         assert not end.down
     finally:
-        driven.host.ends.ends.clear()
+        driven.host.endpoints.ends.clear()
         driven.host.close()

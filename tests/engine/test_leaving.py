@@ -238,11 +238,11 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left["requests"] = len(node.requests)
         else:
             left[f"{name}: blocks"] = num_held(stage.scheduler.pool)
-            left[f"{name}: rows"] = len(stage.scheduler._table.allocation.seated)
+            left[f"{name}: rows"] = len(stage.scheduler._table.allocation.by_row)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.adapter.inputs)
             outlets = driven.host.links.outlets_of(name)
-            left[f"{name}: out"] = sum(len(o) + len(o._slow) + len(o.away.full) for o in outlets)
+            left[f"{name}: out"] = sum(len(o) + len(o._slow) + len(o.remote.full) for o in outlets)
             mine = (
                 (node.requests, node.encoders.requests)
                 if isinstance(node, ThinkerStage)

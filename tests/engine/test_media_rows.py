@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.ar import Certain
+from stretto.stage.ar import CoreOutput
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import HandDriven, picture, say, sound
 from tests.pipeline import STAGES, announcement
@@ -38,7 +38,7 @@ class Asked(HandDriven):
         core = self.host.stages["thinker"].core
         self.rows, poll = 0, core.poll
 
-        def noted() -> list[Certain]:
+        def noted() -> list[CoreOutput]:
             found = poll()
             self.rows += sum(len(c.media.places) for c in found if c.media is not None)
             return found

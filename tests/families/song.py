@@ -20,12 +20,12 @@ from stretto.family import LinkSpec, ModelInfo, PipelineSpec, StageSpec
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.messages.requests import Admit, Pcm, Text
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.ar import Certain
+from stretto.stage.ar import CoreOutput
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
-from stretto.stage.runner.rows import DeviceRows, How
+from stretto.stage.runner.rows import DeviceRows, SamplingMode
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
 from stretto.stage.timings import StageTimings, failed
@@ -93,7 +93,7 @@ class SumAdapter:
         return torch.stack(sums)[:, None], SideRows()
 
     def pick(
-        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, mode: SamplingMode
     ) -> Picked:
         self.next[rows] = hidden[:, 0].long() % VOCAB
         return Picked(self.next[rows][:, None])
@@ -165,7 +165,7 @@ class PoetStage:
     def forget(self) -> None:
         self.core.forget()
 
-    def _take(self, o: Certain) -> Iterator[Output]:
+    def _take(self, o: CoreOutput) -> Iterator[Output]:
         id, poem = o.request.id, self.requests.get(o.request.id)
         if poem is None:
             return  # cancelled meanwhile

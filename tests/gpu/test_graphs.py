@@ -16,7 +16,7 @@ from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
 from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
-from tests.stage.stepping import idle, in_flight, turn, wait
+from tests.stage.stepping import idle, in_flight, poll_core, wait
 from tests.stage.test_codec import Ears, codes
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_steps_do_not_wait(kind: str, graphs: bool, gpu_models: Models) -> None:
 
     runner.launch = watched
     for _ in range(12):
-        desk.turn()
+        desk.poll()
         wait(stage)
     assert not desk.errors
     assert stage.stats.failed == 0
@@ -122,8 +122,8 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
                 stage.push(RequestId(str(i)), part, None if len(left[i]) else Reason.STOP)
                 if not len(left[i]):
                     del left[i]
-            turn(stage, ears)
-        while turn(stage, ears) or in_flight(stage):
+            poll_core(stage, ears)
+        while poll_core(stage, ears) or in_flight(stage):
             wait(stage)
         assert idle(stage)
         heard.append([ears.heard(str(i)) for i in range(6)])

@@ -16,7 +16,7 @@ from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.ar import Certain, StageCore
+from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.media_rows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
@@ -28,7 +28,7 @@ from stretto.types import RequestId, Span
 from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
-from tests.stage.stepping import in_flight, turn, wait
+from tests.stage.stepping import in_flight, poll_core, wait
 
 CONFIG = SchedulerConfig(
     num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32
@@ -76,7 +76,7 @@ class Desk:
         self.ended: dict[str, Reason] = {}
         self.errors: dict[str, Exception] = {}
 
-    def collect(self, o: Certain) -> None:
+    def collect(self, o: CoreOutput) -> None:
         id = str(o.request.id)
         assert id not in self.ended, f"{id}: output after its end"
         if o.token is not None:
@@ -93,13 +93,13 @@ class Desk:
             if o.error is not None:
                 self.errors[id] = o.error
 
-    def turn(self) -> bool:
-        return turn(self.stage, self.collect)
+    def poll(self) -> bool:
+        return poll_core(self.stage, self.collect)
 
     def run(self, turns: int = 100_000) -> None:
         """Until nothing more can be done without new input."""
         for _ in range(turns):
-            if not self.turn():
+            if not self.poll():
                 if not in_flight(self.stage):
                     return
                 due = self.stage.due_ns

@@ -422,7 +422,7 @@ class Driver:
         assert not self.live
         pool = self.scheduler.pool
         assert num_held(pool) == 0
-        assert not self.scheduler._table.allocation.seated
+        assert not self.scheduler._table.allocation.by_row
         assert self.scheduler.num_waiting == 0
         clear_cache(pool)
         assert pool.num_available == pool.num_blocks

@@ -41,15 +41,15 @@ def check_holdings(allocation: Allocation, requests: Sequence[StageRequest]) -> 
     deferred_free = [entry for entries in allocation._deferred_free.values() for entry in entries]
     refs.update(block for blocks, _ in deferred_free for block in blocks)
     check_pool(allocation.pool, [refs[BlockId(b)] for b in range(allocation.pool.num_blocks)])
-    assert allocation.num_limbo == sum(len(blocks) for blocks, _ in deferred_free)
+    assert allocation.num_deferred == sum(len(blocks) for blocks, _ in deferred_free)
     rows = (
         allocation._free_rows
-        + list(allocation.seated)
+        + list(allocation.by_row)
         + [row for _, row in deferred_free if row is not None]
     )
     assert sorted(rows) == list(range(allocation.max_rows)), "rows lost or shared"
     assert {r.arrival for r in requests if r.row is not None} == {
-        r.arrival for r in allocation.seated.values()
+        r.arrival for r in allocation.by_row.values()
     }
     for r in requests:
         assert r.cursor.filled <= len(r.blocks) * allocation.block_size, (

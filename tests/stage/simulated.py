@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from stretto.stage.host.loop import TICK_NS, Bell
+from stretto.stage.host.loop import TICK_NS, Wakeup
 from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.batch import Batch
 
@@ -91,29 +91,29 @@ class Device:
         return next((launch.end for launch in self.launches if launch.end > self.clock.now), None)
 
 
-class SimulatedBell(Bell):
-    """Rung by the ends of steps and by what is written down for a time. A sleep moves the clock."""
+class SimulatedWakeup(Wakeup):
+    """Woken by the ends of steps and at given times. A sleep moves the clock."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device = device
-        self.later: deque[int] = deque()  # other rings, in order of time
+        self.later: deque[int] = deque()  # other wakes, in order of time
         self.slept: list[int | None] = []
-        self.rung = False
+        self.awake = False
 
-    def ring(self) -> None:
-        self.rung = True
+    def wake(self) -> None:
+        self.awake = True
 
     def sleep(self, ticks: int | None = None) -> None:
         self.slept.append(ticks)
         clock = self.device.clock
-        if self.rung:
-            self.rung = False
+        if self.awake:
+            self.awake = False
             return
         while self.later and self.later[0] <= clock.now:
             self.later.popleft()
         times = [self.device.next_end(), self.later[0] if self.later else None]
         times.append(None if ticks is None else clock.now + ticks * TICK_NS)
         known = [at for at in times if at is not None]
-        assert known, "asleep, and nothing will ever ring"
+        assert known, "asleep, and nothing will ever wake it"
         clock.move_to(min(known))

@@ -9,7 +9,7 @@ from stretto.stage.ar import StageCore
 from stretto.stage.vocoder import VocoderCore
 
 
-def turn(core: StageCore | VocoderCore, collect: Callable[[Any], None]) -> bool:
+def poll_core(core: StageCore | VocoderCore, collect: Callable[[Any], None]) -> bool:
     """Poll and launch, as a host does. True: something came of it."""
     made = core.poll()
     launched = core.launch()
@@ -27,8 +27,9 @@ def in_flight(core: StageCore | VocoderCore) -> int:
 def wait(core: StageCore | VocoderCore) -> None:
     """Until the oldest step is back."""
     if core._steps:
-        oldest = core._steps[0]
-        copied = oldest[0].copied if isinstance(oldest, tuple) else oldest.copied
+        copied = (
+            core._steps[0].step.copied if isinstance(core, StageCore) else core._steps[0].copied
+        )
         if copied is not None:
             copied.synchronize()
 

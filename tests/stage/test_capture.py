@@ -28,10 +28,10 @@ from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.adapter import Picked
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 
 CPU = torch.device("cpu")
-PLAIN, FULL = How(False, False), How(True, True)
+PLAIN, FULL = SamplingMode(False, False), SamplingMode(True, True)
 
 
 class FakeCuda:
@@ -167,12 +167,16 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **kw: zeros(*shape, **kw))
 
     def step(
-        adapter: Any, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, how: How
+        adapter: Any,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        mode: SamplingMode,
     ) -> Picked:
         assert rows.tolist() == [9] * len(rows)
         assert not positions.any()
         assert not values.any()
-        cuda.note((len(rows), how))
+        cuda.note((len(rows), mode))
         return Picked(rows + 1)
 
     monkeypatch.setattr(decoding, "decode_step", step)
@@ -180,7 +184,7 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     graphs = DecodeGraphs(adapter, sizes=(1, 2, 4))
     graphs.capture(cuda.side)  # type: ignore[arg-type]
     ways = [FULL] if fused else [PLAIN, FULL]
-    want = [(size, how) for how in ways for size in (3, 2, 1)]
+    want = [(size, mode) for mode in ways for size in (3, 2, 1)]
     assert cuda.captured() == want
     assert cuda.warmups() == [key for key in want for _ in range(1 if fused else 2)]
     assert list(graphs._graphs) == want

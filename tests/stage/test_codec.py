@@ -13,7 +13,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.stage.request import Reason
 from stretto.stage.vocoder import AudioOutput, CodecConfig, VocoderCore
 from stretto.types import RequestId
-from tests.stage.stepping import idle, in_flight, turn, wait
+from tests.stage.stepping import idle, in_flight, poll_core, wait
 
 SMALL = CodecConfig(
     slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4)
@@ -71,7 +71,7 @@ class Device:
 
     def rest(self, stage: VocoderCore, ears: Ears) -> None:
         """Until nothing is in flight."""
-        while turn(stage, ears) or self.running:
+        while poll_core(stage, ears) or self.running:
             if self.running:
                 self.finish()
 
@@ -88,7 +88,7 @@ def decoded(models: Models, frames: torch.Tensor) -> np.ndarray:
 
 
 def run(stage: VocoderCore, ears: Ears) -> None:
-    while turn(stage, ears) or in_flight(stage):
+    while poll_core(stage, ears) or in_flight(stage):
         wait(stage)
 
 
@@ -111,9 +111,9 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
                 stage.push(RequestId(id), frames[id][fed[id] : fed[id] + n].to(stage.device), last)
                 fed[id] += n
                 if fed[id] == lengths[id] and last is None:  # the end comes alone, later
-                    turn(stage, ears)
+                    poll_core(stage, ears)
                     stage.push(RequestId(id), frames[id][:0], Reason.LENGTH)
-        turn(stage, ears)
+        poll_core(stage, ears)
     run(stage, ears)
     for id in frames:
         want = models.code2wav.decode(frames[id].to(stage.device)).cpu().numpy()
@@ -130,7 +130,7 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
             stage.open(RequestId(f"{round}.{i}"))
             stage.push(RequestId(f"{round}.{i}"), codes(models, 5, i).to(stage.device))
         for _ in range(round):
-            turn(stage, ears)
+            poll_core(stage, ears)
         heard = {k: len(v) for k, v in ears.parts.items()}
         for i in (0, 2, 5):
             assert stage.cancel(RequestId(f"{round}.{i}"))
@@ -156,7 +156,7 @@ def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models) -> None:
         pytest.skip("a device computes beside the host")
     stage.open(RequestId("r"))
     stage.push(RequestId("r"), codes(models, 2, 0))
-    assert turn(stage, ears)
+    assert poll_core(stage, ears)
     assert len(ears.heard("r"))
     assert in_flight(stage) == 0
 
@@ -178,14 +178,14 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     stage.set_deadline(RequestId("old"), 5.0)
     stage.open(RequestId("new"))
     stage.push(RequestId("new"), codes(models, 1, 1).to(stage.device))
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert sizes[0] == 1
     stage.set_deadline(RequestId("new"), 6.0)
     run(stage, ears)
     assert sizes[1] == 4
     for id in ("old", "new"):
         stage.push(RequestId(id), codes(models, 0, 0), Reason.STOP)
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert set(ears.ended) == {"old", "new"}
 
 
@@ -243,7 +243,7 @@ def test_an_empty_stream_ends(models: Models) -> None:
     stage = VocoderCore(models.code2wav, SMALL)
     stage.open(RequestId("e"))
     stage.push(RequestId("e"), codes(models, 0, 0), Reason.STOP)
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert ears.ended == {"e": Reason.STOP}
     assert len(ears.heard("e")) == 0
     assert idle(stage)
@@ -310,11 +310,11 @@ def test_steps_come_in_the_shapes_that_there_are(
     frames = {str(i): codes(models, int(rng.integers(1, 9)), i) for i in range(10)}
     for id, given in frames.items():
         while len(stage) > 6:
-            turn(stage, ears)
+            poll_core(stage, ears)
         stage.open(RequestId(id))
         cut = int(rng.integers(0, len(given)))
         stage.push(RequestId(id), given[:cut])
-        turn(stage, ears)
+        poll_core(stage, ears)
         stage.push(RequestId(id), given[cut:], Reason.STOP)
     run(stage, ears)
     assert seen <= set(config.shapes())
@@ -334,17 +334,17 @@ def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models
     stage.open(r)
     for at in (0, 2, 4):
         stage.push(r, frames[at : at + 2])
-        turn(stage, ears)
+        poll_core(stage, ears)
         if at == 0:
             device.finish()
-            assert turn(stage, ears)
+            assert poll_core(stage, ears)
     assert in_flight(stage) == 2
     stage.push(r, frames[:0], Reason.STOP)
-    assert not turn(stage, ears)
+    assert not poll_core(stage, ears)
     for left in (1, 0):
         assert not ears.ended
         device.finish()
-        assert turn(stage, ears)
+        assert poll_core(stage, ears)
         assert in_flight(stage) == left
     assert ears.ended == {"r": Reason.STOP}
     np.testing.assert_allclose(ears.heard("r"), decoded(models, frames), atol=1e-5)
@@ -384,7 +384,7 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
                 fed[id] += n
                 if whole:
                     live.remove(id)
-        turn(stage, ears)
+        poll_core(stage, ears)
         most = max(most, in_flight(stage))
         if device.running and rng.random() < 0.4:
             device.finish()
@@ -404,16 +404,16 @@ def test_a_slot_is_free_when_the_last_step_that_writes_to_it_is_back(models: Mod
     for id in ("gone", "next"):
         stage.open(RequestId(id))
         stage.push(RequestId(id), codes(models, 2, 0))
-    turn(stage, ears)
+    poll_core(stage, ears)
     stage.push(RequestId("gone"), codes(models, 2, 1))
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert in_flight(stage) == 2
     assert stage.cancel(RequestId("gone"))
     device.finish()
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert in_flight(stage) == 1, "the next stream has no slot yet"
     device.finish()
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert in_flight(stage) == 1, "now it has"
     stage.push(RequestId("next"), codes(models, 0, 0), Reason.STOP)
     device.rest(stage, ears)
@@ -436,15 +436,15 @@ def test_a_step_that_fails_between_others_of_its_stream_fails_it_once(models: Mo
     for at, run_step in enumerate((works, broken, works)):
         stage.push(RequestId("a"), codes(models, 2, at))
         stage.run = run_step
-        turn(stage, ears)
+        poll_core(stage, ears)
     assert in_flight(stage) == 3
     device.finish()
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert isinstance(ears.errors["a"], StageDead)
     heard = ears.heard("a")
     np.testing.assert_allclose(heard, decoded(models, codes(models, 2, 0)), atol=1e-5)
     stage.push(RequestId("b"), codes(models, 2, 1), Reason.STOP)
-    turn(stage, ears)
+    poll_core(stage, ears)
     assert in_flight(stage) == 1, "the slot is still being written to"
     device.rest(stage, ears)
     assert len(ears.heard("a")) == len(heard)

@@ -13,7 +13,7 @@ from stretto.config.engine import HostSettings
 from stretto.config.overlaps import OverlapSwitches
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Listen
-from stretto.stage.links.endpoints import LinkEnd, LinkEnds
+from stretto.stage.links.endpoints import LinkEndpoint, LinkEndpoints
 from stretto.stage.links.links import Links
 from stretto.transport.contract import Endpoint, LinkOptions, PeerDead
 from stretto.transport.registry import Registry, connectors
@@ -49,10 +49,10 @@ def nothing(*said: Any) -> None:
     raise AssertionError(f"said {said}")
 
 
-def ends_with(connector: Asked) -> LinkEnds:
+def ends_with(connector: Asked) -> LinkEndpoints:
     registry = Registry()
     registry.register("asked", lambda: connector)
-    return LinkEnds(
+    return LinkEndpoints(
         Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry
     )
 
@@ -87,7 +87,9 @@ def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> No
 
 def test_connectors_that_were_registered_in_this_process_are_found() -> None:
     assert (
-        LinkEnds(Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing).registry
+        LinkEndpoints(
+            Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing
+        ).registry
         is connectors
     )
 
@@ -109,7 +111,7 @@ class EndingCourier:
 
 def test_a_link_that_ends_while_its_faults_are_read_is_reported_with_its_fault() -> None:
     reports: list[Any] = []
-    ends = LinkEnds(
+    ends = LinkEndpoints(
         Links({}),
         HostSettings(),
         torch.device("cpu"),
@@ -118,8 +120,8 @@ def test_a_link_that_ends_while_its_faults_are_read_is_reported_with_its_fault()
         nothing,
     )
     courier: Any = EndingCourier()
-    ends.ends[LINK] = LinkEnd(generation=3, incoming=courier)
-    assert not ends.turn()
-    assert ends.turn()
+    ends.ends[LINK] = LinkEndpoint(generation=3, incoming=courier)
+    assert not ends.poll()
+    assert ends.poll()
     assert [type(m) for m in reports] == [LinkDown, LinkDown]
     assert all("the peer is gone" in m.message for m in reports)

@@ -70,7 +70,7 @@ def test_nobody_waits_for_long_without_another_look() -> None:
 
 @dataclass
 class Reading:
-    reading: bool = True
+    prefill_in_flight: bool = True
 
 
 def asked(*voices: Voice, reading: bool = True) -> tuple[int | None, Rhythm]:
@@ -114,7 +114,7 @@ class Polite(Timed):
         super().__init__(models, on=False)
         self.until: int | None = None
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         made = self.stage.poll()
         launched = self.stage.launch(
             None if self.until is None or self.until <= self.clock.now else self.until
@@ -149,7 +149,7 @@ def test_a_stage_launches_nothing_that_can_wait_and_is_woken_when_it_is_due(poli
     assert len(launches) == before
     polite.go()
     assert launches[before].at == due + polite.device.launch_ns
-    assert (stage.stats.gave_way, stage.stats.held, stage.stats.late) == (1, 0, 0)
+    assert (stage.stats.held_for_prefill, stage.stats.held, stage.stats.late) == (1, 0, 0)
     polite.finish()
     assert len(polite.tokens["old"]) == 20
 
@@ -166,13 +166,13 @@ def test_a_prompt_of_its_own_is_not_held_back(polite: Polite) -> None:
 
 def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> None:
     desk = Timed(models, on=False)
-    assert not desk.stage.reading
+    assert not desk.stage.prefill_in_flight
     desk.text("a", 0, 4)
     desk.round()
-    assert desk.stage.reading
+    assert desk.stage.prefill_in_flight
     while not desk.tokens["a"]:
         desk.go()
-    assert not desk.stage.reading
+    assert not desk.stage.prefill_in_flight
     desk.finish()
 
 

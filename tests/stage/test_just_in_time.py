@@ -18,7 +18,7 @@ from tests.prompts import make
 from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
 from tests.stage.invariants import check_scheduler
-from tests.stage.simulated import MS, Clock, Device, SimulatedBell
+from tests.stage.simulated import MS, Clock, Device, SimulatedWakeup
 from tests.stage.stepping import idle, in_flight, wait
 
 STEP, PROMPT = 16 * MS, 25 * MS
@@ -31,7 +31,7 @@ def lasts(batch: Batch) -> int:
 
 
 class Timed(Desk):
-    """A desk whose stage runs on a simulated device, driven by a loop that sleeps on its bell."""
+    """A desk whose stage runs on a simulated device, driven by a loop that sleeps on its wakeup."""
 
     def __init__(
         self, models: Models, kind: str = "thinker", on: bool = True, tick: int = 0, config=CONFIG
@@ -41,8 +41,8 @@ class Timed(Desk):
         self.clock = clock
         self.device = Device(self.clock, lasts)
         self.device.drive(self.stage.runner)
-        self.bell = SimulatedBell(self.device)
-        self.loop = Loop([self], self.bell, clock=self.clock)
+        self.wakeup = SimulatedWakeup(self.device)
+        self.loop = Loop([self], self.wakeup, clock=self.clock)
         self.rounds = 0
 
     @property
@@ -103,7 +103,7 @@ def desk(models: Models) -> Iterator[Timed]:
     desk.finish()
     assert idle(desk.stage)
     assert desk.stage.due_ns is None
-    desk.bell.close()
+    desk.wakeup.close()
 
 
 def test_steps_are_launched_when_due_and_the_device_never_stands_still(models: Models) -> None:
@@ -237,9 +237,9 @@ def test_cancelling_all_while_held_back_leaves_nothing_to_wait_for(desk: Timed) 
     desk.round()
     assert not desk.round()
     assert desk.stage.due_ns is None, "or the loop would go round and round"
-    desk.bell.slept.clear()
+    desk.wakeup.slept.clear()
     desk.loop.sleep()
-    assert desk.bell.slept == [None]
+    assert desk.wakeup.slept == [None]
     desk.finish()
     assert len(desk.device.launches) == before
     assert desk.stage.stats.late == 0

@@ -69,8 +69,8 @@ class Link:
         self.ended: dict[RequestId, Mark] = {}
         self.out.start()
         self.into.start()
-        self.outlet.away.attach(self.out)
-        self.inlet.away.attach(self.into)
+        self.outlet.remote.attach(self.out)
+        self.inlet.remote.attach(self.into)
 
     def send(self, id: RequestId, payload: Any, mark: Mark = Mark.MORE, event: Any = None) -> None:
         self.sent[id] = payload.span.stop

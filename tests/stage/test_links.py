@@ -58,7 +58,7 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
     """Preemption in the link must not set a request going whose listener is slow, nor the other way
     round."""
     link, courier = Outlet(LINK, CodecFrames), Courier()
-    link.away.attach(courier)  # type: ignore[arg-type]
+    link.remote.attach(courier)  # type: ignore[arg-type]
     link.open(ID)
     assert not link.blocked(ID)
     assert not link.send(frame(0))
@@ -80,7 +80,7 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
 
 def test_the_last_chunks_of_a_request_wait_for_room_though_its_stage_is_done_with_it() -> None:
     link, courier = Outlet(LINK, CodecFrames), Courier()
-    link.away.attach(courier)  # type: ignore[arg-type]
+    link.remote.attach(courier)  # type: ignore[arg-type]
     link.open(ID)
     assert not link.send(frame(0, Mark.REQUEST_END))
     link.close(ID, purge=False)
@@ -114,7 +114,7 @@ def test_within_a_host_the_payload_itself_is_handed_over() -> None:
         (first.payload, Mark.MORE),
         (None, Mark.REQUEST_END),
     ]
-    assert outlet.handed == 2
+    assert outlet.local_payloads == 2
     assert not len(outlet)
     assert not len(inlet)
 

@@ -47,7 +47,7 @@ class Replays(DecodeGraphs):
 
     @torch.inference_mode()
     def capture(self, stream: object = None) -> None:
-        for key in [(size, how) for how in self.ways for size in self.sizes]:
+        for key in [(size, mode) for mode in self.modes for size in self.sizes]:
             run = self._prepare(key)
             inputs, picked = run()
             assert picked.hidden is not None

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from stretto.errors import Busy, Gone
-from stretto.stage.host.loop import TICK_NS, Bell, Loop
+from stretto.stage.host.loop import TICK_NS, Loop, Wakeup
 from tests.stage.simulated import Clock
 
 
@@ -16,7 +16,7 @@ class Scripted:
         self.turns = 0
         self.due_ns: int | None = None
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         self.turns += 1
         self.log.append(self.name)
         if self.works:
@@ -76,27 +76,27 @@ def test_an_idle_loop_sleeps_and_a_ring_wakes_it() -> None:
 
 
 def test_rings_before_the_sleep_are_not_lost() -> None:
-    bell = Bell()
-    bell.ring()
-    bell.ring()
-    bell.sleep()  # would hang if the ring were lost
-    bell.close()
+    wakeup = Wakeup()
+    wakeup.wake()
+    wakeup.wake()
+    wakeup.sleep()  # would hang if the ring were lost
+    wakeup.close()
 
 
 def test_a_sleep_of_some_ticks_ends_by_itself_and_loses_no_ring() -> None:
-    bell = Bell()
-    bell.sleep(0)  # nobody rang
-    bell.ring()
-    bell.sleep(1 << 30)  # would hang if the ring were lost
-    bell.sleep(0)
-    bell.ring()
-    bell.sleep()
-    bell.sleep(1)
-    bell.close()
+    wakeup = Wakeup()
+    wakeup.sleep(0)  # nobody rang
+    wakeup.wake()
+    wakeup.sleep(1 << 30)  # would hang if the ring were lost
+    wakeup.sleep(0)
+    wakeup.wake()
+    wakeup.sleep()
+    wakeup.sleep(1)
+    wakeup.close()
 
 
 def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
 
     class Polled:
         asked: int | None = None
@@ -105,14 +105,14 @@ def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds() -> None:
             self.asked = ms
             return []
 
-    bell._poll = Polled()  # type: ignore[assignment]
-    bell.sleep(7)
-    assert bell._poll.asked == 7
+    wakeup._poll = Polled()  # type: ignore[assignment]
+    wakeup.sleep(7)
+    assert wakeup._poll.asked == 7
     assert TICK_NS == 1_000_000
-    bell.close()
+    wakeup.close()
 
 
-class Dreaming(Bell):
+class Dreaming(Wakeup):
     """Sleeps as long as it may, on a clock of its own, and for a second where there is no end."""
 
     def __init__(self, clock: Clock) -> None:
@@ -127,9 +127,9 @@ class Dreaming(Bell):
 
 def test_sleeps_until_the_first_stage_is_due() -> None:
     clock = Clock()
-    bell = Dreaming(clock)
+    wakeup = Dreaming(clock)
     stages = [Scripted("thinker", []), Scripted("talker", []), Scripted("code2wav", [])]
-    loop = Loop(stages, bell, clock=clock)
+    loop = Loop(stages, wakeup, clock=clock)
     start = clock.now
     loop.sleep()
     assert loop.idle_ns == 1000 * TICK_NS
@@ -140,10 +140,10 @@ def test_sleeps_until_the_first_stage_is_due() -> None:
     loop.sleep()
     stages[1].due_ns = None
     loop.sleep()
-    assert bell.slept == [None, 5, 4]
+    assert wakeup.slept == [None, 5, 4]
     stages[0].due_ns = clock.now - 3 * TICK_NS
     loop.sleep()  # long due: another round, at once
-    assert bell.slept == [None, 5, 4]
+    assert wakeup.slept == [None, 5, 4]
     assert loop.idle_ns == clock.now - start, "asleep all the time"
 
 
@@ -151,7 +151,7 @@ def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
     """The loop alone, on a clock: two rounds to fall asleep in, one that launches, and no spinning
     in between."""
     clock = Clock()
-    bell = Dreaming(clock)
+    wakeup = Dreaming(clock)
 
     class Holding:
         due_ns: int | None = None
@@ -160,7 +160,7 @@ def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
         def __init__(self) -> None:
             self.launched: list[int] = []
 
-        def turn(self) -> bool:
+        def poll(self) -> bool:
             self.turns += 1
             if self.due_ns is None:
                 self.due_ns = clock.now + 7 * TICK_NS + 123
@@ -173,11 +173,11 @@ def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
             return True
 
     stage = Holding()
-    loop = Loop([stage], bell, clock=clock)
+    loop = Loop([stage], wakeup, clock=clock)
     loop.run()
     assert stage.launched == [123] * 10
     assert stage.turns == 20
-    assert bell.slept == [7] * 10
+    assert wakeup.slept == [7] * 10
 
 
 def test_stopping_wakes_a_loop_that_waits_for_a_due_time() -> None:
@@ -209,7 +209,7 @@ def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
     class Broken:
         due_ns = None
 
-        def turn(self) -> bool:
+        def poll(self) -> bool:
             raise RuntimeError("broken stage")
 
     loop = Loop([Broken()])

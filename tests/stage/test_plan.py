@@ -70,11 +70,11 @@ def test_float8_experts_are_planned_as_they_are_built(
     scales = sum(b.nbytes for n, b in model.named_buffers() if n.endswith("_scale"))
     assert full.weights - p.weights == 3 * experts - scales > 0
     # Where it is not chosen, and would help, it is named.
-    assert [(q.lighter, q.state) for q in (p, full)] == [
+    assert [(q.alternative, q.state) for q in (p, full)] == [
         ("", p.state), ("load experts as float8 (--expert-weights float8)", p.state)
     ]  # fmt: skip
-    assert full.saves() == full.weights - p.weights
-    for free, how in ((1 << 20, "does not fit alone"), (full.kept - 1, "fits")):
+    assert full.saved_bytes() == full.weights - p.weights
+    for free, how in ((1 << 20, "does not fit alone"), (full.total - 1, "fits")):
         with pytest.raises(
             DoesNotFit,
             match=rf"MiB\), load experts as float8 \(--expert-weights float8\): .*which {how}",
@@ -100,15 +100,17 @@ def test_a_host_says_how_it_loads(settings: HostSettings, how: str, tiny_dir: Pa
     assert told == [Loading("thinker", f"{how}, with room for 8192 tokens")]
     source = Source.open(tiny_dir, progress=False, expert_weights=settings.expert_weights)
     [p] = plan(source.config, ("thinker",), settings, POOLS, torch.float32)
-    assert host.context.memory == {"thinker": p.kept}
+    assert host.context.memory == {"thinker": p.total}
 
 
 def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -> None:
     together = plan(tiny_config, ("thinker", "talker"), HostSettings(), POOLS, torch.float32)[1]
     alone = plan(tiny_config, ("talker",), HostSettings(), POOLS, torch.float32)[0]
     text = tiny_config.thinker.text
-    assert alone.passing - together.passing == text.vocab_size * text.hidden_size * 4
-    assert alone.kept == together.kept
+    assert (
+        alone.transient_bytes - together.transient_bytes == text.vocab_size * text.hidden_size * 4
+    )
+    assert alone.total == together.total
 
 
 @given(
@@ -117,11 +119,18 @@ def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -
 def test_it_fits_exactly_if_the_highest_water_does(
     parts: list[tuple[int, int, int]], reserve: int
 ) -> None:
-    plans = [StagePlan(f"s{i}", w, state, passing) for i, (w, state, passing) in enumerate(parts)]
+    plans = [
+        StagePlan(f"s{i}", w, state, transient_bytes)
+        for i, (w, state, transient_bytes) in enumerate(parts)
+    ]
     level, highest = 0, 0
-    for w, state, passing in parts:  # load: weights and state come, what passes comes and goes
+    for (
+        w,
+        state,
+        transient_bytes,
+    ) in parts:  # load: weights and state come, what passes comes and goes
         level += w + state
-        highest = max(highest, level + passing)
+        highest = max(highest, level + transient_bytes)
     assert needed(plans) == highest
     check(plans, highest + reserve, reserve, "here")
     with pytest.raises(DoesNotFit):

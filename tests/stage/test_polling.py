@@ -15,7 +15,7 @@ class Named:
     def __init__(self, name: str, seen: list[str]) -> None:
         self.name, self.seen, self.cheap = name, seen, name == "code2wav"
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         self.seen.append(self.name)
         return False
 
@@ -50,7 +50,7 @@ def test_what_is_heard_sooner_goes_first(stages: tuple[str, ...], order: str) ->
 def test_a_new_prompt_goes_before_speech_once() -> None:
     loop, prefill_first, seen = rounds(STAGES)
     assert prefill_first is not None
-    prefill_first.came = True
+    prefill_first.admitted = True
     loop.round()
     assert seen.index("thinker") < seen.index("talker")
     assert seen.count("thinker") == 2

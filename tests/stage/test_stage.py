@@ -80,7 +80,7 @@ def test_thinker_stage_equals_alone(name: str, models: Models, prompts, alone, a
     for i, prompt in enumerate(prompts):
         desk.think(str(i), prompt, options(i))
         for _ in range(i % 3):  # ragged arrivals
-            desk.turn()
+            desk.poll()
     desk.run()
     for i in range(SIZE):
         assert desk.tokens[str(i)] == alone[i][0], i
@@ -98,7 +98,7 @@ def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models, prompts) -> 
     desk.think("0", prompts[0], options(0))
     for count in range(1, 4):
         while len(desk.tokens["0"]) < count:
-            assert desk.turn()
+            assert desk.poll()
             assert in_flight(desk.stage) == 0
     desk.run()
 
@@ -117,7 +117,7 @@ def talk(desk: Desk, prompts, alone, accept, late: int = 0) -> None:
                 del feeds[i]
             elif late == 0 or rng.random() < 0.4:
                 desk.feed(str(i), feeds[i].pop(0))
-        desk.turn()
+        desk.poll()
         check_scheduler(desk.stage.scheduler)
     desk.run()
 
@@ -205,7 +205,7 @@ def test_cancelling_at_any_moment_leaves_the_others_alone(models: Models, prompt
                 for i in (1, 4, 6):
                     desk.stage.cancel(RequestId(str(i)))
                 gone = {i: len(desk.tokens[str(i)]) for i in (1, 4, 6)}
-            desk.turn()
+            desk.poll()
             check_scheduler(desk.stage.scheduler)
         desk.run()
         for i in range(SIZE):

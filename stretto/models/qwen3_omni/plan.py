@@ -76,17 +76,24 @@ def _weights(module: nn.Module) -> int:
 def _thinker(config: OmniConfig, s: HostSettings, blocks: Blocks, dtype: torch.dtype) -> StagePlan:
     model = build(lambda: Thinker(config), "meta", dtype)
     pool = model.cache(blocks["thinker"] + 1, s.block_size).data.nbytes
-    knobs = "--kv-blocks thinker=N or --max-model-len"
+    flags_hint = "--kv-blocks thinker=N or --max-model-len"
     if s.expert_weights == "float8":
-        return StagePlan("thinker", _weights(model), pool, knobs=knobs)
+        return StagePlan("thinker", _weights(model), pool, flags_hint=flags_hint)
 
-    def saves() -> int:
+    def saved_bytes() -> int:
         return _weights(model) - _weights(
             build(lambda: Thinker(config.with_float8_experts()), "meta", dtype)
         )
 
-    lighter = "load experts as float8 (--expert-weights float8)"
-    return StagePlan("thinker", _weights(model), pool, knobs=knobs, lighter=lighter, saves=saves)
+    alternative = "load experts as float8 (--expert-weights float8)"
+    return StagePlan(
+        "thinker",
+        _weights(model),
+        pool,
+        flags_hint=flags_hint,
+        alternative=alternative,
+        saved_bytes=saved_bytes,
+    )
 
 
 def _talker(
@@ -115,5 +122,8 @@ def _code2wav(config: OmniConfig, s: HostSettings, dtype: torch.dtype) -> StageP
     model.ready = True
     state = model.state(s.max_rows, max(CodecConfig().frame_sizes))
     return StagePlan(
-        "code2wav", _weights(model), state.window.nbytes + state.tails.nbytes, knobs="--max-rows"
+        "code2wav",
+        _weights(model),
+        state.window.nbytes + state.tails.nbytes,
+        flags_hint="--max-rows",
     )

@@ -102,5 +102,5 @@ def _vocoder(config: TtsConfig, s: HostSettings, dtype: torch.dtype) -> StagePla
     )
     memory = state.window.nbytes + state.tails.nbytes + (primers if config.kind == "base" else 0)
     return StagePlan(
-        "code2wav", _weights(model) - folded + table, memory, folded, knobs="--max-rows"
+        "code2wav", _weights(model) - folded + table, memory, folded, flags_hint="--max-rows"
     )

@@ -23,7 +23,7 @@ from stretto.models.speech.talker import FrameRows, FrameTalker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
+from stretto.stage.runner.rows import DeviceRows, SamplingColumns, SamplingMode
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
 
@@ -187,7 +187,7 @@ class SpeechAdapter(Generic[T, I]):
         return hidden, SideRows()
 
     def pick(
-        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, mode: SamplingMode
     ) -> Picked:
         if self.frame is not None and len(hidden) <= MAX_ROWS:
             place, pair = self.frame.places(len(hidden))
@@ -196,8 +196,8 @@ class SpeechAdapter(Generic[T, I]):
                 self.frame(place, pair, rows, positions, self.frame_cache, self.embedding)
             )
         state = FrameRows(
-            code0=self.code0.pick(rows, how),
-            residual=self.residual.pick(rows, how),
+            code0=self.code0.pick(rows, mode),
+            residual=self.residual.pick(rows, mode),
             frame=positions + 1,
             seen=self.rows.seen[rows],
         )

@@ -22,7 +22,7 @@ from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker import FrameTalker
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.ar import Certain, StageCore
+from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.host.context import StageContext
 from stretto.stage.pacing import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.payload import Payload
@@ -258,7 +258,7 @@ class SpeechStage:
         self._outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))
         self._forget(id)
 
-    def _take(self, o: Certain) -> None:
+    def _take(self, o: CoreOutput) -> None:
         id = o.request.id
         speech = self.requests.get(id)
         if speech is None:

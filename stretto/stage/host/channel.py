@@ -19,7 +19,7 @@ from stretto.messages.requests import (
     lengths,
 )
 from stretto.preprocess.packed_prompt import Bytes
-from stretto.stage.host.feature_buffer import Gathered
+from stretto.stage.host.feature_buffer import FeatureBuffer
 
 
 class Channel:
@@ -35,7 +35,7 @@ class Channel:
         self._posted: list[bytes] = []
         self._behind: SimpleQueue[bytes | None] = SimpleQueue()
         self._late = False  # something is in the thread's hands
-        self._features = Gathered()
+        self._features = FeatureBuffer()
         self._writer = threading.Thread(target=self._write, name="stretto-reports", daemon=True)
         self._writer.start()
 

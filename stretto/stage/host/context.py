@@ -42,7 +42,7 @@ class StageContext:
     settings: HostSettings
     device: torch.device
     switches: OverlapSwitches
-    ring: Callable[[], None]  # wakes the loop
+    wake: Callable[[], None]  # wakes the loop
     report: Report
     push: Callable[[], None]  # sends what was reported
     num_requests: Callable[[], int] = lambda: 0  # that any stage of the host holds something for
@@ -80,14 +80,14 @@ class StageContext:
         )
         free, reserve = free_memory(self.device, share), RESERVE[self.device.type]
         check(plans, free, reserve, str(self.device), card_memory(self.device, share), others)
-        self.memory.update({p.stage: p.kept for p in plans})
+        self.memory.update({p.stage: p.total for p in plans})
         return free - reserve
 
     def waiter(self, stage: str) -> Waiter | None:
         """On a GPU: the thread that rings when a step of the stage is done."""
         if self.device.type != "cuda":
             return None
-        waiter = Waiter(self.ring, stage)
+        waiter = Waiter(self.wake, stage)
         self.waiters.append(waiter)
         return waiter
 

@@ -10,7 +10,7 @@ from stretto.messages.requests import MAX_BLOB, Features
 from stretto.types import RequestId
 
 
-class Gathered:
+class FeatureBuffer:
     """Features that came ahead of their requests, by request."""
 
     def __init__(self) -> None:

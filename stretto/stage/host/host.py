@@ -32,10 +32,10 @@ from stretto.observe.recorder import Recorder
 from stretto.preprocess.packed_prompt import Bytes, unpack_pieces
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.context import BuildStages, StageContext, check_built
-from stretto.stage.host.loop import Bell, Loop
-from stretto.stage.host.polling import Poll, PrefillFirst, poll_order
+from stretto.stage.host.loop import Loop, Wakeup
+from stretto.stage.host.polling import PrefillFirst, StagePoll, poll_order
 from stretto.stage.host.stats import record_host
-from stretto.stage.links.endpoints import LinkEnds
+from stretto.stage.links.endpoints import LinkEndpoints
 from stretto.stage.links.links import Links
 from stretto.stage.stage import Arrival, Output, Stage, TakesFeatures, TakesText, ToEngine, ToLink
 from stretto.stage.timings import Report, failed
@@ -67,14 +67,14 @@ class Host:
         self.switches = settings.switches
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.recorder = Recorder(settings.trace)
         self.context = StageContext(
             configure.model,
             settings,
             self.device,
             self.switches,
-            self.bell.ring,
+            self.wakeup.wake,
             report,
             push,
             self.num_requests,
@@ -91,16 +91,21 @@ class Host:
         self.stages = build(c.stages, self.context)
         check_built(self.stages, c)
         self.links = Links(self.stages)
-        s, ring = self.context.settings, self.bell.ring
-        self.ends = LinkEnds(
-            self.links, s, self.device, ring, self.report, self._fail, recorder=self.recorder
+        self.endpoints = LinkEndpoints(
+            self.links,
+            self.context.settings,
+            self.device,
+            self.wakeup.wake,
+            self.report,
+            self._fail,
+            recorder=self.recorder,
         )
-        polls = [Poll(stage, self.poll) for stage in self.stages.values()]
+        polls = [StagePoll(stage, self.poll) for stage in self.stages.values()]
         first = next(iter(self.stages.values()))
-        self.prefill_first = (
-            PrefillFirst(polls[0]) if not first.receives else None
-        )  # it takes prompts
-        self.loop = Loop(poll_order(polls, self.prefill_first, self.push, self.ends), self.bell)
+        takes_prompts = not first.receives
+        self.prefill_first = PrefillFirst(polls[0]) if takes_prompts else None
+        order = poll_order(polls, self.prefill_first, self.push, self.endpoints)
+        self.loop = Loop(order, self.wakeup)
         record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
     def num_requests(self) -> int:
@@ -117,12 +122,12 @@ class Host:
                 self._set_blocked(stage, id)
         received = False
         for inlet in self.links.inlets_of(stage.name):
-            for id, came in inlet.receive():
+            for id, item in inlet.receive():
                 received = True
-                if isinstance(came, Arrival):
-                    self._accept(stage, came)
+                if isinstance(item, Arrival):
+                    self._accept(stage, item)
                 else:
-                    self._fail(id, stage.name, came)
+                    self._fail(id, stage.name, item)
         made = self._move(stage, stage.poll())
         launched = stage.launch()
         if launched:  # on a CPU the launch was the work
@@ -195,7 +200,7 @@ class Host:
                 for other in self.stages.values():
                     self._throttle(other, id, on)
             case Listen() | Connect() | Unlink():
-                self.ends.handle(message, self.switches)
+                self.endpoints.handle(message, self.switches)
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
@@ -213,7 +218,7 @@ class Host:
                     stage.admit(a, _decoded(a.stages[name], stage), prompt)
                     self.links.open(a.request, name, {*a.stages, *a.elsewhere})
             if self.prefill_first is not None:
-                self.prefill_first.came = True
+                self.prefill_first.admitted = True
         except StrettoError as e:
             self._fail(a.request, first, e)
         except torch.AcceleratorError:
@@ -247,7 +252,7 @@ class Host:
 
     def close(self) -> None:
         self.loop.stop()
-        self.ends.close()
+        self.endpoints.close()
         for waiter in self.context.waiters:
             waiter.close()
 

@@ -1,10 +1,10 @@
 """One thread that drives the stages of a host.
 
-Each round takes the messages that came, then gives every stage a turn, the most downstream first,
-so that a first packet never waits behind a new prompt. A round in which nothing happened ends in a
-sleep on the bell: an event file descriptor that messages, chunks and the device's waiter ring. A
-stage that holds something back says until when; the sleep ends then at the latest. There is no
-timer thread and no polling."""
+Each round runs the messages that came, then polls every stage, the most downstream first, so that a
+first packet never waits behind a new prompt. After a round in which nothing happened the loop
+sleeps on its `Wakeup`: an event file descriptor that messages, chunks and the device's waiter write
+to. A stage that holds something back says until when; the sleep ends then at the latest. There is
+no timer thread and no busy waiting."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ up too early, goes round and finds nothing to do."""
 class Pollable(Protocol):
     @property
     def due_ns(self) -> int | None:
-        """When it wants another turn though nothing rings, by the loop's clock; at least a tick
-        from its last turn."""
+        """When it must be polled again though nothing wakes the loop, by the loop's clock; at
+        least a tick from its last poll."""
         ...
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
         ...
 
 
-class Bell:
-    """A wake-up that any thread may ring and one thread sleeps on. Rings before the sleep are not
-    lost: whoever slept must look for work after it and before the next sleep."""
+class Wakeup:
+    """Any thread may call `wake`; one thread calls `sleep`. A wake before the sleep is not lost:
+    the sleeper must look for work after each sleep and before the next."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._rung = False
+        self._awake = False
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
-    def ring(self) -> None:
-        # While nobody sleeps one ring is as good as many, and this is not a system call.
-        if not self._rung:
-            self._rung = True
+    def wake(self) -> None:
+        # One wake before a sleep is enough, and a flag costs no system call.
+        if not self._awake:
+            self._awake = True
             os.eventfd_write(self._fd, 1)
 
     def sleep(self, ticks: int | None = None) -> None:
-        """Until it rings, or for `ticks`."""
+        """Until `wake` is called, or for `ticks`."""
         if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
             return
         os.eventfd_read(self._fd)
-        # After the read: a ring in between is left out, but the look for work that follows sees
-        # what it was for.
-        self._rung = False
+        # After the read: a wake in between is dropped, but the sleeper looks for work next and
+        # finds what it was for.
+        self._awake = False
 
     def close(self) -> None:
         os.close(self._fd)
@@ -74,13 +74,13 @@ class Loop:
     def __init__(
         self,
         stages: Sequence[Pollable],
-        bell: Bell | None = None,
+        wakeup: Wakeup | None = None,
         max_messages: int = 4096,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """`stages` in data-flow order; `clock` in nanoseconds is theirs too."""
         self.stages = list(stages)
-        self.bell = bell or Bell()
+        self.wakeup = wakeup or Wakeup()
         self.max_messages = max_messages
         self.clock = clock
         self.failure: BaseException | None = None
@@ -102,7 +102,7 @@ class Loop:
         if len(self._messages) >= self.max_messages - spare:
             raise Busy(f"{len(self._messages)} messages are waiting already")
         self._messages.append(message)
-        self.bell.ring()
+        self.wakeup.wake()
 
     def start(self, on_failure: Callable[[], None], first: Callback = lambda: None) -> None:
         """`first` is called before the first round, `on_failure` last, if it dies; both on the loop
@@ -115,7 +115,7 @@ class Loop:
     def stop(self) -> None:
         """Finish the round and leave; messages not taken by then are dropped."""
         self._stopping = True
-        self.bell.ring()
+        self.wakeup.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -147,15 +147,15 @@ class Loop:
             self._messages.popleft()()
             did = True
         for stage in reversed(self.stages):
-            did = stage.turn() or did
+            did = stage.poll() or did
         return did
 
     def sleep(self) -> None:
-        """After a round in which nothing happened: until the bell rings or a stage is due."""
+        """After a round in which nothing happened: until something wakes it or a stage is due."""
         asleep = self.clock()
         due = min((at for stage in self.stages if (at := stage.due_ns) is not None), default=None)
         if due is None:
-            self.bell.sleep()
+            self.wakeup.sleep()
         elif (ticks := (due - asleep) // TICK_NS) > 0:
-            self.bell.sleep(ticks)
+            self.wakeup.sleep(ticks)
         self.idle_ns += self.clock() - asleep

@@ -36,24 +36,23 @@ class StagePlan:
     stage: str
     weights: int
     state: int  # KV pool, or slots of streams
-    passing: int = 0  # needed while it loads, and given back
-    knobs: str = ""  # the flags that `state` follows
-    lighter: str = ""  # what would make the weights smaller, with its flag
-    saves: Callable[[], int] = field(
-        default=lambda: 0, compare=False
-    )  # bytes that it would; asked for if need be
+    transient_bytes: int = 0  # needed while it loads only
+    flags_hint: str = ""  # the flags that `state` follows
+    alternative: str = ""  # what would make the weights smaller, with its flag
+    # by how much; computed only when the plan does not fit
+    saved_bytes: Callable[[], int] = field(default=lambda: 0, compare=False)
 
     @property
-    def kept(self) -> int:
+    def total(self) -> int:
         return self.weights + self.state
 
 
 def needed(plans: Sequence[StagePlan]) -> int:
     """The most that is taken at any time: stages load one after the other."""
-    most = kept = 0
+    most = loaded = 0
     for p in plans:
-        most = max(most, kept + p.kept + p.passing)
-        kept += p.kept
+        most = max(most, loaded + p.total + p.transient_bytes)
+        loaded += p.total
     return most
 
 
@@ -71,19 +70,15 @@ def check(
     need = needed(plans) + reserve
     if need <= free:
         return
-    parts = [
-        f"{p.stage} {size(p.kept + p.passing)} (weights {size(p.weights)}, state {size(p.state)}"
-        + (f", while loading {size(p.passing)}" if p.passing else "")
-        + ")"
-        for p in plans
-    ]
     largest = max(plans, key=lambda p: p.state)
-    advice = [f"lower {largest.knobs} (now {size(largest.state)})"] if largest.knobs else []
+    advice = []
+    if largest.flags_hint:
+        advice.append(f"lower {largest.flags_hint} (now {size(largest.state)})")
     for p in plans:
-        if p.lighter:
-            less = need - p.saves()
+        if p.alternative:
+            less = need - p.saved_bytes()
             advice.append(
-                f"{p.lighter}: {size(less)}, which "
+                f"{p.alternative}: {size(less)}, which "
                 f"{'fits' if less <= free else 'does not fit alone'}"
             )
     if card is not None and need <= card:
@@ -91,9 +86,15 @@ def check(
     elif card is not None:
         advice.append(_split(plans, card - reserve, others))
     raise DoesNotFit(
-        f"{', '.join(parts)} and {size(reserve)} of reserve are {size(need)}, but {where} has "
-        f"{size(free)} free" + ("; " if advice else "") + ", ".join(advice)
+        f"{', '.join(map(_describe, plans))} and {size(reserve)} of reserve are {size(need)}, but "
+        f"{where} has {size(free)} free" + ("; " if advice else "") + ", ".join(advice)
     )
+
+
+def _describe(p: StagePlan) -> str:
+    loading = f", while loading {size(p.transient_bytes)}" if p.transient_bytes else ""
+    total = size(p.total + p.transient_bytes)
+    return f"{p.stage} {total} (weights {size(p.weights)}, state {size(p.state)}{loading})"
 
 
 def _split(plans: Sequence[StagePlan], room: int, others: bool) -> str:
@@ -106,16 +107,16 @@ def _split(plans: Sequence[StagePlan], room: int, others: bool) -> str:
             hosts = ["+".join(p.stage for p in group) for group in groups]
             if others:  # the flag names them too, and where they are we do not know
                 return f"or part {' and '.join(hosts)} in --placement, each on such a card"
-            told = ", ".join(f"{host}@{i}" for i, host in enumerate(hosts))
+            placement = ", ".join(f"{host}@{i}" for i, host in enumerate(hosts))
             return (
-                f'or use {len(groups)} such cards: --placement "{told}" (with --backend ray '
+                f'or use {len(groups)} such cards: --placement "{placement}" (with --backend ray '
                 f"without @)"
             )
     return "and no --placement on several such cards fits"
 
 
 def needed_alone(plan: StagePlan) -> int:
-    return plan.kept + plan.passing
+    return plan.total + plan.transient_bytes
 
 
 def size(count: int) -> str:

@@ -49,7 +49,7 @@ def record_host(recorder: Recorder, loop: Loop, stages: Iterable[Stage], links: 
             if outlet.inlet is not None:
                 recorder.number(
                     "stretto_link_handed_total",
-                    lambda o=outlet: o.handed,  # type: ignore[misc]
+                    lambda o=outlet: o.local_payloads,  # type: ignore[misc]
                     link=outlet.link,
                 )
 
@@ -69,7 +69,7 @@ def record_stage(recorder: Recorder, stage: StageCore) -> None:
         "stretto_stage_failed_steps_total": lambda: s.failed,
         "stretto_stage_held_total": lambda: s.held,
         "stretto_stage_late_total": lambda: s.late,
-        "stretto_stage_gave_way_total": lambda: s.gave_way,
+        "stretto_stage_gave_way_total": lambda: s.held_for_prefill,
         "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
         "stretto_stage_waiting": lambda: stage.scheduler.num_waiting,
         "stretto_stage_blocks_available": lambda: stage.scheduler.pool.num_available,
@@ -102,10 +102,11 @@ def record_codec(recorder: Recorder, stage: VocoderCore) -> None:
 
 
 def record_link(
-    recorder: Recorder, name: str, end: str, link: Incoming | Outgoing, ring: Sender | Receiver
+    recorder: Recorder, name: str, end: str, courier: Incoming | Outgoing, peer: Sender | Receiver
 ) -> None:
     """One end of a link, `in` or `out`; `Recorder.forget` takes it back."""
-    m, labels = link.metrics, {"link": name, "end": end}
+    m = courier.metrics
+    labels = {"link": name, "end": end}
     for number, read in {
         "stretto_link_chunks_total": lambda: m.chunks,
         "stretto_link_bytes_total": lambda: m.bytes,
@@ -113,7 +114,7 @@ def record_link(
         "stretto_link_stalls_total": lambda: m.stalls,
         "stretto_link_purged_total": lambda: m.purged,
         "stretto_link_errors_total": lambda: m.errors.total(),
-        "stretto_link_credits": ring.credits,
+        "stretto_link_credits": peer.credits,
     }.items():
         recorder.number(number, read, **labels)
     moved = {"put": m.put} if end == "out" else {"take": m.take}

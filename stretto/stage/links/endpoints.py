@@ -29,33 +29,33 @@ from stretto.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
-class LinkEnd:
-    """What there is of one link: one of its ends."""
+class LinkEndpoint:
+    """One end of a link: its connector and its courier."""
 
     generation: int
     receiver: Receiver | None = None
     sender: Sender | None = None
     incoming: Incoming | None = None
     outgoing: Outgoing | None = None
-    last: StrettoError | None = None  # fault
-    down: bool = False  # and reported so
+    last_fault: StrettoError | None = None
+    down: bool = False  # and reported to the engine
 
 
 @dataclass(slots=True, eq=False)
-class LinkEnds:
-    """By the name of their link. Has a turn in the loop, to look for faults."""
+class LinkEndpoints:
+    """The host's ends of links to other hosts, by the link's name. The loop polls it for faults."""
 
     links: Links
     settings: HostSettings
     device: torch.device
-    ring: Callable[[], None]  # the loop's bell
+    wake: Callable[[], None]  # wakes the loop
     report: Report
     fail: Callable[
         [RequestId, str, StrettoError], None
     ]  # ends a request in all stages here, and says why
     registry: Registry = connectors
     recorder: Recorder = field(default_factory=Recorder)
-    ends: dict[str, LinkEnd] = field(init=False, default_factory=dict)
+    ends: dict[str, LinkEndpoint] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(
         init=False, default_factory=dict
     )  # that links copy on, by end
@@ -84,7 +84,7 @@ class LinkEnds:
             OSError
         ) as e:  # no descriptor to be had, say: it is tried again, and the stages here live
             raise WireError(f"cannot listen: {e}") from e
-        end = self.ends.setdefault(m.link, LinkEnd(m.generation))
+        end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.receiver = receiver
         inlet = self.links.inlets[m.link]
         stream = self._stream_for(f"{m.link} in", self.links.receivers[m.link], switches)
@@ -92,34 +92,34 @@ class LinkEnds:
         end.incoming = incoming = Incoming(
             receiver,
             m.link,
-            self.ring,
+            self.wake,
             uploader=uploader,
             recorder=self.recorder,
             copy=uploader.took,
         )
         incoming.start()
-        inlet.away.attach(incoming)
+        inlet.remote.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)
         self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
 
     def connect(self, m: Connect, switches: OverlapSwitches) -> None:
         connector = self.registry.get(m.connector)
-        endpoint = _endpoint_of(m.endpoint)
+        endpoint = _decode_endpoint(m.endpoint)
         sender: Sender = connector.connect(endpoint, self._options(switches, m))
-        end = self.ends.setdefault(m.link, LinkEnd(m.generation))
+        end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.sender = sender
         outlet = self.links.outlets[m.link]
         stream = self._stream_for(f"{m.link} out", self.links.senders[m.link], switches)
         end.outgoing = outgoing = Outgoing(
             sender,
             m.link,
-            self.ring,
+            self.wake,
             stream=stream,
             async_d2h=switches.async_d2h,
             recorder=self.recorder,
         )
         outgoing.start()
-        outlet.away.attach(outgoing)
+        outlet.remote.attach(outgoing)
         record_link(self.recorder, m.link, "out", outgoing, sender)
         self.report(Linked(m.link, m.generation), b"")
 
@@ -127,8 +127,8 @@ class LinkEnds:
     def _is_remote(end: Inlet | Outlet | None) -> bool:
         """Whether the link's other end is in another host."""
         match end:
-            case Inlet(within=within):
-                return not within
+            case Inlet(is_local=is_local):
+                return not is_local
             case Outlet(inlet=inlet):
                 return inlet is None
         return False
@@ -164,17 +164,17 @@ class LinkEnds:
             return
         self.recorder.forget(link=name)
         if end.outgoing is not None:
-            self.links.outlets[name].away.detach()
+            self.links.outlets[name].remote.detach()
             end.outgoing.close(drain=False)
         if end.incoming is not None:
-            self.links.inlets[name].away.detach()
+            self.links.inlets[name].remote.detach()
             end.incoming.close()
 
     def close(self) -> None:
         for name in list(self.ends):
             self.unlink(name)
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         """A fault that names a request fails it, others end the link. A link that has ended is
         reported whatever its faults named: else the next request would wait on it for ever."""
         did = False
@@ -186,14 +186,16 @@ class LinkEnds:
                 ended = link.ended
                 for error in link.faults():
                     did = True
-                    end.last = error
+                    end.last_fault = error
                     self._fault(name, end, error)
                 if ended and not end.down:
                     did = end.down = True
-                    self.report(LinkDown(name, end.generation, str(end.last or "it ended")), b"")
+                    self.report(
+                        LinkDown(name, end.generation, str(end.last_fault or "it ended")), b""
+                    )
         return did
 
-    def _fault(self, name: str, end: LinkEnd, error: StrettoError) -> None:
+    def _fault(self, name: str, end: LinkEndpoint, error: StrettoError) -> None:
         request: RequestId | None = error.request if isinstance(error, OnLink) else None
         if request is not None:
             self.fail(request, name, error)
@@ -201,9 +203,9 @@ class LinkEnds:
             self.report(LinkDown(name, end.generation, str(error)), b"")
 
 
-def _endpoint_of(told: bytes) -> Endpoint:
-    """What another host said of itself: nonsense there must not end this one."""
+def _decode_endpoint(encoded: bytes) -> Endpoint:
+    """Another host wrote it: an invalid one must not end this host."""
     try:
-        return msgspec.msgpack.decode(told, type=Endpoint)
+        return msgspec.msgpack.decode(encoded, type=Endpoint)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise WireError(f"not an endpoint: {e}") from None

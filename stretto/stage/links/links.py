@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from stretto.errors import StrettoError
-from stretto.stage.links.remote import Arrivals, Departures
+from stretto.stage.links.remote import RemoteInlet, RemoteOutlet
 from stretto.stage.payload import Payload, unpack
 from stretto.stage.stage import Arrival, Stage, ToLink
 from stretto.transport.contract import Chunk
@@ -23,25 +23,25 @@ class Inlet:
     def __init__(self, link: str, kind: type[Payload]) -> None:
         self.link = link
         self.kind = kind
-        self.within = False  # the sender is in this host
+        self.is_local = False  # the sender is in this host
         self._open: set[RequestId] = set()
-        self.away = Arrivals(self._open.discard)  # of a sender in another host
+        self.remote = RemoteInlet(self._open.discard)  # of a sender in another host
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
-        return len(self._open) + self.away.num_early
+        return len(self._open) + self.remote.num_early
 
     def open(self, id: RequestId) -> None:
         """Announce a request; what came for it early is received next."""
         self._open.add(id)
-        if not self.within:
-            self.away.open(id)
+        if not self.is_local:
+            self.remote.open(id)
 
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._open.discard(id)
-        if not self.within:
-            self.away.close(id, purge)
+        if not self.is_local:
+            self.remote.close(id, purge)
 
     def take(self, sent: ToLink) -> Arrival | None:
         """Of the sender in this host. None: the request is over here."""
@@ -53,16 +53,16 @@ class Inlet:
 
     def receive(self) -> Iterator[tuple[RequestId, Arrival | StrettoError]]:
         """What has arrived from another host since the last call, or what went wrong with it."""
-        for id, came in () if self.within else self.away.receive():
-            if isinstance(came, Chunk):
+        for id, item in () if self.is_local else self.remote.receive():
+            if isinstance(item, Chunk):
                 try:
-                    payload = unpack(self.kind, came)
+                    payload = unpack(self.kind, item)
                 except StrettoError as e:
                     yield id, e
                 else:
-                    yield id, Arrival(self.link, id, payload, came.header.mark, came.event)
+                    yield id, Arrival(self.link, id, payload, item.header.mark, item.event)
             else:
-                yield id, came
+                yield id, item
 
 
 class Outlet:
@@ -72,8 +72,8 @@ class Outlet:
         self.link = link
         self.kind = kind
         self.inlet: Inlet | None = None  # of the receiver, if it is in this host
-        self.handed = 0  # payloads, to a receiver in this host
-        self.away = Departures()  # to one in another host
+        self.local_payloads = 0  # payloads, to a receiver in this host
+        self.remote = RemoteOutlet()  # to one in another host
         self._open: set[RequestId] = set()
         self._slow: set[RequestId] = set()  # whose listener does not keep up
 
@@ -87,26 +87,26 @@ class Outlet:
     def open(self, id: RequestId) -> None:
         self._open.add(id)
         if self.inlet is None:
-            self.away.open(id)
+            self.remote.open(id)
 
     def hand(self, sent: ToLink) -> None:
         """It goes to the receiver in this host."""
         if sent.mark is Mark.REQUEST_END:
             self._forget(sent.request)
-        self.handed += 1
+        self.local_payloads += 1
 
     def send(self, sent: ToLink) -> bool:
         """To another host. False: there is no room for all; `flush` comes back to it."""
-        left = self.away.send(sent.request, sent.payload, sent.mark, sent.event)
-        if left and sent.mark is Mark.REQUEST_END:
+        sent_all = self.remote.send(sent.request, sent.payload, sent.mark, sent.event)
+        if sent_all and sent.mark is Mark.REQUEST_END:
             self._forget(sent.request)
-        return left
+        return sent_all
 
     def flush(self) -> list[RequestId]:
         """Send what waited. Returns the requests of which nothing waits any more."""
-        freed = self.away.flush() if self.away.full else []
+        freed = self.remote.flush() if self.remote.full else []
         for id in freed:
-            if self.away.ended(id):
+            if self.remote.ended(id):
                 self._forget(id)
         return freed
 
@@ -119,20 +119,20 @@ class Outlet:
     def blocked(self, id: RequestId) -> bool:
         """A request rests while its listener is slow or its chunks find no room: each may end
         before the other."""
-        return id in self._slow or id in self.away.full
+        return id in self._slow or id in self.remote.full
 
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._slow.discard(id)
         if id in self._open and (
-            purge or id not in self.away.full
+            purge or id not in self.remote.full
         ):  # else its last chunks still wait for room
             self._forget(id, purge)
 
     def _forget(self, id: RequestId, purge: bool = False) -> None:
         self._open.discard(id)
         self._slow.discard(id)
-        self.away.forget(id, purge)
+        self.remote.forget(id, purge)
 
 
 class Links:
@@ -156,7 +156,7 @@ class Links:
                 self._outlets[name].append(outlet)
         for link in self.inlets.keys() & self.outlets.keys():
             self.outlets[link].inlet = self.inlets[link]
-            self.inlets[link].within = True
+            self.inlets[link].is_local = True
 
     def inlets_of(self, stage: str) -> list[Inlet]:
         return self._inlets[stage]
@@ -164,12 +164,12 @@ class Links:
     def outlets_of(self, stage: str) -> list[Outlet]:
         return self._outlets[stage]
 
-    def open(self, id: RequestId, stage: str, way: Set[str]) -> None:
-        """A stage has admitted a request; `way` holds the names of all its stages, of other hosts
-        too."""
+    def open(self, id: RequestId, stage: str, path: Set[str]) -> None:
+        """A stage has admitted a request; `path` holds the names of all its stages, also those in
+        other hosts."""
         for end in self._ends_of(stage):
             sender, _, receiver = end.link.partition(">")
-            if sender in way and receiver in way:
+            if sender in path and receiver in path:
                 end.open(id)
 
     def close(self, id: RequestId, stage: str, purge: bool) -> None:

@@ -1,6 +1,6 @@
 """The sides of a link whose other side is in another host. Payloads become chunks (several, if one
-exceeds a slot), which couriers carry: `Departures` keeps what they have no room for and remembers
-whose it is, `Arrivals` puts what has come in order. Used by `links.py`, on the loop thread."""
+exceeds a slot), which couriers carry: `RemoteOutlet` keeps what they have no room for and remembers
+whose it is, `RemoteInlet` puts what has come in order. Used by `links.py`, on the loop thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.transport.courier import Incoming, Outgoing
 from stretto.types import Mark, RequestId
 
 
-class Departures:
+class RemoteOutlet:
     """What has not left yet of each request."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Departures:
         return self._courier is not None and self._courier.offer(chunk)
 
 
-class Arrivals:
+class RemoteInlet:
     """What has come, in order. `ended` is called with requests whose last chunk was received."""
 
     def __init__(self, ended: Callable[[RequestId], None]) -> None:

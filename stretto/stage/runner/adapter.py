@@ -15,7 +15,7 @@ import torch
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.kernels.triton import MAX_ROWS
 from stretto.stage.request import StageRequest
-from stretto.stage.runner.rows import DeviceRows, How
+from stretto.stage.runner.rows import DeviceRows, SamplingMode
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
 
@@ -93,7 +93,7 @@ class ModelAdapter(Protocol[E]):
         ...
 
     def pick(
-        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, mode: SamplingMode
     ) -> Picked:
         """Pick for rows at `positions` (their last computed ones) and leave the pick in their
         device rows."""
@@ -111,7 +111,7 @@ def decode_step(
     rows: torch.Tensor,
     positions: torch.Tensor,
     values: torch.Tensor,
-    how: How,
+    mode: SamplingMode,
     width: int | None = None,
 ) -> Picked:
     """One decode step for rows whose inputs are on the device. It can be captured."""
@@ -119,4 +119,4 @@ def decode_step(
         return adapter.fused_step(rows, positions, values)
     x, rope = adapter.device_input(rows, positions, values)
     hidden, _ = adapter.forward(x, rope, adapter.rows.decode_paging(rows, positions, width), [])
-    return adapter.pick(rows, positions, hidden, how)
+    return adapter.pick(rows, positions, hidden, mode)

@@ -97,13 +97,13 @@ class FloorColumns:
     ) -> None:  # fmt: skip
         """To the logits of these rows, in place, `end` held back where it is. On a CPU, where
         nothing is captured, only if there is any."""
-        given = logits, rows, self.least, params.floats[0], params.floats[2], state.seen
+        columns = self.least, params.floats[0], params.floats[2], state.seen
         if self._fused:
             from stretto.kernels.triton.masks import floor_rows as fast
 
-            fast(*given, (positions, state.floor, end))
+            fast(logits, rows, *columns, (positions, state.floor, end))
         elif self._used or self.least.device.type != "cpu":
-            floor_rows(*given)
+            floor_rows(logits, rows, *columns)
 
 
 class BiasColumns:
@@ -133,10 +133,10 @@ class BiasColumns:
     def add(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there
         is any."""
-        given = logits, rows, self.counts, self.ids, self.values
+        columns = self.counts, self.ids, self.values
         if self._fused:
             from stretto.kernels.triton.masks import bias_rows as fast
 
-            fast(*given)
+            fast(logits, rows, *columns)
         elif self._used or self.ids.device.type != "cpu":
-            bias_rows(*given)
+            bias_rows(logits, rows, *columns)

@@ -26,11 +26,10 @@ LOWEST = -9999.0  # for what cannot come at all: infinity has no form in JSON
 
 @dataclass(slots=True, eq=False)
 class StepLogprobs:
-    """Of the rows of one step that ask."""
+    """Log-probabilities of those rows of one step whose requests ask for them."""
 
-    wanted: dict[
-        int, tuple[int, int]
-    ]  # row of the step's tokens -> row here, and how many of the likeliest
+    # row of the step's tokens -> row here, and how many of the likeliest
+    requested: dict[int, tuple[int, int]]
     values: torch.Tensor  # [rows, 1 + most]: of the token, then of the likeliest
     ids: torch.Tensor  # [rows, most]
 
@@ -40,24 +39,24 @@ class StepLogprobs:
         def copy(t: torch.Tensor) -> torch.Tensor:
             return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
 
-        return StepLogprobs(self.wanted, copy(self.values), copy(self.ids))
+        return StepLogprobs(self.requested, copy(self.values), copy(self.ids))
 
     def of(self, row: int) -> Scored | None:
         """Of one row of the step's tokens, once they are on the host; None if it did not ask."""
-        if row not in self.wanted:
+        if row not in self.requested:
             return None
-        at, count = self.wanted[row]
+        at, count = self.requested[row]
         own, *best = (max(v, LOWEST) for v in self.values[at, : 1 + count].tolist())
         return own, tuple(zip(self.ids[at, :count].tolist(), best, strict=True))
 
 
 def score(
-    head: Head, hidden: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[tuple[int, int]]
+    head: Head, hidden: torch.Tensor, tokens: torch.Tensor, requested: Sequence[tuple[int, int]]
 ) -> StepLogprobs:
     """For rows of a step (their number, how many of the likeliest), from all its hidden rows and
     tokens [rows]."""
-    most = max(count for _, count in wanted)
-    rows = to_device([row for row, _ in wanted], hidden.device, torch.int64)
+    most = max(count for _, count in requested)
+    rows = to_device([row for row, _ in requested], hidden.device, torch.int64)
     values, ids = [], []
     for some in torch.split(rows, SLICE):
         chances = torch.log_softmax(head(hidden[some]).float(), -1)
@@ -67,5 +66,5 @@ def score(
         best = chances.topk(most, -1)
         values.append(torch.cat((own, best.values), 1))
         ids.append(best.indices)
-    places = {row: (at, count) for at, (row, count) in enumerate(wanted)}
+    places = {row: (at, count) for at, (row, count) in enumerate(requested)}
     return StepLogprobs(places, torch.cat(values), torch.cat(ids))

@@ -75,7 +75,7 @@ class PrefillGraphs:
             torch.zeros(len(self.packed), dtype=torch.int32, pin_memory=pinned)
             for _ in range(STAGED)
         ]
-        self._turn = 0
+        self._next_buffer = 0
 
     @classmethod
     def where_usable(
@@ -115,8 +115,8 @@ class PrefillGraphs:
         """Put a pass's inputs where the graphs read them. What is left there of earlier passes is
         never looked at."""
         rows, (sequences, width) = x.shape[0], paging.tables.shape
-        staged = self._staged[self._turn % STAGED]
-        self._turn += 1
+        staged = self._staged[self._next_buffer % STAGED]
+        self._next_buffer += 1
         staged.numpy()[:] = pack_starts(paging, self.max_sequences)
         self.packed.copy_(staged, non_blocking=True)
         self.x[:rows].copy_(x)

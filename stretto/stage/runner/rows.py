@@ -1,4 +1,4 @@
-"""Persistent rows: what each seated request keeps on the device between steps.
+"""Persistent rows: what each request in the batch keeps on the device between steps.
 
 A request holds one row from the moment it joins until it leaves, so a decode step needs only row
 numbers and positions from the host; everything else is looked up by row. The last row is the sink:
@@ -23,15 +23,15 @@ from stretto.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """What the picks of a batch need, known on the host: it decides which kernels run (and which
-    graph)."""
+class SamplingMode:
+    """Which sampling kernels the picks of a batch need, known on the host. It chooses the captured
+    graph too."""
 
     sampled: bool  # some row draws
     penalty: bool  # some row has a repetition penalty
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> How:
+    def of(cls, params: Sequence[SamplingParams]) -> SamplingMode:
         return cls(
             any(not p.greedy for p in params), any(p.repetition_penalty != 1.0 for p in params)
         )
@@ -51,10 +51,12 @@ class SamplingColumns:
         self.floats[:, row] = to_device(values, device, torch.float32)
         self.ints[:, row] = to_device([p.top_k, signed(p.seed)], device, torch.int64)
 
-    def pick(self, rows: torch.Tensor, how: How) -> SamplingRows:
+    def pick(self, rows: torch.Tensor, mode: SamplingMode) -> SamplingRows:
         temperature, top_p, penalty = self.floats[:, rows]
         top_k, seed = self.ints[:, rows]
-        return SamplingRows(temperature, top_k, top_p, penalty, seed, not how.sampled, how.penalty)
+        return SamplingRows(
+            temperature, top_k, top_p, penalty, seed, not mode.sampled, mode.penalty
+        )
 
 
 class DeviceRows:

@@ -24,10 +24,14 @@ from stretto.stage.runner.adapter import ModelAdapter, Picked, SideRows, decode_
 from stretto.stage.runner.columns import write_guides
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.logprobs import StepLogprobs, score
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
 from stretto.types import RequestId
+
+DRAWS = 1
+PENALTY = 2
+LOGPROBS = 4
 
 Find = Callable[[RequestId], StageRequest]
 
@@ -51,9 +55,8 @@ class Runner:
         self.adapter = adapter
         self.graphs = graphs
         self.device = adapter.rows.device
-        self._ways = [0] * (
-            adapter.rows.num_rows + 1
-        )  # by row: 1 draws, 2 has a repetition penalty, 4 asks for logprobs
+        # by row: DRAWS, PENALTY, LOGPROBS of the request that holds it
+        self._flags = [0] * (adapter.rows.num_rows + 1)
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
@@ -112,34 +115,37 @@ class Runner:
         adapter = self.adapter
         for join in batch.joined:
             adapter.join(join, find(join.request))
-            how = How.of(adapter.sampling(join.request))
-            asks = find(join.request).spec.logprobs is not None
-            self._ways[join.row] = how.sampled | how.penalty << 1 | asks << 2
+            mode = SamplingMode.of(adapter.sampling(join.request))
+            flags = DRAWS * mode.sampled | PENALTY * mode.penalty
+            if find(join.request).spec.logprobs is not None:
+                flags |= LOGPROBS
+            self._flags[join.row] = flags
         adapter.rows.put_blocks(
             [(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks]
         )
         plan = self._plan(batch, find)
         write_guides(adapter.rows, plan.spans, plan.requests)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
-        ways = 0
+        flags = 0
         for i in samples:
-            ways |= self._ways[plan.spans[i].row]
-        how = How(bool(ways & 1), bool(ways & 2))
+            flags |= self._flags[plan.spans[i].row]
+        mode = SamplingMode(bool(flags & DRAWS), bool(flags & PENALTY))
         if plan.decodes:
-            picked, captured = self._decode(plan, how), SideRows()
+            picked, captured = self._decode(plan, mode), SideRows()
         else:
-            picked, captured = self._mixed(plan, samples, how)
-        told = self._score(plan, samples, picked) if ways & 4 else None
-        return self._publish(batch, [plan.index[i] for i in samples], picked.tokens, captured, told)
+            picked, captured = self._mixed(plan, samples, mode)
+        logprobs = self._score(plan, samples, picked) if flags & LOGPROBS else None
+        sampling = [plan.index[i] for i in samples]
+        return self._publish(batch, sampling, picked.tokens, captured, logprobs)
 
     def _score(self, plan: _Plan, samples: list[int], picked: Picked) -> StepLogprobs:
-        """How likely the picks of the requests that ask were."""
+        """Log-probabilities of the picks, for the requests that ask for them."""
         head = self.adapter.rows.head
         if head is None or picked.hidden is None:
-            raise Bug("this stage does not tell how likely its tokens are")
-        asked = [(at, plan.requests[i].spec.logprobs) for at, i in enumerate(samples)]
-        wanted = [(at, count) for at, count in asked if count is not None]
-        return score(head, picked.hidden, picked.tokens[:, 0], wanted)
+            raise Bug("this stage has no log-probabilities")
+        counts = [(at, plan.requests[i].spec.logprobs) for at, i in enumerate(samples)]
+        requested = [(at, count) for at, count in counts if count is not None]
+        return score(head, picked.hidden, picked.tokens[:, 0], requested)
 
     def _plan(self, batch: Batch, find: Find) -> _Plan:
         if batch.decode_only and all(s.from_device for s in batch.spans):
@@ -155,16 +161,16 @@ class Runner:
         spans = [batch.spans[i] for i in order]
         return _Plan(spans, order, [find(s.request) for s in spans], False)
 
-    def _decode(self, plan: _Plan, how: How) -> Picked:
+    def _decode(self, plan: _Plan, mode: SamplingMode) -> Picked:
         """Every row goes on from its own last pick."""
         host = self._device_rows(plan)
         if self.graphs is not None:
-            picked = self.graphs.replay(host, how)
+            picked = self.graphs.replay(host, mode)
             if picked is not None:
                 return picked
         width = -(-int(host[1].max() + 1) // self.adapter.cache.block_size)
         rows, positions, extra = to_device(host, self.device, torch.int64)
-        return decode_step(self.adapter, rows, positions, extra, how, width)
+        return decode_step(self.adapter, rows, positions, extra, mode, width)
 
     def _device_rows(self, plan: _Plan) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
@@ -175,7 +181,9 @@ class Runner:
         ]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
-    def _mixed(self, plan: _Plan, samples: list[int], how: How) -> tuple[Picked, SideRows]:
+    def _mixed(
+        self, plan: _Plan, samples: list[int], mode: SamplingMode
+    ) -> tuple[Picked, SideRows]:
         adapter = self.adapter
         xs, places, extras = [], [], []
         first = self._device_rows(plan)
@@ -184,11 +192,11 @@ class Runner:
             x, positions = adapter.device_input(*to_device(first, self.device, torch.int64))
             xs, places = [x], [positions]
         for i, span in enumerate(plan.spans[row:], start=row):
-            given = adapter.host_input(plan.requests[i], span.start, span.stop, span.fresh)
-            if given.extra is not None:
-                extras.append((plan.index[i], row, given.extra))
-            xs.append(given.x)
-            places.append(given.positions)
+            host_input = adapter.host_input(plan.requests[i], span.start, span.stop, span.fresh)
+            if host_input.extra is not None:
+                extras.append((plan.index[i], row, host_input.extra))
+            xs.append(host_input.x)
+            places.append(host_input.positions)
             row += span.stop - span.start
         paging = adapter.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
         hidden, captured = adapter.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
@@ -201,7 +209,7 @@ class Runner:
             [[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64
         ).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
-        return adapter.pick(rows, positions, hidden[pick], how), captured
+        return adapter.pick(rows, positions, hidden[pick], mode), captured
 
     def _publish(
         self,
@@ -209,18 +217,19 @@ class Runner:
         sampling: list[int],
         tokens: torch.Tensor,
         captured: SideRows,
-        told: StepLogprobs | None,
+        logprobs: StepLogprobs | None,
     ) -> Step:
         tokens = tokens.to(torch.int32)  # as links carry them
         if self.stream is None:
-            return Step(batch, sampling, tokens, tokens, None, captured, None, told)
+            return Step(batch, sampling, tokens, tokens, None, captured, None, logprobs)
         rows_at = None
         if captured.rows:  # complete before the copy below: whoever takes them need not wait for it
             rows_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
             rows_at.record(self.stream)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
-        told = told.to_host() if told is not None else None
+        if logprobs is not None:
+            logprobs = logprobs.to_host()
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.stream)
-        return Step(batch, sampling, tokens, host, copied, captured, rows_at, told)
+        return Step(batch, sampling, tokens, host, copied, captured, rows_at, logprobs)

@@ -1,5 +1,5 @@
-"""Tells a sleeping loop that the device has something: one thread that waits for events in order
-and rings the bell.
+"""Wakes a sleeping loop when the device has finished something: one thread waits for events in
+order.
 
 The loop cannot wait for an event and for messages at once, so this thread waits for the event
 (asleep in the driver, without the interpreter's lock) and then wakes the loop like any other

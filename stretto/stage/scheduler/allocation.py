@@ -16,9 +16,9 @@ class Allocation:
         self.pool = pool
         self.block_size = block_size
         self.max_rows = max_rows
-        self.seated: dict[RowId, StageRequest] = {}
+        self.by_row: dict[RowId, StageRequest] = {}
         self.joined: list[RowJoin] = []  # since the last batch
-        self.num_limbo = 0  # blocks in deferred_free
+        self.num_deferred = 0  # blocks in deferred_free
         self._free_rows = [RowId(i) for i in reversed(range(max_rows))]
         self._deferred_free: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
 
@@ -29,7 +29,7 @@ class Allocation:
     def num_blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
 
-    def seat(self, request: StageRequest, found: list[BlockId]) -> None:
+    def assign_row(self, request: StageRequest, found: list[BlockId]) -> None:
         """Gives the request a row, and the blocks found for its prefix."""
         cursor, row = request.cursor, self._free_rows.pop()
         reused_from = cursor.confirmed
@@ -56,16 +56,16 @@ class Allocation:
         request.row = row
         request.was_admitted = True
         request.refresh_limit()
-        self.seated[row] = request
+        self.by_row[row] = request
 
-    def unseat(self, request: StageRequest) -> None:
+    def release_row(self, request: StageRequest) -> None:
         row = request.row
         if row is None:
             return
-        del self.seated[row]
+        del self.by_row[row]
         request.row = None
         request.device_at = -1
-        if self._unjoin(request, row):
+        if self._undo_join(request, row):
             return
         if request.in_flight:
             self._deferred_free.setdefault(request.last_step, []).append(([], row))
@@ -89,7 +89,7 @@ class Allocation:
     def retire(self, step: int) -> None:
         """Step `step` and all before it have retired: what they alone still used is free."""
         for blocks, row in self._deferred_free.pop(step, ()):
-            self.num_limbo -= len(blocks)
+            self.num_deferred -= len(blocks)
             self.pool.release(blocks)
             if row is not None:
                 self._free_rows.append(row)
@@ -99,11 +99,11 @@ class Allocation:
             return
         if request.in_flight:
             self._deferred_free.setdefault(request.last_step, []).append((blocks, None))
-            self.num_limbo += len(blocks)
+            self.num_deferred += len(blocks)
         else:
             self.pool.release(blocks)
 
-    def _unjoin(self, request: StageRequest, row: RowId) -> bool:
+    def _undo_join(self, request: StageRequest, row: RowId) -> bool:
         """Takes back a join that no batch has told the runner of. What it reused from the cache
         goes too, or the payload of those rows would be taken for published."""
         join = next((join for join in self.joined if join.row == row), None)

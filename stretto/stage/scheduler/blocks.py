@@ -29,15 +29,15 @@ _DIGEST_SIZE = 16
 
 
 def _digest(parent: bytes, ids: bytes, start: int, salts: Sequence[Salt]) -> bytes:
-    """The key of the rows from `start` on with these ids (8 bytes each), after the rows told by
+    """The key of the rows from `start` on with these ids (8 bytes each), after rows whose key is
     `parent`. A salt enters with its place relative to `start`, so that media items side by side
     cannot be mistaken for one another."""
-    told = parent + ids
+    content = parent + ids
     stop = start + len(ids) // 8
     for salt in salts:
         place = (salt.span.start - start, min(salt.span.stop, stop) - start, len(salt.digest))
-        told += array("q", place).tobytes() + salt.digest
-    return blake2b(told, digest_size=_DIGEST_SIZE).digest()
+        content += array("q", place).tobytes() + salt.digest
+    return blake2b(content, digest_size=_DIGEST_SIZE).digest()
 
 
 def _root(root: bytes) -> bytes:
@@ -47,11 +47,13 @@ def _root(root: bytes) -> bytes:
 def prefix_keys(ids: Sequence[int], salts: Sequence[Salt]) -> list[bytes]:
     """For each salt, which come in order, a key for the whole prefix up to its end, whatever the
     block size: other stages salt rows with it that depend on this one's."""
-    told, at, keys = blake2b(digest_size=_DIGEST_SIZE, person=b"prefix"), 0, []
+    prefix = blake2b(digest_size=_DIGEST_SIZE, person=b"prefix")
+    at = 0
+    keys = []
     for salt in salts:
         start, stop = salt.span.start, salt.span.stop
-        told.update(array("q", (start - at, stop - at, *ids[at:stop])).tobytes() + salt.digest)
-        keys.append(told.digest())
+        prefix.update(array("q", (start - at, stop - at, *ids[at:stop])).tobytes() + salt.digest)
+        keys.append(prefix.digest())
         at = stop
     return keys
 

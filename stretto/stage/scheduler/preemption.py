@@ -14,28 +14,28 @@ from stretto.types import RequestId
 
 
 class Preemption:
-    """`settle` puts a request that lost its row and blocks into the state that this calls for.
-    `step` in the methods is that of the batch being made; `idle`: it is empty so far, and nothing
-    is in flight."""
+    """`update_state` sets the state of a request that lost its row and blocks. `step`
+    in the methods is that of the batch being made; `idle`: it is empty so far, and nothing is in
+    flight."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         allocation: Allocation,
         requests: Mapping[RequestId, StageRequest],
-        settle: Callable[[StageRequest], None],
+        update_state: Callable[[StageRequest], None],
     ) -> None:
         self._config = config
-        self._holdings = allocation
+        self._allocation = allocation
         self._requests = requests
-        self._settle = settle
+        self._update_state = update_state
 
-    def for_a_row(self, request: StageRequest, step: int, idle: bool) -> None:
+    def free_blocks_for_row(self, request: StageRequest, step: int, idle: bool) -> None:
         """One more block for a running request, from those that are less urgent."""
         victims = self._victims(request, step, idle, lambda other: other.order > request.order)
-        self._make_room(victims, lambda _: 1)
+        self._free_blocks(victims, lambda _: 1)
 
-    def for_newcomer(
+    def free_blocks_for_new(
         self,
         head: StageRequest,
         found: list[BlockId],
@@ -47,7 +47,7 @@ class Preemption:
         block to spare for each of those: otherwise it would be preempted, or preempt, at once, and
         a running request that lacks a block could lack it for ever. Running requests of a lower
         priority make room for it."""
-        running = {r for r in self._holdings.seated.values() if r.state is State.RUNNING}
+        running = {r for r in self._allocation.by_row.values() if r.state is State.RUNNING}
         victims = self._victims(
             head,
             step,
@@ -55,33 +55,33 @@ class Preemption:
             lambda other: other.spec.priority > head.spec.priority and other.order > head.order,
             new,
         )
-        num_blocks = self._holdings.num_blocks
+        num_blocks = self._allocation.num_blocks
         own = num_blocks(head.cursor.known) - len(head.blocks) - len(found)
 
         def need(gone: Sequence[StageRequest]) -> int:
             stay = running.difference(gone)
             return own + sum(1 + max(0, num_blocks(r.cursor.known) - len(r.blocks)) for r in stay)
 
-        return self._make_room(victims, need)
+        return self._free_blocks(victims, need)
 
-    def _make_room(
+    def _free_blocks(
         self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]
     ) -> bool:
         """Preempts as few of `victims` as possible, in order, to have the blocks needed once they
         are gone; nobody, if all of them would not do. False if there is no room, or only when the
         steps in flight have retired."""
-        have = self._holdings.pool.num_available + self._holdings.num_limbo
+        have = self._allocation.pool.num_available + self._allocation.num_deferred
         counts: Counter[BlockId] = Counter()
         for num_gone in range(len(victims) + 1):
             gone = victims[:num_gone]
             if have >= need(gone):
                 for victim in gone:
                     self._preempt(victim)
-                return self._holdings.pool.num_available >= need(gone)
+                return self._allocation.pool.num_available >= need(gone)
             if num_gone < len(victims):
                 for block in victims[num_gone].blocks:
                     counts[block] += 1
-                    have += counts[block] == self._holdings.pool.num_refs(
+                    have += counts[block] == self._allocation.pool.num_refs(
                         block
                     )  # the last to hold it
         return False
@@ -96,7 +96,7 @@ class Preemption:
     ) -> list[StageRequest]:
         """Who gives up its blocks for `request`: those that `may_lose` allows, least urgent first.
         If nothing can move before input arrives (`stuck`), then also those that wait for input,
-        however urgent they are; but not those that have just been seated (`new`). Never one whose
+        however urgent they are; but not those that got their row just now (`new`). Never one whose
         span is in the batch being made already."""
         holders = [
             r
@@ -116,9 +116,9 @@ class Preemption:
         (in deferred_free) and their tokens count. All confirmed tokens become input to be computed
         again when it is admitted again, which is only when nothing of it is in flight, so that the
         host knows them all."""
-        self._holdings.unseat(victim)
-        self._holdings.drop(victim)
+        self._allocation.release_row(victim)
+        self._allocation.drop(victim)
         if victim.state is State.RUNNING:
             victim.num_preemptions += 1
             victim.refresh_order(self._config.max_preemptions)
-        self._settle(victim)
+        self._update_state(victim)

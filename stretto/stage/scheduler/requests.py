@@ -22,16 +22,16 @@ class RequestTable:
         self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
         self.step = 0  # of the batch being made, or of the next
-        self._room = Preemption(config, self.allocation, self.requests, self.settle)
+        self._preemption = Preemption(config, self.allocation, self.requests, self.update_state)
 
     # -- states
 
     def add(self, request: StageRequest) -> None:
         self.requests[request.id] = request
         self.waiting.push(request)
-        self.settle(request)
+        self.update_state(request)
 
-    def settle(self, request: StageRequest) -> None:
+    def update_state(self, request: StageRequest) -> None:
         """Puts a request into the state that its input and its row call for."""
         if request.starved:
             state = State.STARVED
@@ -45,7 +45,7 @@ class RequestTable:
     def end(self, request: StageRequest, reason: Reason) -> None:
         request.epoch += 1
         request.reason = reason
-        self.allocation.unseat(request)
+        self.allocation.release_row(request)
         self.allocation.drop(request)
         self._move(request, State.DONE)
         del self.requests[request.id]
@@ -71,13 +71,15 @@ class RequestTable:
             reuse = self.config.prefix_cache and not head.blocks
             found = search(self.pool, head, self.config.block_size) if reuse else []
             self.pool.hold(found)
-            if not self._room.for_newcomer(head, found, self.step, idle, new):
+            if not self._preemption.free_blocks_for_new(head, found, self.step, idle, new):
                 self.pool.release(found)
                 return
-            self.allocation.seat(head, found)
+            self.allocation.assign_row(head, found)
             new.add(head)
             self._move(head, State.RUNNING)
-            self.settle(head)  # what it lacks input of may begin right behind what was found
+            self.update_state(
+                head
+            )  # rows whose input is missing may begin right behind those found
 
     def grow(self, request: StageRequest, stop: int, idle: bool) -> int:
         """Blocks for rows up to `stop`, or for as many as there are; others are preempted only if
@@ -86,7 +88,7 @@ class RequestTable:
         size = self.config.block_size
         want = self.allocation.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
-            self._room.for_a_row(request, self.step, idle)
+            self._preemption.free_blocks_for_row(request, self.step, idle)
         request.blocks.extend(self.pool.take(min(want, self.pool.num_available)))
         return min(stop, len(request.blocks) * size)
 
@@ -99,9 +101,9 @@ class RequestTable:
             }  # nobody has heard of: to take it back gains nothing
             starved = [
                 r
-                for r in self.allocation.seated.values()
+                for r in self.allocation.by_row.values()
                 if r.state is State.STARVED and not r.in_flight and r.id not in new
             ]
             if starved:
-                self.allocation.unseat(min(starved, key=by_age))
+                self.allocation.release_row(min(starved, key=by_age))
         return self.allocation.num_free_rows > 0

@@ -46,13 +46,13 @@ class Scheduler:
 
     @property
     def only_decodes_wait(self) -> bool:
-        """Whether there is something to run, and nothing of it is a prompt, as far as that can be
-        told without making the batch."""
+        """Whether there is something to run, and nothing of it is a prompt, as far as that is
+        known without making the batch."""
         allocation = self._table.allocation
         if self._table.waiting and allocation.num_free_rows:
             return False
         found, running = False, State.RUNNING
-        for request in allocation.seated.values():
+        for request in allocation.by_row.values():
             if request.state is not running:
                 continue
             cursor = request.cursor
@@ -117,7 +117,7 @@ class Scheduler:
         if last:
             self._close_prompt(request)
         request.refresh_limit()
-        self._table.settle(request)
+        self._table.update_state(request)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
         """The prompt rows whose input is not here yet, in order; all others' is. They are not
@@ -125,10 +125,10 @@ class Scheduler:
         request = self.request(id)
         request.missing = missing
         request.refresh_limit()
-        self._table.settle(request)
+        self._table.update_state(request)
 
     def num_found(self, id: RequestId) -> int:
-        """Leading rows that need not be computed: those with KV or, before it is seated, those in
+        """Leading rows that need not be computed: those with KV or, before it has a row, those in
         the prefix cache."""
         request = self.request(id)
         if request.row is not None or request.blocks or not self.config.prefix_cache:
@@ -143,7 +143,7 @@ class Scheduler:
             raise Bug(f"{id}: text that nobody waits for")
         request.num_text += count
         request.refresh_limit()
-        self._table.settle(request)
+        self._table.update_state(request)
 
     def end_text(self, id: RequestId) -> None:
         """No more text: a paced request runs free."""
@@ -152,7 +152,7 @@ class Scheduler:
             raise Bug(f"{id}: the end of a text that nobody waits for")
         request.text_ended = True
         request.refresh_limit()
-        self._table.settle(request)
+        self._table.update_state(request)
 
     def cancel(self, id: RequestId) -> bool:
         """Ends the request now, whatever it is doing. False if it is gone already."""
@@ -173,7 +173,7 @@ class Scheduler:
         that are in flight still give theirs: keep as much credit back."""
         request = self.request(id)
         request.blocked_downstream = blocked
-        self._table.settle(request)
+        self._table.update_state(request)
 
     # -- steps
 
@@ -190,21 +190,23 @@ class Scheduler:
             prefills, aged_prefills = aged_first(prefills, self._table.step, self.config.patience)
         self._left_out = False
         spans: list[RowSpan] = []
-        placed: list[StageRequest] = []
+        scheduled: list[StageRequest] = []
         num_decodes = 0
-        for some_decodes, some_prefills in self._turns(decodes, prefills):
+        for some_decodes, some_prefills in self._step_choices(decodes, prefills):
             # Decodes may use the whole budget, unless a prefill has been left out for too long.
             budget = self.config.max_step_tokens
-            kept = min(budget // 2, self.config.least_share) if aged_prefills else 0
+            reserved = min(budget // 2, self.config.least_share) if aged_prefills else 0
             for request in some_decodes:
-                if len(spans) >= budget - kept:
+                if len(spans) >= budget - reserved:
                     self._left_out = True
                     break
-                self._place(request, request.cursor.filled + 1, spans, placed)
+                self._add_span(request, request.cursor.filled + 1, spans, scheduled)
             num_decodes = len(spans)
             if some_prefills:
                 chunk = self.config.prefill_chunk if answering else self.config.lone_prefill_chunk
-                self._place_prefills(some_prefills, min(budget - num_decodes, chunk), spans, placed)
+                self._add_prefills(
+                    some_prefills, min(budget - num_decodes, chunk), spans, scheduled
+                )
             if spans:
                 break
         if not spans:
@@ -220,7 +222,7 @@ class Scheduler:
             joined=tuple(allocation.joined),
         )
         allocation.joined = []
-        self._in_flight.append((batch, placed))
+        self._in_flight.append((batch, scheduled))
         self._table.step += 1
         return batch
 
@@ -248,7 +250,7 @@ class Scheduler:
 
     # -- scheduling, in parts
 
-    def _turns(
+    def _step_choices(
         self, decodes: list[StageRequest], prefills: list[StageRequest]
     ) -> list[tuple[list[StageRequest], list[StageRequest]]]:
         """What may share a step; the second choice is for when nothing of the first gets the blocks
@@ -259,12 +261,12 @@ class Scheduler:
         return alone[::-1] if self._prefilled else alone
 
     def _ready(self) -> tuple[list[StageRequest], list[StageRequest], bool]:
-        """Seated requests that can compute now: those that decode, those with more than one row or
-        none to sample, each most urgent first; and whether any request is in the middle of its
-        answer."""
+        """Requests of the batch that can compute now: those that decode, those with more than one
+        row or none to sample, each most urgent first; and whether any request is in the middle of
+        its answer."""
         decodes, prefills, answering = [], [], False
         running = State.RUNNING
-        for request in sorted(self._table.allocation.seated.values(), key=by_order):
+        for request in sorted(self._table.allocation.by_row.values(), key=by_order):
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
@@ -295,22 +297,22 @@ class Scheduler:
         apart = request.spec.last_on_device and request.closed and cursor.known == cursor.prompt
         return rows - 1 if apart and rows > 1 else rows
 
-    def _place_prefills(
+    def _add_prefills(
         self,
         prefills: list[StageRequest],
         budget: int,
         spans: list[RowSpan],
-        placed: list[StageRequest],
+        scheduled: list[StageRequest],
     ) -> None:
         wants = [self._num_rows(r) for r in prefills]
         for request, share in zip(prefills, split(budget, wants, self.config.least_share)):
             if share:
-                self._place(request, request.cursor.filled + share, spans, placed)
+                self._add_span(request, request.cursor.filled + share, spans, scheduled)
             else:
                 self._left_out = True
 
-    def _place(
-        self, request: StageRequest, stop: int, spans: list[RowSpan], placed: list[StageRequest]
+    def _add_span(
+        self, request: StageRequest, stop: int, spans: list[RowSpan], scheduled: list[StageRequest]
     ) -> None:
         """Puts a request's rows up to `stop` into the batch, or as many of them as get blocks."""
         if request.state is not State.RUNNING:
@@ -343,13 +345,13 @@ class Scheduler:
                 request.epoch,
             )
         )
-        placed.append(request)
+        scheduled.append(request)
         cursor.launch(stop, samples)
         request.device_at = stop if samples else -1
         request.in_flight += 1
         request.last_step = request.since = self._table.step
         if stop >= request.limit:
-            self._table.settle(request)
+            self._table.update_state(request)
 
     # -- the ends of things
 

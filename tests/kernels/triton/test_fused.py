@@ -18,7 +18,7 @@ from stretto.models.speech.config import FrameConfig
 from stretto.models.speech.talker import FrameRows, FrameTalker, TalkerModel
 from stretto.models.weights import build
 from stretto.stage.runner.adapter import decode_step
-from stretto.stage.runner.rows import DeviceRows, How
+from stretto.stage.runner.rows import DeviceRows, SamplingMode
 from stretto.types import SamplingParams
 
 fused = pytest.importorskip("stretto.layers.fused")
@@ -298,10 +298,10 @@ def test_a_lane_steps_as_the_plain_one(
         adapter.rows.tables.copy_(torch.arange(8).view(4, 2) % 5)
         adapter.embedding.copy_(torch.randn(4, 128, generator=torch.Generator().manual_seed(3)))
         adapter.code0.write(2, SamplingParams(0.9, top_k=9, seed=5))
-    found = decode_step(fast, rows, positions, values, How(True, True))
+    found = decode_step(fast, rows, positions, values, SamplingMode(True, True))
     for decoder in decoders:
         decoder.fused = None
-    wanted = decode_step(plain, rows, positions, values, How(True, True))
+    wanted = decode_step(plain, rows, positions, values, SamplingMode(True, True))
     assert found.tokens.tolist() == wanted.tokens.tolist()
     assert close(fast.embedding, plain.embedding)
     assert torch.equal(fast.rows.seen, plain.rows.seen)
@@ -309,7 +309,7 @@ def test_a_lane_steps_as_the_plain_one(
     for adapter in (plain, fast):
         adapter.rows.seen.zero_()
     again = [
-        adapter.pick(rows, positions + 1, hidden, How(True, True)).tokens
+        adapter.pick(rows, positions + 1, hidden, SamplingMode(True, True)).tokens
         for adapter in (plain, fast)
     ]
     assert again[0].tolist() == again[1].tolist()

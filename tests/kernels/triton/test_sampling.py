@@ -13,12 +13,12 @@ import torch
 from stretto.kernels.reference.sampling import sample
 from stretto.kernels.triton import sampling as fast
 from stretto.models.qwen3_omni.params import RESIDUAL
-from stretto.stage.runner.rows import How, SamplingColumns
+from stretto.stage.runner.rows import SamplingColumns, SamplingMode
 from stretto.types import SamplingParams
 
 ROWS, GROUPS, HIDDEN = 9, 16, 40
 END = 100
-ALWAYS = How(sampled=True, penalty=True)
+ALWAYS = SamplingMode(sampled=True, penalty=True)
 MANY = 10 if torch.cuda.is_available() else 1  # the interpreter takes its time
 
 

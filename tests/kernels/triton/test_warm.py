@@ -25,7 +25,7 @@ from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.load import Source as SpeechSource
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.runner.adapter import decode_step
-from stretto.stage.runner.rows import How
+from stretto.stage.runner.rows import SamplingMode
 from stretto.testing import qwen3_tts as speaking
 from stretto.types import ExpertWeights
 
@@ -272,10 +272,10 @@ def capture(adapter: Any, sizes: list[int], accept: int | None) -> None:
     with torch.inference_mode():
         for size in decoding.sizes:
             inputs = decoding.inputs(size)
-            decode_step(adapter, inputs[0], inputs[1], inputs[2], decoding.ways[0])
+            decode_step(adapter, inputs[0], inputs[1], inputs[2], decoding.modes[0])
         for size in prompts.sizes:
             prompts.forward(size)
         for n in range(1, 9):  # as `Runner` does after a pass over prompts
             hidden = torch.zeros(n, adapter.model.model.config.hidden_size, dtype=torch.bfloat16)
             pick, numbers, positions = torch.zeros(3, n, dtype=torch.int64)
-            adapter.pick(numbers, positions, hidden[pick], How(True, True))
+            adapter.pick(numbers, positions, hidden[pick], SamplingMode(True, True))

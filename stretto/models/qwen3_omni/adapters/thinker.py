@@ -19,7 +19,7 @@ from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import BiasColumns, FloorColumns, MaskColumns
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import DeviceRows, How, SamplingColumns
+from stretto.stage.runner.rows import DeviceRows, SamplingColumns, SamplingMode
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -145,7 +145,7 @@ class ThinkerAdapter:
         return hidden, captured
 
     def pick(
-        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, how: How
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, mode: SamplingMode
     ) -> Picked:
         if self.fused and len(hidden) <= MAX_ROWS:
             return self._fused_pick(rows, positions, hidden)
@@ -156,10 +156,10 @@ class ThinkerAdapter:
         self.floors.apply(
             logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end
         )
-        seen = self.rows.seen[rows] if how.penalty else None
-        tokens = sample(logits, self.params.pick(rows, how), positions + 1, seen=seen)
+        seen = self.rows.seen[rows] if mode.penalty else None
+        tokens = sample(logits, self.params.pick(rows, mode), positions + 1, seen=seen)
         self.next[rows] = tokens
-        if how.penalty:
+        if mode.penalty:
             self.rows.seen.index_put_((rows, tokens), self.true)
         return Picked(guarded(tokens[:, None], logits), hidden)
 

@@ -30,7 +30,7 @@ from stretto.models.speech.given import check_ids
 from stretto.models.speech.talker_stage import FRAME_S
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.prompt import Piece, Prompt
-from stretto.stage.ar import Certain, StageCore
+from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.guide import Grammars
 from stretto.stage.host.context import StageContext
 from stretto.stage.media_rows import MediaOutput
@@ -83,7 +83,7 @@ class ThinkerStage:
         self.config = model.config
         self.requests: dict[RequestId, TextOutput] = {}
         grammars = Grammars(partial(open_grammars, Path(context.model)))
-        self.compiling = Compiling(grammars, context.ring, context.clock)
+        self.compiling = Compiling(grammars, context.wake, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self.encoders = Encoders(model, core, context)
         self._outputs: list[Output] = []  # that `poll` returns next
@@ -215,7 +215,7 @@ class ThinkerStage:
         self.cancel(id)
         self._outputs.append(ToEngine(failed(id, self.name, error)))
 
-    def _take(self, o: Certain) -> None:
+    def _take(self, o: CoreOutput) -> None:
         request, reason = o.request, o.reason
         id = request.id
         output = self.requests.get(id)
