@@ -7,7 +7,7 @@ DEMO := demo
 PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo answer test setup setup-test lint types unit ray netns format clean
+.PHONY: demo answer test setup setup-test lint types unit slow gpu ray netns format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
 FALLBACK := $(if $(wildcard packages/nano/stretto_nano/nano/config.json),,$(DEMO)/tiny)
@@ -45,6 +45,14 @@ unit:
 ray: setup-test
 	@scripts/setup.sh ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/ray tests/deploy $(ARGS)
+
+# Programs that look for faults for minutes: kills, attacks, fuzzing, memory over many requests.
+slow: setup-test
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/slow $(ARGS)
+
+# All that needs a GPU, and a record of it in bench/results.
+gpu:
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 # Hosts at addresses of their own, in network namespaces: as root.
 netns: setup-test

@@ -66,7 +66,10 @@ def _version(package: str) -> str | None:
 
 def command() -> str:
     """As it was given, with files by their names alone."""
-    return re.sub(r"\S*/", "", " ".join(["python -m bench", *sys.argv[1:]]))
+    program = Path(sys.argv[0]).resolve()
+    inside = program.name == "__main__.py" and program.is_relative_to(ROOT)
+    package = ".".join(program.parent.relative_to(ROOT).parts) if inside else "bench"
+    return re.sub(r"\S*/", "", " ".join([f"python -m {package}", *sys.argv[1:]]))
 
 
 def describe() -> dict[str, Any]:

@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 def parser(
-    name: str, doc: str | None, *, out: bool = True, **more: bool
+    name: str, doc: str | None, *, out: bool = True, package: str = "bench", **more: bool
 ) -> argparse.ArgumentParser:
     """Of a program or a part, whose docstring is its help. With `out`: `--out FILE`."""
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(
-        f"python -m bench {name}", description=doc, formatter_class=raw, **more
+        f"python -m {package} {name}".rstrip(), description=doc, formatter_class=raw, **more
     )
     if out:
         p.add_argument(

@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import PROGRAMS, listing, main
+from bench.__main__ import PROGRAMS, main
+from bench.harness.parts import listing
 from bench.harness.results import RESULTS, ROOT, quantile, read, rounded, write
 from bench.harness.rounds import Ratio, turns
+from tests.slow.__main__ import PROGRAMS as SLOW
+from tests.slow.__main__ import main as slow_main
 
-COMMAND = re.compile(r"(?:python -m bench|`bench)\s+([a-z_]+)(?:\s+--parts\s+([\w,]+))?")
+COMMAND = re.compile(r"(?:python -m |`)(bench|tests\.slow)\s+([a-z_]+)(?:\s+--parts\s+([\w,]+))?")
+PACKAGES = {"bench": PROGRAMS, "tests.slow": SLOW}
+MAIN = {"bench": main, "tests.slow": slow_main}
 
 
 def test_the_list_names_all_programs_and_needs_no_torch() -> None:
@@ -22,33 +27,40 @@ def test_the_list_names_all_programs_and_needs_no_torch() -> None:
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert shown == listing() + "\n"
+    assert shown == listing("bench", PROGRAMS) + "\n"
     for name in PROGRAMS:
         (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
         assert len(line.split()) > 3, "a line that says what it is about"
 
 
-def test_every_program_is_listed() -> None:
-    there = {p.stem for p in (ROOT / "bench").glob("*.py")} | {
-        p.parent.name for p in (ROOT / "bench").glob("*/__init__.py")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_program_is_listed(package: str) -> None:
+    folder = ROOT / package.replace(".", "/")
+    there = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("test_")} | {
+        p.parent.name for p in folder.glob("*/__init__.py")
     }
-    assert there - {"__init__", "__main__", "harness"} == set(PROGRAMS)
+    assert there - {"__init__", "__main__", "conftest", "harness"} == set(PACKAGES[package])
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("package", "name"),
     [
-        *([name] for name in PROGRAMS),
-        *([name, "--parts", part] for name, parts in PROGRAMS.items() for part in parts),
+        *((package, [name]) for package, programs in PACKAGES.items() for name in programs),
+        *(
+            (package, [name, "--parts", part])
+            for package, programs in PACKAGES.items()
+            for name, parts in programs.items()
+            for part in parts
+        ),
     ],
-    ids=" ".join,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_help(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(package: str, name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
-        assert main([*name, "--help"]) == 0
+        assert MAIN[package]([*name, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: python -m bench {' '.join(name)} ")
-    assert "python -m bench" in shown.partition("\n")[2]
+    assert shown.startswith(f"usage: python -m {package} {' '.join(name)} ")
+    assert f"python -m {package}" in shown.partition("\n")[2]
 
 
 def test_parts_run_in_turn_and_have_a_result_each(
@@ -63,7 +75,7 @@ def test_parts_run_in_turn_and_have_a_result_each(
         (["--parts", "wire,realtime", "--help"], "--out"),
     ):
         with pytest.raises(SystemExit) as ended:
-            main(["fuzz", *given, "--out", str(tmp_path / "x.json")])
+            slow_main(["fuzz", *given, "--out", str(tmp_path / "x.json")])
         assert ended.value.code == 2
         assert problem in capsys.readouterr().err
 
@@ -75,15 +87,17 @@ def test_documents_name_programs_and_parts_that_there_are() -> None:
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "bench").rglob("*.md"),
     ]
-    pages += [*(ROOT / "bench").rglob("*.py"), *(ROOT / "stretto").rglob("*.py")]
+    for folder in ("bench", "stretto", "tests/slow"):
+        pages += (ROOT / folder).rglob("*.py")
     found = [
         command for page in pages for command in COMMAND.findall(page.read_text(encoding="utf-8"))
     ]
     assert len(found) > 50
-    for name, parts in found:
-        assert name in PROGRAMS, name
-        if PROGRAMS[name] and parts:
-            assert set(parts.split(",")) <= {*PROGRAMS[name], "PART"}, f"{name} --parts {parts}"
+    for package, name, parts in found:
+        programs = PACKAGES[package]
+        assert name in programs, f"{package} {name}"
+        if programs[name] and parts:
+            assert set(parts.split(",")) <= {*programs[name], "PART"}, f"{name} --parts {parts}"
 
 
 def test_every_result_has_a_command() -> None:
@@ -93,7 +107,7 @@ def test_every_result_has_a_command() -> None:
 
 def test_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["latency"]) == 2
-    assert "no benchmark is called 'latency'" in capsys.readouterr().err
+    assert "there is no program 'latency'" in capsys.readouterr().err
 
 
 def test_each_begins_as_often_as_the_others() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cluster.ingress import INGRESS, PLAIN, Heard, compare
+from bench.ingress import INGRESS, PLAIN, Heard, compare
 
 
 def test_what_is_added_is_told_per_round() -> None:

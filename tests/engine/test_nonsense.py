@@ -1,5 +1,5 @@
 """A host that talks nonsense is a dead host, and leaves nothing behind in the orchestrator.
-`bench/fuzz/control.py` looks for more of it."""
+`tests/slow/fuzz/control.py` looks for more of it."""
 
 from __future__ import annotations
 

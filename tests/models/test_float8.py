@@ -282,7 +282,6 @@ def test_a_gpu_quantises_to_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.alone
 def test_the_released_float8_thinker_is_filled_in_its_own_size() -> None:
     """One layer's wide weights at a time are all that comes on top."""

@@ -620,7 +620,6 @@ def fill_on_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.alone
 def test_the_released_thinker_is_filled_on_the_gpu() -> None:
     """Thirty billion parameters, straight on the device: no copy of them is ever on the host or

@@ -39,7 +39,6 @@ class Seen:
         return lambda module, args, kwargs, out: self.calls.append((kwargs | {"args": args}, out))
 
 
-@pytest.mark.slow
 def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> None:
     text, config = made.text, made.text.config
     question = [text.encode("What is two plus three?"), text.encode("Say hello again.")]
@@ -128,7 +127,6 @@ def test_training_rows_are_the_reference_models_own(made: Made, oracle: Any) -> 
     )
 
 
-@pytest.mark.slow
 def test_thinker_is_the_reference_models(made: Made, oracle: Any) -> None:
     ids = torch.tensor([made.text.turn("user", made.text.encode("What is a stretto?"))])
     model = thinker.load(made.work, made.text, torch.device("cpu"))
@@ -177,7 +175,6 @@ def test_examples_side_by_side_are_as_alone(made: Made) -> None:
     torch.testing.assert_close(code0(made_), sum(code0([e]) for e in made_), atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_comes_apart_into_what_it_was_made_of(made: Made, tmp_path: Path) -> None:
     export.take_apart(made.checkpoint, tmp_path)
     for file in (thinker.FILE, talker.FILE, codec.DECODER):

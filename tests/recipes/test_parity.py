@@ -31,7 +31,6 @@ from tests.solo import CODE0, Options, Solo
 CHECKPOINT = embedded.find()
 pytestmark = [
     pytest.mark.skipif(CHECKPOINT is None, reason="the embedded model's weights are not here"),
-    pytest.mark.slow,
 ]
 
 

@@ -97,7 +97,6 @@ def test_the_tokenizer_reads_back_and_keeps_roles_whole(made: Made) -> None:
     assert len({*made.text.roles.values()}) == 3
 
 
-@pytest.mark.slow
 def test_the_checkpoint_loads_in_the_engine(made: Made) -> None:
     from stretto.models.qwen3_omni.load import Source
 

@@ -20,7 +20,6 @@ from tests.recipes.conftest import RECOGNISER
 CHECKPOINT = embedded.find()
 pytestmark = [
     pytest.mark.skipif(CHECKPOINT is None, reason="the embedded model's weights are not here"),
-    pytest.mark.slow,
 ]
 hears = pytest.mark.skipif(
     not (RECOGNISER / "tokenizer.bin").exists(),

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.visitors import KINDS, LEAVING, SESSIONS, Visitor, visits
 from bench.harness.proctree import Tree
 from bench.harness.serving import Server, serving
+from tests.slow.faults.visitors import KINDS, LEAVING, SESSIONS, Visitor, visits
 
 PATIENCE_S = 60.0  # only what is never given back takes this long
 POLL_S = 0.2

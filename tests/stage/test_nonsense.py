@@ -1,6 +1,6 @@
 """Messages that look right and mean nonsense: a request that fits nothing fails alone, a link that
 is not here is refused, and the host answers the next request as if nothing had been.
-`bench/fuzz/control.py` looks for more."""
+`tests/slow/fuzz/control.py` looks for more."""
 
 from __future__ import annotations
 

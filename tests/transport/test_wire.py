@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.fuzz.chunks import fuzz
 from stretto.errors import WireError
 from stretto.transport import wire
 from stretto.transport.contract import Chunk, Corrupt, PutFailed, VersionMismatch
 from stretto.types import Mark, RequestId, Span
+from tests.slow.fuzz.chunks import fuzz
 
 R = RequestId("r-42")
 DOC = Path(__file__).parents[2] / "docs" / "wire.md"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.fuzz.realtime import Fuzz, Judge, fuzz_sessions
 from stretto.engine.protocol import AudioChunk
 from tests.server.conftest import Running
 from tests.server.realtime.client import Json, check, talk
@@ -18,6 +17,7 @@ from tests.server.realtime.conftest import talking
 from tests.server.realtime.order import Order
 from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.slow.fuzz.realtime import Fuzz, Judge, fuzz_sessions
 
 EVENTS = 12_000
 MOMENTS = 40

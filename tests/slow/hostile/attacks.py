@@ -1,7 +1,7 @@
 """Attacks by name, one server each: what another client notices, and whether all is given back.
 
-    python -m bench hostile --out bench/results/attacks.json
-    python -m bench hostile --only descriptors,idle_sessions --tree OTHER_CHECKOUT --out FILE
+    python -m tests.slow hostile --out bench/results/attacks.json
+    python -m tests.slow hostile --only descriptors,idle_sessions --tree OTHER_CHECKOUT --out FILE
 
 For each attack `stretto serve` is started on the tiny model with two API keys. The client of one
 key listens to two streamed answers and sends ordinary requests of six kinds (text, structured text,
@@ -46,8 +46,8 @@ from bench.harness.env import describe, sources
 from bench.harness.proctree import Peak, Tree, settled, watched
 from bench.harness.results import ROOT, parser, quantile, write
 from bench.harness.serving import Server, environment, serving
-from bench.hostile.cases import CASES, Case
 from stretto.testing.qwen3_omni import write_tiny
+from tests.slow.hostile.cases import CASES, Case
 
 LIVE_MOST_S = 0.05
 GAP_MOST = 1.5  # times the quiet one
@@ -124,7 +124,7 @@ class Watch:
         """Yields the moment at which the last of them begin."""
         try:
             for role in ("probe", "client"):
-                self._processes.append(started("bench.hostile.victim", self._job(role)))
+                self._processes.append(started("tests.slow.hostile.victim", self._job(role)))
             wait_ready((*self._processes, *attackers))
             yield begin(self._processes, attackers)
             for process in self._processes:
@@ -155,7 +155,7 @@ def watch_attack(
 ) -> tuple[Notes, list[Notes]]:
     attackers = [
         started(
-            "bench.hostile.attacker",
+            "tests.slow.hostile.attacker",
             {"attack": case.name, "port": port, "key": keys["attacker"], "index": i,
             "limit": case.limit_s,
              "idle": args.attackers == "idle"},
@@ -337,7 +337,7 @@ def names(given: str) -> list[str]:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("hostile --parts attacks", __doc__)
+    p = parser("hostile --parts attacks", __doc__, package="tests.slow")
     p.add_argument(
         "--only",
         type=names,

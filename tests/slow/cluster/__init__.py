@@ -1,14 +1,11 @@
-"""On a Ray cluster of this machine: what dies, what callers see and when it is up again; what the
-ingress adds.
+"""On a Ray cluster of this machine: what dies, what callers see and when it is up again.
 
-    python -m bench cluster --out bench/results/cluster.json
+    python -m tests.slow cluster --out bench/results/cluster.json
 
 Needs the extra `stretto[ray]`. Parts:
     kills      hosts, workers, raylets and the replica are killed at seeded moments; nothing may be
                left
     replicas   one of two Serve replicas is killed while others ask
-    ingress    32 streams of packets through Serve's HAProxy and from plain uvicorn, by turns in one
-               run
 """
 
 from __future__ import annotations
@@ -16,52 +13,22 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.cluster.ingress import ingress
-from bench.cluster.kills import MARK, NODE_CPUS, NODES, kills, left_of, segments
+from bench.harness.cluster import serve_cluster
 from bench.harness.env import describe
 from bench.harness.parts import add_parts
 from bench.harness.results import arguments, parser, write
-from tests.ray import environment
+from tests.slow.cluster.kills import MARK, kills, left_of, segments
 
-ENVIRONMENT = {
-    **environment.ENVIRONMENT,
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
-    "RAY_health_check_initial_delay_ms": "1000",
-}
 END_S = 5.0  # for what was told to end
-
-
-@contextmanager
-def cluster() -> Iterator[Any]:
-    os.environ.update(ENVIRONMENT)
-    import ray
-    from ray.cluster_utils import Cluster
-
-    it = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"head": 1}})
-    try:
-        it.named = {name: it.add_node(num_cpus=NODE_CPUS, resources={name: 1}) for name in NODES}
-        it.wait_for_nodes()
-        ray.init(address=it.address, namespace="stretto", log_to_driver=False)
-        yield it
-    finally:
-        ray.shutdown()
-        it.shutdown()
-
-
-# ---- replicas
 
 
 def replicas(model: Path, port: int) -> dict[str, Any]:
@@ -156,11 +123,10 @@ def replicas(model: Path, port: int) -> dict[str, Any]:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("cluster", __doc__)
-    add_parts(p, ("kills", "replicas", "ingress"))
+    p = parser("cluster", __doc__, package="tests.slow")
+    add_parts(p, ("kills", "replicas"))
     p.add_argument("--kills", type=int, default=100)
     p.add_argument("--seconds", type=float, default=3600.0, help="for the kills: as many as fit")
-    p.add_argument("--rounds", type=int, default=3, help="of the ingress, both ways in each")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(given)
     from stretto.ray.dependency import require_ray
@@ -172,25 +138,16 @@ def main(given: Sequence[str]) -> int:
             it, model, port, args.kills, args.seconds, args.seed
         ),
         "replicas": lambda it, model, port: replicas(model, port),
-        "ingress": lambda it, model, port: ingress(port, args.rounds),
     }
     found: dict[str, Any] = {"arguments": arguments(args), "env": describe()}
     run = os.environ[MARK] = secrets.token_hex(8)
     before = segments()
-    with tempfile.TemporaryDirectory() as folder, cluster() as it:
-        from ray import serve
-        from ray.serve.config import HTTPOptions
-
+    with tempfile.TemporaryDirectory() as folder, serve_cluster() as (it, port):
         model = Path(folder) / "tiny"
         write_tiny(model)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="0.0.0.0", port=port))
         for name in args.parts:
             found[name] = parts[name](it, model, port)
             write(args.out, found)
-        serve.shutdown()
     time.sleep(END_S)
     found["left"] = {"processes": left_of(run), "segments": sorted(segments() - before)}
     print(found["left"], flush=True)

@@ -1,7 +1,7 @@
 """A pytest plugin that notes each test as it begins and ends, one JSON object a line.
 
-`-p bench.gpu_tests.notes --notes FILE`: used by the program `gpu_tests`, which reads the file while
-the tests run, so that a run which is cut still has a record."""
+`-p tests.gpu.notes --notes FILE`: used by suite.py, which reads the file while the tests
+run, so that a run which is cut still has a record."""
 
 from __future__ import annotations
 

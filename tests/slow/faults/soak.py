@@ -1,7 +1,7 @@
 """The soak: thousands of mixed requests on the tiny model, a dozen at a time, and not one wrong
 sample.
 
-    python -m bench faults --parts soak --requests 20000 --out bench/results/soak.json
+    python -m tests.slow faults --parts soak --requests 20000 --out bench/results/soak.json
 
 Requests come from a small pool whose answers the plain driver has given beforehand: text-only,
 spoken, with sound and pictures. Some are cancelled at a seeded event (by closing the iterator, or
@@ -25,7 +25,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import (
+from bench.harness.results import judged, parser, progress
+from stretto.config.engine import EngineConfig, HostSettings, parse_placement, places
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.protocol import AudioChunk
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import ChunkSizes, Params
+from tests.slow.harness.leaks import (
     LEAST_SAMPLES,
     Answer,
     Case,
@@ -36,12 +42,6 @@ from bench.harness.leaks import (
     settle,
     trend,
 )
-from bench.harness.results import judged, parser, progress
-from stretto.config.engine import EngineConfig, HostSettings, parse_placement, places
-from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk
-from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.params import ChunkSizes, Params
 
 STAGES = PIPELINE.names
 LENGTHS = [
@@ -237,7 +237,7 @@ def due(numbers: Iterator[int], end: float) -> Iterator[int]:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("faults --parts soak", __doc__)
+    p = parser("faults --parts soak", __doc__, package="tests.slow")
     p.add_argument("--requests", type=int, default=20_000)
     p.add_argument("--at-once", type=int, default=12)
     p.add_argument("--placement", default="processes")

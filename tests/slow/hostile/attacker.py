@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench.harness.sockets import FAILURES, Closed, Http, Refused, Socket, connect
+from tests.slow.harness.sockets import FAILURES, Closed, Http, Refused, Socket, connect
 
 RETRY_S = 0.5
 
@@ -124,8 +124,8 @@ Attack = Callable[[Attacker], Awaitable[None]]
 
 
 def main() -> None:
-    from bench.hostile.cases import CASES  # it needs `Attacker`
-    from bench.hostile.flooders import step_back
+    from tests.slow.hostile.cases import CASES  # it needs `Attacker`
+    from tests.slow.hostile.flooders import step_back
 
     job: dict[str, Any] = json.loads(sys.stdin.readline())
     attacker = Attacker(job["port"], job["key"], job["index"])

@@ -1,5 +1,5 @@
-"""The part `kills` of `python -m bench cluster`: all that can die is killed, at seeded moments,
-during answers.
+"""The part `kills` of `python -m tests.slow cluster`: all that can die is killed, at seeded
+moments, during answers.
 
 One Serve replica with two hosts, each on a node of its own; all callers come through HAProxy.
 Killed are hosts, the workers of the actors that started them, raylets of nodes, and the replica.
@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from bench.harness.cluster import NODE_CPUS, NODES
+
 KINDS = ("host", "worker", "raylet", "replica")
-NODES = ("a", "b")
-NODE_CPUS = 3  # what a host takes: one fits on a node, and none beside the replica
 MARK = "STRETTO_BENCH_RUN"
 """In the environment of all that a run starts, so that what is left of it is found."""
 HANG_S, UP_S = 30.0, 180.0

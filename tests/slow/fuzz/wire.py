@@ -1,7 +1,7 @@
 """Damaged and nonsensical input for everything that crosses a process: chunks, inboxes, control
 messages.
 
-    python -m bench fuzz --parts wire --inputs 1000000 --out bench/results/fuzz_wire.json
+    python -m tests.slow fuzz --parts wire --inputs 1000000 --out bench/results/fuzz_wire.json
 
 **Chunks**, 40 % of the inputs, go to the wire decoder (chunks.py). **Inboxes**, 20 %, get chunks in
 no order (inboxes.py). **Control messages**, 40 %, go to a whole host and to an engine (control.py).
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.fuzz.chunks import fuzz as fuzz_chunks
-from bench.fuzz.control import fuzz_control
-from bench.fuzz.inboxes import fuzz_inboxes
 from bench.harness.env import describe
-from bench.harness.leaks import Memory, trend
 from bench.harness.results import judged, parser
+from tests.slow.fuzz.chunks import fuzz as fuzz_chunks
+from tests.slow.fuzz.control import fuzz_control
+from tests.slow.fuzz.inboxes import fuzz_inboxes
+from tests.slow.harness.leaks import Memory, trend
 
 PARTS = {"chunks": 0.4, "inboxes": 0.2, "control messages": 0.4}
 PATIENCE_S = 600
@@ -96,7 +96,7 @@ def run_part(part: str, inputs: int, seed: int) -> tuple[dict[str, Any], list[An
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("fuzz --parts wire", __doc__)
+    p = parser("fuzz --parts wire", __doc__, package="tests.slow")
     p.add_argument("--inputs", type=int, default=1_000_000)
     p.add_argument("--seed", type=int, default=20260101)
     args = p.parse_args(given)

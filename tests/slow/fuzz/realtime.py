@@ -1,6 +1,6 @@
 """Nonsensical events over /v1/realtime: is every session answered, and does nothing stay behind?
 
-    python -m bench fuzz --parts realtime --events 100000 --out bench/results/fuzz_realtime.json
+    python -m tests.slow fuzz --parts realtime --events 100000 --out fuzz_realtime.json
 
 Starts `stretto serve` on the tiny model. Each session sends a few hundred events: valid ones, valid
 ones with a field replaced by nonsense, unknown ones, bytes that are no JSON, sound, silence, and
@@ -275,7 +275,7 @@ async def fuzz_sessions(
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = parser("fuzz --parts realtime", __doc__)
+    p = parser("fuzz --parts realtime", __doc__, package="tests.slow")
     p.add_argument("--events", type=int, default=100_000)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(arguments)

@@ -1,7 +1,7 @@
 """The soak of a server: thousands of visits of all kinds over HTTP and WebSockets, and nothing is
 held in the end.
 
-    python -m bench faults --parts server --requests 20000 --sessions 2000 --out
+    python -m tests.slow faults --parts server --requests 20000 --sessions 2000 --out
     bench/results/soak_server.json
 
 `stretto serve` on the tiny model, in processes of its own, is asked for everything that it does
@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench.faults.visitors import KINDS, LEAVING, SESSIONS, Visitor, visits
 from bench.harness.env import describe, sources
-from bench.harness.leaks import LEAST_SAMPLES, trend
 from bench.harness.proctree import PROMPT_JOB, Tree
 from bench.harness.results import ROOT, judged, parser
 from bench.harness.serving import Server, serving
 from stretto.testing.qwen3_omni import write_tiny
+from tests.slow.faults.visitors import KINDS, LEAVING, SESSIONS, Visitor, visits
+from tests.slow.harness.leaks import LEAST_SAMPLES, trend
 
 FLAT = 0.1  # KiB for each request
 FILLED = 10_000
@@ -177,7 +177,7 @@ def report(
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("faults --parts server", __doc__)
+    p = parser("faults --parts server", __doc__, package="tests.slow")
     p.add_argument("--requests", type=int, default=20_000)
     p.add_argument("--sessions", type=int, default=2_000)
     p.add_argument("--at-once", type=int, default=8)

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.fuzz.mutants import IDS, LINKS, LOOK_EVERY, PARAMS, Frame, Said, changed, named, readable
 from bench.harness.host import STAGES
-from bench.harness.leaks import CHATS
 from stretto.config.engine import EngineConfig
 from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
@@ -42,6 +40,18 @@ from stretto.messages.requests import (
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.preprocess.packed_prompt import PackedPrompt, pack
+from tests.slow.fuzz.mutants import (
+    IDS,
+    LINKS,
+    LOOK_EVERY,
+    PARAMS,
+    Frame,
+    Said,
+    changed,
+    named,
+    readable,
+)
+from tests.slow.harness.leaks import CHATS
 
 
 class Wire:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from bench.harness.sockets import (
+from tests.server.realtime.sounds import b64, pcm, silence, speech
+from tests.slow.harness.sockets import (
     FAILURES,
     TEXT,
     Answer,
@@ -29,8 +30,7 @@ from bench.harness.sockets import (
     frame,
     websocket,
 )
-from bench.hostile import bodies
-from tests.server.realtime.sounds import b64, pcm, silence, speech
+from tests.slow.hostile import bodies
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
 LIVE, REALTIME = "/v1/audio/speech/stream", "/v1/realtime"

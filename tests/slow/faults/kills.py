@@ -1,7 +1,7 @@
 """The fault matrix: kill -9 of hosts at seeded moments with eight requests in flight, on the tiny
 model.
 
-    python -m bench faults --parts kills --kills 300 --out bench/results/faults.json
+    python -m tests.slow faults --parts kills --kills 300 --out bench/results/faults.json
 
 A moment is counted in events: the host is killed when the callers have seen the n-th event of the
 batch. Some kills are followed by the kill of another host while the first comes back. After each
@@ -27,7 +27,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.harness.leaks import (
+from bench.harness.results import judged, parser, progress, quantile
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.engine.engine import PipelineEngine
+from stretto.engine.local_host import HostProcess
+from stretto.errors import StrettoError
+from stretto.models.qwen3_omni.family import PIPELINE
+from stretto.params import Params
+from tests.slow.harness.leaks import (
     LEAST_SAMPLES,
     POLL_S,
     Answer,
@@ -39,13 +46,6 @@ from bench.harness.leaks import (
     settle,
     trend,
 )
-from bench.harness.results import judged, parser, progress, quantile
-from stretto.config.engine import EngineConfig, HostSettings
-from stretto.engine.engine import PipelineEngine
-from stretto.engine.local_host import HostProcess
-from stretto.errors import StrettoError
-from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.params import Params
 
 STAGES = PIPELINE.names
 IN_FLIGHT = 8
@@ -230,7 +230,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("faults --parts kills", __doc__)
+    p = parser("faults --parts kills", __doc__, package="tests.slow")
     p.add_argument("--kills", type=int, default=300)
     p.add_argument(
         "--deadline",

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bench.harness.sockets import FAILURES, Closed, Failed, Http, Refused, websocket
-from bench.hostile import bodies
+from tests.slow.harness.sockets import FAILURES, Closed, Failed, Http, Refused, websocket
+from tests.slow.hostile import bodies
 
 PROBE_S = 0.02
 PAUSE_S = 0.3

@@ -1,7 +1,7 @@
 """All tests that need a GPU, in one command, with a record of what ran where and from which commit.
 
-    python -m bench gpu_tests                             # writes bench/results/gpu_tests_h200.txt
-    python -m bench gpu_tests --out FILE --limit 470      # elsewhere, cut after so many seconds
+    python -m tests.gpu                          # writes bench/results/gpu_tests_h200.txt
+    python -m tests.gpu --out FILE --limit 470   # elsewhere, cut after so many seconds
 
 Three parts: the GPU's own tests and the kernels'; the parity suite through the kernels (float32,
 sizes that they take, the same oracles as on a CPU); and what needs the GPU to itself, one test
@@ -102,7 +102,7 @@ def run(ran: Ran, until: float, write: Callable[[], None]) -> None:
     command = [
         sys.executable, "-m", "pytest", *part.paths, "-m", part.marked, "-q", "--tb=short", "-p",
         "no:cacheprovider",
-        "-p", "bench.gpu_tests.notes", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
+        "-p", "tests.gpu.notes", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
     ]  # fmt: skip
     if ran.workers > 1:
         command += ["-n", str(ran.workers), "--dist", "worksteal"]
@@ -204,7 +204,7 @@ def row(name: str, ends: Counter[str], seconds: float) -> str:
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("gpu_tests", __doc__, out=False)
+    p = parser("", __doc__, out=False, package="tests.gpu")
     p.add_argument(
         "--out",
         type=Path,

@@ -1,10 +1,13 @@
-"""The part `ingress` of `python -m bench cluster`: 32 streams through HAProxy and Serve, and from
-plain uvicorn.
+"""What Ray Serve's ingress adds to 32 streams of packets: through HAProxy and Serve, and from plain
+uvicorn.
+
+    python -m bench ingress --rounds 24 --out bench/results/cluster_ingress.json
 
 Both ways are heard by turns, each once before anything counts, and who is first changes from round
 to round. Pauses are seeded: in a round they are the same for both. Every answer has a connection of
 its own. What the ingress adds is the difference of two medians of one round; one round decides
-nothing, so their median over all rounds is told, and how far they are apart. Imports no torch."""
+nothing, so their median over all rounds is told, and how far they are apart.
+Needs the extra `stretto[ray]`."""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ from typing import Any
 
 import httpx
 
-from bench.harness.results import ROOT, quantile
+from bench.harness.cluster import serve_cluster
+from bench.harness.env import describe
+from bench.harness.results import ROOT, arguments, parser, quantile, write
 
 STREAMS, ANSWERS, PACKETS, EVERY_S, BYTES = 32, 4, 12, 1 / 12, 4096
 START_S = 1.0  # within which streams begin
@@ -152,7 +157,7 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
         "-m",
         "uvicorn",
         "--factory",
-        "bench.cluster.ingress:stream_app",
+        "bench.ingress:stream_app",
         "--port",
         str(plain),
     ]
@@ -182,3 +187,17 @@ def ingress(port: int, rounds: int) -> dict[str, Any]:
     found = compare(heard[1:])
     print(json.dumps(found), flush=True)
     return found
+
+
+def main(given: Sequence[str]) -> int:
+    p = parser("ingress", __doc__)
+    p.add_argument("--rounds", type=int, default=3, help="both ways in each")
+    args = p.parse_args(given)
+    from stretto.ray.dependency import require_ray
+
+    require_ray()
+    env = describe()
+    with serve_cluster() as (_, port):
+        found = ingress(port, args.rounds)
+    write(args.out, {"arguments": arguments(args), "env": env, "ingress": found})
+    return 0

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.harness.sockets import TEXT, Http, Socket, frame, write
-from bench.hostile import bodies
-from bench.hostile.attacker import Attack, Attacker
-from bench.hostile.bodies import MIB
+from tests.slow.harness.sockets import TEXT, Http, Socket, frame, write
+from tests.slow.hostile import bodies
+from tests.slow.hostile.attacker import Attack, Attacker
+from tests.slow.hostile.bodies import MIB
 
 JUST_BELOW = (512 << 10) - 64  # bytes of a body that the server's process takes apart by itself
 TEXT_PART = 120_000  # characters

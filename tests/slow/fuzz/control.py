@@ -24,21 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bench.fuzz.mutants import (
-    IDS,
-    LINKS,
-    LOOK_EVERY,
-    PARAMS,
-    Frame,
-    Said,
-    changed,
-    named,
-    prefixes,
-    readable,
-)
-from bench.fuzz.played import from_host
 from bench.harness.host import STAGES, admission, configure
-from bench.harness.leaks import CHATS, held
 from stretto.config.engine import HostSettings
 from stretto.engine import link_setup as linking
 from stretto.engine import supervisor
@@ -72,6 +58,20 @@ from stretto.testing.qwen3_omni import write_tiny
 from stretto.transport.contract import LinkOptions
 from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, RequestId
+from tests.slow.fuzz.mutants import (
+    IDS,
+    LINKS,
+    LOOK_EVERY,
+    PARAMS,
+    Frame,
+    Said,
+    changed,
+    named,
+    prefixes,
+    readable,
+)
+from tests.slow.fuzz.played import from_host
+from tests.slow.harness.leaks import CHATS, held
 
 # how often a host has a round after a message: a round is a step of the models, and those are slow
 ROUND = 0.03
@@ -205,9 +205,9 @@ class Told:
         for id in self.seen:
             self.take(encode(Cancel(id))[PREFIX.size :], b"")
         self.seen.clear()
-        for name in (*self.half.links.ends, *self.host.links.ends):
+        for name in (*self.half.ends.ends, *self.host.ends.ends):
             self.take(encode(Unlink(name))[PREFIX.size :], b"")
-        assert not self.half.links.ends, self.half.links.ends
+        assert not self.half.ends.ends, self.half.ends.ends
         assert not self.channel._features._parts, "features of requests that are over"
         self.run()
         for message, _ in self.reports:

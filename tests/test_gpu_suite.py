@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_tests
-from bench.gpu_tests import Part, Ran, failed, record, run
 from bench.harness import env
+from tests.gpu import suite
+from tests.gpu.suite import Part, Ran, failed, record, run
 
 TESTS = """
 import pytest
@@ -40,7 +40,7 @@ def test_a_part_is_counted_test_by_test(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = pytest_of(tmp_path, TESTS, time.monotonic() + 600, workers)
-    monkeypatch.setattr(gpu_tests, "PARTS", (ran.part,))
+    monkeypatch.setattr(suite, "PARTS", (ran.part,))
     ends = {name.split("::")[1]: t["end"] for name, t in ran.tests().items()}
     assert ends == {
         "test_fine": "passed",
@@ -62,7 +62,7 @@ def test_a_part_is_counted_test_by_test(
 def test_a_part_that_is_cut_names_what_was_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_tests, "WRITE_EVERY", 0.0)
+    monkeypatch.setattr(suite, "WRITE_EVERY", 0.0)
     (tmp_path / "test_some.py").write_text(
         "import threading\ndef test_fine(): pass\ndef test_long(): threading.Event().wait()\n",
         encoding="utf-8",
@@ -76,11 +76,11 @@ def test_a_part_that_is_cut_names_what_was_running(
     def write() -> None:
         """Called in turns; at the last test it is time to stop, as a signal would."""
         if ran.state == "running" and len(ran.tests()) == 2:
-            raise gpu_tests.Cut("cut by SIGTERM")
+            raise suite.Cut("cut by SIGTERM")
 
-    with pytest.raises(gpu_tests.Cut):
+    with pytest.raises(suite.Cut):
         run(ran, time.monotonic() + 600, write)
-    monkeypatch.setattr(gpu_tests, "PARTS", (ran.part,))
+    monkeypatch.setattr(suite, "PARTS", (ran.part,))
     assert ran.state == "cut by SIGTERM"
     text = record({}, [ran], 1.0)
     assert "begun and not ended\n" in text
@@ -106,17 +106,17 @@ def test_all_parts_must_have_ended_well(tmp_path: Path) -> None:
         {"test": "a", "what": "began"},
         {"test": "a", "what": "passed", "seconds": 1.0},
     )
-    ran = [Ran(part, passed, 1, state="complete") for part in gpu_tests.PARTS]
+    ran = [Ran(part, passed, 1, state="complete") for part in suite.PARTS]
     assert not failed(ran)
     assert failed(ran[:2])
     ran[1].state = "pytest ended with 4"
     assert failed(ran)
-    empty = [Ran(part, tmp_path / "none", 1, state="complete") for part in gpu_tests.PARTS]
+    empty = [Ran(part, tmp_path / "none", 1, state="complete") for part in suite.PARTS]
     assert failed(empty)
 
 
 def test_a_teardown_that_breaks_makes_a_passed_test_an_error(tmp_path: Path) -> None:
-    ran = Ran(gpu_tests.PARTS[0], notes(
+    ran = Ran(suite.PARTS[0], notes(
         tmp_path / "notes",
         {"test": "a", "what": "passed", "seconds": 1.0},
         {"test": "a", "what": "error", "seconds": 2.0, "text": "late"},

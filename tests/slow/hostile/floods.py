@@ -1,6 +1,6 @@
 """Floods beside listeners: attacks without end, alone and all together, and what players notice.
 
-    python -m bench hostile --parts floods --out bench/results/hostile.json
+    python -m tests.slow hostile --parts floods --out bench/results/hostile.json
 
 Starts `stretto serve` on the tiny model. Eight listeners ask for speech and read it as a player
 would, while a probe asks /live all the time: first alone (quiet), then beside attackers, each kind
@@ -35,10 +35,10 @@ from bench.harness.env import describe
 from bench.harness.listener import Heard
 from bench.harness.results import ROOT, parser, quantile, write
 from bench.harness.serving import GpuWatch, Server, environment, serving
-from bench.hostile.flooders import ATTACKS, BODIES, attack, step_back
 from stretto.loadtest.player import play
 from stretto.loadtest.runner import Closed
 from stretto.testing.qwen3_omni import write_tiny
+from tests.slow.hostile.flooders import ATTACKS, BODIES, attack, step_back
 
 LISTENERS = 8
 PROBE_S = 0.02
@@ -97,7 +97,7 @@ class Phase:
         command = [
             sys.executable,
             "-m",
-            "bench.hostile.floods",
+            "tests.slow.hostile.floods",
             "--role",
             role,
             "--port",
@@ -189,7 +189,7 @@ def judge(
 
 
 def main(given: Sequence[str]) -> int:
-    p = parser("hostile --parts floods", __doc__)
+    p = parser("hostile --parts floods", __doc__, package="tests.slow")
     p.add_argument("--alone", type=float, default=4.0, metavar="S", help="of each attack by itself")
     p.add_argument(
         "--together",

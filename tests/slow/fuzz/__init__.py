@@ -1,0 +1,1 @@
+"""Damaged and invalid input: all that crosses a process, and events over /v1/realtime."""
