@@ -14,8 +14,8 @@ from typing import Any
 
 from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
-from stretto.models.qwen3_tts import tiny as speaking
 from stretto.models.qwen3_tts.config import CODEC, Kind
+from stretto.testing import qwen3_tts as speaking
 from stretto.testing.checkpoints import write_json
 from stretto.testing.qwen3_omni import released_config, tiny_config, write_tiny
 
