@@ -15,9 +15,8 @@ that receives, by the machine's one clock.
 In the table, hops are *back to back*: two processes take turns. *Paced* hops come every few
 milliseconds, as a stage sends chunks: both processes sleep in between, so each hop includes a whole
 wake-up. These are measured in three placements, since an operating system that may choose keeps two
-processes that take turns on one core for some seconds, and then on two. `looking` is the shm lane
-whose receiver may spin for a moment before it sleeps (`look_us`). The last lines show how much a
-thread that computes beside a receiver is slowed down by it.
+processes that take turns on one core for some seconds, and then on two. The last lines show how
+much a thread that computes beside a receiver is slowed down by it.
 
 Throughput is a stream of payloads one way until the receiver has the last one. A socket's receiver
 has them in its own memory, a ring's receiver in shared memory, as views. Lanes take turns in short
@@ -39,7 +38,7 @@ from typing import Any
 
 import torch
 
-from bench.connectors.lanes import LANES, LOOK_US, Lane, make_lane
+from bench.connectors.lanes import LANES, Lane, make_lane
 from bench.harness.env import describe
 from bench.harness.results import parser, quantile, write
 from bench.harness.rounds import Ratio, turns
@@ -53,7 +52,7 @@ BURSTS, BURST, WARM = 4, 60, 10
 PACED = 25
 PACE_S = (0.002, 0.004)
 HOP = 4 << 10
-HOP_LANES = ("unix chunk", "shm chunk", "shm chunk, looking")
+HOP_LANES = ("unix chunk", "shm chunk")
 PLACEMENTS = {"each": "a core each", "free": "unpinned", "shared": "one core for both"}
 
 
@@ -230,7 +229,6 @@ def _words(size: int) -> str:
 PAIRS = (
     ("shm chunk", "unix chunk"),
     ("shm chunk", "unix tensor"),
-    ("shm chunk, looking", "unix chunk"),
 )
 
 
@@ -392,7 +390,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--only", choices=("table", "paced"), help="(default: both)")
     args = p.parse_args(given)
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"env": describe(), "look_us": LOOK_US}
+    result: dict[str, Any] = {"env": describe()}
     if args.only != "paced":
         result |= run_table(args.lanes, args.placement, 3 if args.quick else 12)
         write(args.out, result)

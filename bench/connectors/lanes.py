@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -22,7 +22,6 @@ OPTIONS = LinkOptions(
     slots=4, slot_bytes=SLOT_BYTES, secret=bytes(SECRET_BYTES)
 )  # the same in both processes
 WAIT_S = 60.0
-LOOK_US = 100
 _LENGTH = struct.Struct("<Q")
 
 
@@ -150,13 +149,12 @@ class Chunks:
 
 
 class ConnectorChunk:
-    def __init__(self, name: str, **details: str) -> None:
+    def __init__(self, name: str) -> None:
         self._connector = Registry().get(name)
-        self._options = replace(OPTIONS, details=details)
         self._chunks = Chunks()
 
     def listen(self) -> str:
-        self._in = self._connector.listen("bench.0", self._options)
+        self._in = self._connector.listen("bench.0", OPTIONS)
         return msgspec.json.encode(self._in.endpoint).decode()
 
     def connect(self, address: str) -> None:
@@ -178,7 +176,6 @@ LANES = (
     "unix tensor",
     "unix chunk",
     "shm chunk",
-    "shm chunk, looking",
     "tcp chunk",
     "mooncake chunk",
 )
@@ -190,7 +187,5 @@ def make_lane(name: str) -> Lane:
             return UnixTensor()
         case "unix chunk":
             return UnixChunk()
-        case "shm chunk, looking":
-            return ConnectorChunk("shm", look_us=str(LOOK_US))
         case _:
             return ConnectorChunk(name.partition(" ")[0])

@@ -32,7 +32,6 @@ from stretto.hardware import cards
 from stretto.hub import find_model
 from stretto.observe.logs import FORMAT
 from stretto.signals import end_on_signals
-from stretto.transport import spinwait
 
 if TYPE_CHECKING:  # `stretto --help` should not wait for a web server to be imported
     from stretto.config.engine import EngineConfig
@@ -62,14 +61,14 @@ PACKAGES = (
 OTHER_VARIABLES = {
     "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
     "STRETTO_CONFIG": "a YAML file, as `--config`",
-    spinwait.VARIABLE: "microseconds that a receiver of the shm connector looks for its next chunk "
-    "before it sleeps",
     "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
     "STRETTO_TUNING": "a file of tuned kernel settings",
     "STRETTO_LOG": "how much the processes of the stages log, such as `INFO`",
     "STRETTO_TEST_DEVICE": "where tests run",
 }
 """Variables without a flag, and what they hold."""
+REMOVED_VARIABLES = {"STRETTO_LOOK_US": "receivers of the shm connector sleep at once"}
+"""Variables of an earlier version, and why they have no effect."""
 
 
 def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({})) -> None:
@@ -120,8 +119,8 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
     sys.setswitchinterval(SWITCH_S)
     for text in settings.warnings:
         _say(f"stretto: warning: {text}")
-    for name in unknown_variables(os.environ, OTHER_VARIABLES):
-        _say(f"stretto: warning: {name} is set, but there is no such setting")
+    for text in variable_warnings(os.environ):
+        _say(f"stretto: warning: {text}")
     if about_access := warning(config):
         _say(f"stretto: warning: {about_access}")
     try:
@@ -134,6 +133,17 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
             raise
         log.error("%s", e)
         return 2 if isinstance(e, Invalid) else 1
+
+
+def variable_warnings(environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable of ours that is set and has no effect."""
+    lines = []
+    for name in unknown_variables(environ, OTHER_VARIABLES):
+        if name in REMOVED_VARIABLES:
+            lines.append(f"{name} was removed: {REMOVED_VARIABLES[name]}")
+        else:
+            lines.append(f"{name} is set, but there is no such setting")
+    return lines
 
 
 def _serve(settings: Settings) -> int:

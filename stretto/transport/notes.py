@@ -22,7 +22,6 @@ class Kind(IntEnum):
     REFUSE = 3  # receiver -> sender: the chunk is corrupt, the slot is free again
     CLOSE = 4  # both ways: the last note
     HELLO = 5  # sender -> receiver, first note, where the transport needs one
-    WAKE = 6  # receiver -> sender: read the returned slots, where those are in shared memory
 
 
 Note = tuple[int, int, int, int, int]

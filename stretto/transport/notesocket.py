@@ -1,5 +1,4 @@
-"""The shm connector's notes: a connected unix socket that carries them both ways, and how a
-receiver waits for them.
+"""The shm connector's notes: a connected unix socket that carries them both ways.
 
 One system call per note and side. Called by the courier's thread, except `NoteSocket.reply`, `wake`
 and `close`."""
@@ -9,17 +8,14 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 
-from stretto.transport import wire
 from stretto.transport.contract import Endpoint
 from stretto.transport.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_notes
-from stretto.transport.spinwait import SpinWait
 
 _TIMEVAL = struct.Struct("@ll")
 _CHUNK = int(Kind.CHUNK)
-SEND_FLAGS = int(
+_SEND_FLAGS = int(
     socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 )  # plain integers: an enum's `|` costs a microsecond
 _NO_WAIT = int(socket.MSG_DONTWAIT)
@@ -32,14 +28,10 @@ class NoteSocket:
     def __init__(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.setblocking(True)
         # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow,
-        # and some wake notes.
+        # and the CLOSE note.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 16384)
         self._sock = sock
-        self.send = sock.send
-        self._receive = sock.recv_into
-        self.wait: Callable[[memoryview], int] = (
-            self._receive
-        )  # for as long as the socket's own timeout
+        self._receive = sock.recv_into  # waits for as long as the socket's own timeout
         self._generation = endpoint.generation
         self._buffer = bytearray(_BATCH * NOTE_BYTES)
         self._view = memoryview(self._buffer)
@@ -53,32 +45,28 @@ class NoteSocket:
         """For the courier only, which holds the end's mutex: nobody closes the descriptor
         meanwhile."""
         try:
-            self.send(pack_note(_CHUNK, slot, seq, size, self._generation), SEND_FLAGS)
+            self._sock.send(pack_note(_CHUNK, slot, seq, size, self._generation), _SEND_FLAGS)
         except OSError as error:
-            raise gone(error) from error
+            raise _gone(error) from error
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
         """For any thread."""
         data = pack_note(kind, slot, seq, 0, self._generation)
         with self._sending:
             try:
-                self._sock.send(data, SEND_FLAGS)
+                self._sock.send(data, _SEND_FLAGS)
             except OSError as error:
-                raise gone(error) from error
+                raise _gone(error) from error
 
     def notes(self, timeout: float) -> list[Note]:
         """One read, so at most one wait; the caller comes again."""
-        got = self._received(timeout)
-        return [] if got is None else self._split(got)
-
-    def _received(self, timeout: float) -> int | None:
-        """Bytes of one read; None: nothing came."""
         try:
-            return self._read(timeout)
+            return self._split(self._read(timeout))
         except BlockingIOError:
-            return None
+            return []
         except OSError as error:
-            raise broken(error) from error
+            # ECONNRESET: it ended with our notes unread
+            raise Hangup(f"the connection broke: {error.strerror}") from error
 
     def _read(self, timeout: float) -> int:
         room = self._view[self._rest :]
@@ -88,7 +76,7 @@ class NoteSocket:
             # Couriers pass the same timeout again and again, so the option is rarely set anew.
             set_timeout(self._sock, timeout)
             self._timeout = timeout
-        return self.wait(room)
+        return self._receive(room)
 
     def _split(self, got: int) -> list[Note]:
         if not got:
@@ -103,68 +91,16 @@ class NoteSocket:
     def wake(self) -> None:
         with suppress(Hangup):  # the peer went first
             self.reply(Kind.CLOSE, 0, 0)
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the connection without a word, as the kernel does for a process that died."""
         with self._sending:
             shut_down(self._sock)
 
     def close(self) -> None:
         with self._sending:
             self._sock.close()
-
-
-class ReceiverSocket(NoteSocket):
-    """The receiver's: finds the slot that a note names, and may spin before it sleeps."""
-
-    def __init__(
-        self, sock: socket.socket, endpoint: Endpoint, spin_s: float, pages: list[wire.Page]
-    ) -> None:
-        super().__init__(sock, endpoint)
-        self.view = self._view
-        self.pages = pages
-        self._spin_wait = SpinWait(spin_s)
-        if spin_s:
-            self.wait = self._spin_and_wait
-        self.ready_timeout = -1.0
-        """The timeout for which `wait` can be called directly, with nothing to do before it; -1:
-        none."""
-
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        """`notes.ReceiveTransport.arrivals`."""
-        self.ready_timeout = -1.0
-        got = self._received(timeout)
-        return [] if got is None else self.arrived(got)
-
-    def arrived(self, got: int) -> list[tuple[Note, wire.Page]]:
-        """The notes in the bytes that were just received."""
-        notes = self._split(got)
-        self.ready_timeout = -1.0 if self._rest else self._timeout
-        try:
-            return [(note, self.pages[note[1]]) for note in notes]
-        except IndexError:
-            raise Hangup("the peer named a slot that does not exist") from None
-
-    def _spin_and_wait(self, room: memoryview) -> int:
-        spin_wait = self._spin_wait
-        spin_wait.begin()
-        got = 0
-        try:
-            if spin_wait.spins:
-                got = self._spin(room)
-            if not got:
-                got = self._receive(room)
-        finally:
-            spin_wait.ended(got > 0)
-        return got
-
-    def _spin(self, room: memoryview) -> int:
-        """0: nothing came, or the peer has left, which the blocking read reports again. Each try is
-        a system call, which releases the interpreter's lock for threads that wait for it."""
-        over = self._spin_wait.over
-        while not over():
-            try:
-                return self._receive(room, 0, _NO_WAIT)
-            except BlockingIOError:
-                continue
-        return 0
 
 
 def set_timeout(sock: socket.socket, timeout: float) -> None:
@@ -185,14 +121,8 @@ def _timeval(seconds: float) -> bytes:
     return _TIMEVAL.pack(*divmod(max(int(seconds * 1e6), 1), 1_000_000))
 
 
-def gone(error: OSError) -> Hangup:
+def _gone(error: OSError) -> Hangup:
     return Hangup(f"the connection is gone: {error.strerror}")
-
-
-def broken(error: OSError) -> Hangup:
-    return Hangup(
-        f"the connection broke: {error.strerror}"
-    )  # ECONNRESET: it ended with our notes unread
 
 
 def shut_down(sock: socket.socket) -> None:

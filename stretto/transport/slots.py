@@ -114,7 +114,7 @@ class SlotSender(_End):
     ) -> None:
         super().__init__(endpoint.link)
         self.endpoint = endpoint
-        self._transport = transport
+        self.transport = transport
         self._copies = copies
         self._generation = endpoint.generation
         self._detects_hangup = transport.detects_hangup
@@ -343,7 +343,7 @@ class SlotSender(_End):
                         self._send_copied(wait=True)
             finally:
                 self._mutex.release()
-        _close(self, self._transport, self._abandon)
+        _close(self, self.transport, self._abandon)
 
     def _abandon(self) -> None:
         """Release the chunks that will not be sent, after their copies: those write to memory that
@@ -373,7 +373,7 @@ class SlotReceiver(_End):
         self.endpoint = endpoint
         self._generation = endpoint.generation
         self._slots = endpoint.slots
-        self._transport = transport
+        self.transport = transport
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
         self._held: dict[
             int, int
@@ -417,7 +417,7 @@ class SlotReceiver(_End):
 
     def _pump(self, timeout: float) -> None:
         try:
-            self._accept(self._transport.arrivals(timeout))
+            self._accept(self.transport.arrivals(timeout))
         except Hangup as hangup:
             self._finish(EndState.DEAD, str(hangup))
 
@@ -455,7 +455,7 @@ class SlotReceiver(_End):
         if (slot := self._held.pop(seq, None)) is None:
             return
         try:
-            self._transport.reply(kind, slot, seq)
+            self.transport.reply(kind, slot, seq)
         except Hangup:
             return  # nobody needs the credit any more; `take` and `check` raise the reason
 
@@ -479,7 +479,7 @@ class SlotReceiver(_End):
         self._raise_if_ended()
 
     def close(self) -> None:
-        _close(self, self._transport, self._arrived.clear)
+        _close(self, self.transport, self._arrived.clear)
 
 
 def _close(

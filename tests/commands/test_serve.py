@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.commands.serve import variable_warnings
 from stretto.config.loader import load_settings
 from stretto.hardware import cards
 from tests.commands.processes import STRETTO, check_error, run_stretto
@@ -218,3 +219,11 @@ def test_serve_by_name_without_a_network(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "run: hf download Qwen/Qwen3-Omni-30B-A3B-Instruct --local-dir" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_variables_without_an_effect_are_warned_about() -> None:
+    environ = {"STRETTO_LOOK_US": "100", "STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}
+    assert variable_warnings(environ) == [
+        "STRETTO_LOOK_US was removed: receivers of the shm connector sleep at once",
+        "STRETTO_PROT is set, but there is no such setting",
+    ]

@@ -52,7 +52,6 @@ KITS = {
     kit.label: kit
     for kit in (
         Kit("shm", "shm"),
-        Kit("spinning", "shm", _options(look_us="100")),
         Kit("tcp", "tcp"),
         Kit("mooncake", "mooncake"),
     )

@@ -134,7 +134,7 @@ def is_shut(sock: socket.socket) -> bool:
 
 
 def listener_of(receiver: SlotReceiver) -> zmqsocket.ZmqListener:
-    listener: zmqsocket.ZmqListener = receiver._transport._listener  # type: ignore[attr-defined]
+    listener: zmqsocket.ZmqListener = receiver.transport._listener  # type: ignore[attr-defined]
     return listener
 
 
@@ -393,7 +393,7 @@ def test_a_sender_that_said_hello_and_died_at_once_is_dead(
 
 def test_a_chunk_of_another_generation_ends_the_link(receiver: SlotReceiver) -> None:
     sender = TcpConnector().connect(receiver.endpoint, KIT.options)
-    sender._transport._dialer._generation += 1  # type: ignore[attr-defined]
+    sender.transport._dialer._generation += 1  # type: ignore[attr-defined]
     assert sender.put(numbered(0), LONG_S)
     with pytest.raises(PeerDead, match="generation 1, this link is 0"):
         receiver.take(LONG_S)

@@ -24,6 +24,8 @@ import pytest
 from stretto.transport import shm
 from stretto.transport.contract import Corrupt, Endpoint, PeerDead
 from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
+from stretto.transport.notes import Kind, pack_note
+from stretto.transport.slots import SlotReceiver, SlotSender
 from tests.contract.links import (
     KITS,
     LONG_S,
@@ -41,7 +43,7 @@ FOR_EVER = 1e6
 
 
 @pytest.fixture
-def receiver() -> Iterator[shm.ShmReceiver]:
+def receiver() -> Iterator[SlotReceiver]:
     receiver = shm.ShmConnector().listen("test-link.0", KIT.options)
     yield receiver
     receiver.close()
@@ -118,12 +120,13 @@ def other_hello(endpoint: Endpoint, what: str) -> bytes:
     return hello_of(other, secret)
 
 
-def is_open(receiver: shm.ShmReceiver) -> bool:
-    return receiver._shm.socket is not None
+def is_open(receiver: SlotReceiver) -> bool:
+    assert isinstance(receiver.transport, shm.ShmReceiveTransport)
+    return receiver.transport.socket is not None
 
 
 def test_the_hand_made_sender_does_everything_right(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], two_users: None
+    receiver: SlotReceiver, strangers: list[Stranger], two_users: None
 ) -> None:
     """Else the others would be refused for the wrong reason."""
     strangers.append(stranger := Stranger(receiver.endpoint))
@@ -134,7 +137,7 @@ def test_the_hand_made_sender_does_everything_right(
 
 @pytest.mark.parametrize("what", ["generation", "nonce", "secret"])
 def test_a_hello_of_another_link_is_refused(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], what: str
+    receiver: SlotReceiver, strangers: list[Stranger], what: str
 ) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(other_hello(receiver.endpoint, what), right_memory(receiver.endpoint))
@@ -144,7 +147,7 @@ def test_a_hello_of_another_link_is_refused(
 
 
 def test_the_beginning_of_a_hello_is_none(
-    receiver: shm.ShmReceiver, strangers: list[Stranger]
+    receiver: SlotReceiver, strangers: list[Stranger]
 ) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(hello_of(receiver.endpoint, SECRET)[:-1], right_memory(receiver.endpoint))
@@ -154,7 +157,7 @@ def test_the_beginning_of_a_hello_is_none(
 
 
 def test_a_hello_without_memory_is_refused(
-    receiver: shm.ShmReceiver, strangers: list[Stranger]
+    receiver: SlotReceiver, strangers: list[Stranger]
 ) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(hello_of(receiver.endpoint, SECRET))
@@ -165,7 +168,7 @@ def test_a_hello_without_memory_is_refused(
 
 @pytest.mark.parametrize("fault", ["short", "long", "may shrink"])
 def test_memory_that_was_not_agreed_is_refused(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], fault: str
+    receiver: SlotReceiver, strangers: list[Stranger], fault: str
 ) -> None:
     size = shm._memory_bytes(receiver.endpoint) + {"short": -1, "long": 1}.get(fault, 0)
     seals = fcntl.F_SEAL_GROW if fault == "may shrink" else shm._SEALS
@@ -177,7 +180,7 @@ def test_memory_that_was_not_agreed_is_refused(
 
 
 def test_another_user_is_refused_whatever_it_says(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], two_users: None
+    receiver: SlotReceiver, strangers: list[Stranger], two_users: None
 ) -> None:
     strangers.append(stranger := Stranger(receiver.endpoint, "knows"))
     stranger.says(hello_of(receiver.endpoint, SECRET), right_memory(receiver.endpoint))
@@ -187,7 +190,7 @@ def test_another_user_is_refused_whatever_it_says(
 
 
 def test_another_user_that_says_nothing_is_not_waited_for(
-    receiver: shm.ShmReceiver,
+    receiver: SlotReceiver,
     strangers: list[Stranger],
     two_users: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,7 +206,7 @@ def test_another_user_that_says_nothing_is_not_waited_for(
 
 
 def test_who_never_says_hello_is_let_go_after_a_while(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], monkeypatch: pytest.MonkeyPatch
+    receiver: SlotReceiver, strangers: list[Stranger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shm, "_HELLO_S", 0.02)
     strangers.extend(Stranger(receiver.endpoint) for _ in range(3))
@@ -215,7 +218,7 @@ def test_who_never_says_hello_is_let_go_after_a_while(
 
 
 def test_a_sender_waits_for_its_place_in_a_full_queue(
-    receiver: shm.ShmReceiver, strangers: list[Stranger], two_users: None
+    receiver: SlotReceiver, strangers: list[Stranger], two_users: None
 ) -> None:
     with suppress(BlockingIOError):
         while True:
@@ -225,7 +228,7 @@ def test_a_sender_waits_for_its_place_in_a_full_queue(
         shm.ShmConnector().connect(receiver.endpoint, hasty)
     began = threading.Event()
 
-    def connect() -> shm.ShmSender:
+    def connect() -> SlotSender:
         began.set()
         return shm.ShmConnector().connect(
             receiver.endpoint, replace(KIT.options, connect_timeout_s=LONG_S)
@@ -240,9 +243,7 @@ def test_a_sender_waits_for_its_place_in_a_full_queue(
         connecting.result().close()
 
 
-def test_a_crowd_leaves_nothing_behind(
-    receiver: shm.ShmReceiver, strangers: list[Stranger]
-) -> None:
+def test_a_crowd_leaves_nothing_behind(receiver: SlotReceiver, strangers: list[Stranger]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for number in range(50):
         stranger = Stranger(receiver.endpoint)
@@ -256,7 +257,7 @@ def test_a_crowd_leaves_nothing_behind(
     check_invited(KIT, receiver)
 
 
-def test_when_the_sender_is_in_nobody_else_can_come(receiver: shm.ShmReceiver) -> None:
+def test_when_the_sender_is_in_nobody_else_can_come(receiver: SlotReceiver) -> None:
     sender = shm.ShmConnector().connect(receiver.endpoint, KIT.options)
     assert receiver.take(0.0) is None
     with pytest.raises(ConnectionRefusedError):
@@ -264,18 +265,16 @@ def test_when_the_sender_is_in_nobody_else_can_come(receiver: shm.ShmReceiver) -
     sender.close()
 
 
-@pytest.mark.parametrize("good", [0, 1, 4])
-def test_a_chunk_of_another_generation_ends_the_link(receiver: shm.ShmReceiver, good: int) -> None:
-    """By the first chunk's way and by that of those which follow."""
-    sender = shm.ShmConnector().connect(receiver.endpoint, KIT.options)
-    for number in range(good):
-        assert sender.put(numbered(number), LONG_S)
-        take(receiver).release()
-    sender._generation += 1
-    assert sender.put(numbered(good), LONG_S)
+def test_a_chunk_of_another_generation_ends_the_link(
+    receiver: SlotReceiver, strangers: list[Stranger]
+) -> None:
+    strangers.append(stranger := Stranger(receiver.endpoint))
+    stranger.says(other_hello(receiver.endpoint, "nothing"), right_memory(receiver.endpoint))
+    assert receiver.take(0.0) is None
+    assert is_open(receiver)
+    stranger.sock.send(pack_note(Kind.CHUNK, 0, 0, 64, receiver.endpoint.generation + 1))
     with pytest.raises(PeerDead, match="generation 1, this link is 0"):
         receiver.take(LONG_S)
-    sender.close()
 
 
 # --- the sender's side
@@ -338,7 +337,7 @@ def other_user(role: str, endpoint: Endpoint) -> subprocess.Popen[str]:
 
 
 @_TWO_USERS
-def test_a_process_of_another_user_is_refused(receiver: shm.ShmReceiver) -> None:
+def test_a_process_of_another_user_is_refused(receiver: SlotReceiver) -> None:
     with other_user("send", receiver.endpoint) as child:
         eventually(lambda: receiver.take(0.0) is None and child.poll() is not None)
         assert child.stdout is not None

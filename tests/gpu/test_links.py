@@ -19,7 +19,8 @@ from stretto.stage.payload import unpack
 from stretto.transport import wire
 from stretto.transport.contract import Chunk, LinkOptions
 from stretto.transport.pinned import map_shared
-from stretto.transport.shm import ShmConnector, ShmReceiver, ShmSender
+from stretto.transport.shm import ShmConnector
+from stretto.transport.slots import SlotReceiver, SlotSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 pytestmark = [
@@ -48,7 +49,7 @@ def cuda() -> torch.device:
 
 
 @pytest.fixture
-def ends(cuda: torch.device) -> Iterator[tuple[ShmSender, ShmReceiver]]:
+def ends(cuda: torch.device) -> Iterator[tuple[SlotSender, SlotReceiver]]:
     options = LinkOptions(slots=4, slot_bytes=1 << 20, secret=bytes(SECRET_BYTES))
     receiver = ShmConnector().listen("a-b", options)
     sender = ShmConnector().connect(receiver.endpoint, options)
@@ -65,7 +66,7 @@ def device_rows(rows: torch.Tensor, seq: int = 0) -> Chunk:
     return wire.chunk(R, Span(seq, seq + 1), Mark.MORE, {"x": rows}, seq=seq, event=event)
 
 
-def taken(receiver: ShmReceiver) -> torch.Tensor:
+def taken(receiver: SlotReceiver) -> torch.Tensor:
     chunk = receiver.take(PATIENCE_S)
     assert chunk is not None
     rows = chunk.tensors["x"].clone()
@@ -74,7 +75,7 @@ def taken(receiver: ShmReceiver) -> torch.Tensor:
 
 
 def test_a_copy_to_a_slot_runs_behind_its_step(
-    cuda: torch.device, ends: tuple[ShmSender, ShmReceiver]
+    cuda: torch.device, ends: tuple[SlotSender, SlotReceiver]
 ) -> None:
     sender, receiver = ends
     rows = torch.zeros(8, 16, dtype=torch.int32, device=cuda)
@@ -97,7 +98,7 @@ def test_a_copy_to_a_slot_runs_behind_its_step(
 
 
 def test_a_source_lives_until_it_is_copied(
-    cuda: torch.device, ends: tuple[ShmSender, ShmReceiver]
+    cuda: torch.device, ends: tuple[SlotSender, SlotReceiver]
 ) -> None:
     sender, receiver = ends
     for value in range(20):

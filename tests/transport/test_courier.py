@@ -26,8 +26,8 @@ from stretto.transport.contract import (
 )
 from stretto.transport.courier import CourierBug, Incoming, Outgoing
 from stretto.transport.handoff import AutoResetEvent
-from stretto.transport.notesocket import NoteSocket, shut_down
-from stretto.transport.shm import ShmConnector, ShmReceiver, ShmSender, ShmSendTransport
+from stretto.transport.shm import ShmConnector, ShmReceiveTransport, ShmSendTransport
+from stretto.transport.slots import SlotReceiver, SlotSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 from tests.contract.links import eventually
 
@@ -81,7 +81,7 @@ def no_thread_left() -> Iterator[None]:
     assert [t.name for t in threading.enumerate() if t.name.startswith("stretto-")] == []
 
 
-def ends(slots: int = 4) -> tuple[ShmSender, ShmReceiver]:
+def ends(slots: int = 4) -> tuple[SlotSender, SlotReceiver]:
     options = LinkOptions(slots=slots, slot_bytes=1 << 16, secret=bytes(SECRET_BYTES))
     receiver = ShmConnector().listen("a-b", options)
     return ShmConnector().connect(receiver.endpoint, options), receiver
@@ -91,15 +91,16 @@ def uploads() -> HostToDevice:
     return HostToDevice(torch.device("cpu"))
 
 
-def hang_up(socket: NoteSocket | None) -> None:
+def hang_up(end: SlotSender | SlotReceiver) -> None:
     """End the connection as the kernel does for a process that died: without a CLOSE note."""
-    assert socket is not None
-    shut_down(socket._sock)
+    assert isinstance(end.transport, ShmSendTransport | ShmReceiveTransport)
+    assert end.transport.socket is not None
+    end.transport.socket.hang_up()
 
 
 def started(
     slots: int = 4, capacity: int = 64, kept: int = 64
-) -> tuple[Outgoing, Incoming, Loop, ShmSender, ShmReceiver]:
+) -> tuple[Outgoing, Incoming, Loop, SlotSender, SlotReceiver]:
     """Both couriers of a link. `kept` chunks may wait for the receiving loop."""
     sender, receiver = ends(slots)
     assert receiver.take(0.0) is None  # accepts the sender
@@ -239,7 +240,7 @@ def test_a_request_that_is_over() -> None:
 def test_a_peer_dies(victim: str) -> None:
     out, into, loop, sender, receiver = started()
     if victim == "receiver":
-        hang_up(receiver._shm.socket)
+        hang_up(receiver)
         (fault,) = faults(out, loop)
         loop.until(lambda: out.ended)
         lost, lease = numbered()
@@ -247,8 +248,7 @@ def test_a_peer_dies(victim: str) -> None:
         assert lease.released == 0, "it is still the caller's"
         assert out.metrics.errors == {"PeerDead": 1}
     else:
-        assert isinstance(sender._transport, ShmSendTransport)
-        hang_up(sender._transport._socket)
+        hang_up(sender)
         (fault,) = faults(into, loop)
         loop.until(lambda: into.ended)
         assert into.metrics.errors == {"PeerDead": 1}
@@ -269,7 +269,7 @@ def test_a_death_names_all_who_had_something_on_its_way() -> None:
     for chunk, _ in chunks:
         assert out.offer(chunk)
     assert receiver.take(0.0) is None
-    hang_up(receiver._shm.socket)
+    hang_up(receiver)
     out.start()
     loop.until(lambda: out.ended)
     out.close()
