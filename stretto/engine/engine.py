@@ -29,7 +29,7 @@ from stretto.embedded import is_random
 from stretto.engine.announce import Ask, Names, announce, fitted, seed_of
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress
 from stretto.engine.gpu_sharing import Cards
-from stretto.engine.host_handle import Launcher
+from stretto.engine.host_handle import Launcher, StagesLost
 from stretto.engine.media_data import supply
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.protocol import Message, Modality
@@ -93,11 +93,11 @@ class PipelineEngine:
         self._launcher = launcher
         self._pipelines = [
             Pipeline(
-                f"p{i}", str(model), m.pipeline, config.replica(i), self._message, self._loss,
-                self._trace, launcher, shared,
+                f"p{i}", str(model), m.pipeline, config.replica(i), self._trace, launcher, shared
             )
             for i in range(config.num_pipelines)
-        ]  # fmt: skip
+        ]
+        self._readers: list[asyncio.Task[None]] = []  # of the pipelines' reports
         # requests, those included whose prompt is being built and that have no ticket yet
         self._accepted = 0
         self._tickets: dict[RequestId, Ticket] = {}
@@ -139,6 +139,7 @@ class PipelineEngine:
         try:
             if self._launcher is None:
                 check_cards(self.config, self.model.pipeline.names, len(cards()))
+            self._readers = [asyncio.create_task(self._read(p)) for p in self._pipelines]
             await asyncio.gather(self.prompts.start(), *(p.start() for p in self._pipelines))
         except StrettoError as e:
             self._error = str(e)
@@ -379,9 +380,21 @@ class PipelineEngine:
             time.monotonic() - t.arrived,
         )
 
-    # -- what the hosts say
+    # -- what the hosts report
 
-    def _message(self, message: FromHost, blob: bytes) -> None:
+    async def _read(self, pipeline: Pipeline) -> None:
+        """Apply what the hosts of a pipeline report to the requests there. The one place at which
+        it reaches them."""
+        async for report in pipeline.reports():
+            if isinstance(report, StagesLost):
+                self._fail(pipeline, report)
+                continue
+            try:
+                self._apply(report.message, report.blob)
+            except Exception as e:  # noqa: BLE001  a bad message ends its host, not the reader
+                report.host.reject(e)
+
+    def _apply(self, message: FromHost, blob: bytes) -> None:
         t = self._tickets.get(message.request)  # type: ignore[union-attr]
         if t is None or t.over or t.failed:
             return  # it ended here, and this was on its way
@@ -407,12 +420,12 @@ class PipelineEngine:
             case Failed():
                 t.fail(_error(message))
             case _:
-                raise errors.Bug(f"the orchestrator was sent {type(message).__name__}")
+                raise errors.Bug(f"the engine was sent {type(message).__name__}")
 
-    def _loss(self, pipeline: Pipeline, stages: frozenset[str], error: StrettoError) -> None:
+    def _fail(self, pipeline: Pipeline, lost: StagesLost) -> None:
         for t in list(self._tickets.values()):
-            if t.pipeline is pipeline and not t.over and stages & t.unfinished:
-                t.fail(error)
+            if t.pipeline is pipeline and not t.over and lost.stages & t.unfinished:
+                t.fail(lost.error)
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
@@ -429,6 +442,9 @@ class PipelineEngine:
         for t in list(self._tickets.values()):
             t.events.put_nowait(errors.Gone("the engine was closed"))
         await asyncio.gather(self.prompts.close(), *(p.close() for p in self._pipelines))
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
         if self._trace is not None:
             self._trace.close()
 

@@ -1,21 +1,27 @@
-"""A host as the orchestrator sees it, wherever it runs: spoken to, listened to, watched. Asyncio;
+"""A host as the engine sees it, wherever it runs: written to, listened to, watched. Asyncio;
 imports no torch.
 
-How a host is started and how bytes get to it is for others: `process.py` (a child on this machine)
-and `remote.py` (another machine). A `Launcher` makes one or the other."""
+What a host sends is put on its pipeline's queue of reports, which the engine reads (see
+`pipeline.py`); so is its death. How a host is started and how bytes get to it is for others:
+`local_host.py` (a child on this machine) and `remote_host.py` (another machine). A `Launcher` makes
+one or the other."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from stretto.errors import StageDead, StrettoError
+from stretto.errors import StageDead, StrettoError, WireError
 from stretto.messages.hosts import Ping, Stats
 from stretto.messages.requests import PREFIX, FromHost, ToHost, decode_from_host, encode, lengths
 from stretto.preprocess.packed_prompt import Bytes
+
+log = logging.getLogger(__name__)
 
 HostState = Literal["starting", "ready", "dead"]
 ENDED = "it ended"
@@ -26,25 +32,54 @@ class Unusable(StageDead):
     """A host that will not work however often it is started: of another version, say."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostMessage:
+    """A message from a host, with the bytes that came behind it."""
+
+    host: HostHandle
+    message: FromHost
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostDied:
+    """The last report of a host: nothing of it follows."""
+
+    host: HostHandle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagesLost:
+    """Stages of a pipeline that requests can no longer reach, and why."""
+
+    stages: frozenset[str]
+    error: StrettoError
+
+
+HostReports = asyncio.Queue[HostMessage | HostDied]
+"""Of all hosts of a pipeline, in the order in which they came."""
+
+
 class HostHandle(ABC):
-    """`on_message` is called for each message, `on_death` once, when the host or its channel is
-    gone."""
+    """`reports`: where its messages go, and a `HostDied`, once, when the host or its channel is
+    gone. `number`: its place in the pipeline's placement."""
 
     def __init__(
-        self, name: str, on_message: OnMessage, on_death: OnDeath, device: str = "cpu"
+        self, name: str, reports: HostReports, number: int = 0, device: str = "cpu"
     ) -> None:
-        # as the host itself calls it
         self.name = name
+        self.number = number
+        # as the host itself calls it
         self.device = device
         self.address = LOOPBACK  # at which other hosts reach it
         self.state: HostState = "starting"
-        self.reason = ENDED  # why it died, as far as we were told
-        self.stats: Mapping[str, float] = {}  # as it said last
-        # when it was asked for a sign of life, if none has come since
-        self.asked: float | None = None
-        self._on_message = on_message
-        self._on_death = on_death
-        self._heard = bytearray()  # of a message that is not complete yet
+        self.reason = ENDED  # why it died, as far as that is known
+        self.malformed = False  # it sent what cannot be applied; the rest is ignored
+        self.stats: Stats | None = None  # the latest
+        # when it was pinged, if it has sent nothing since
+        self.unanswered_since: float | None = None
+        self._reports = reports
+        self._incomplete = bytearray()  # the beginning of a message whose rest has not come yet
         self._writable = asyncio.Event()  # the channel takes more without growing its buffer
         self._writable.set()
 
@@ -56,7 +91,7 @@ class HostHandle(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Until it can be written to. `OSError`: it could not be started, which may be tried
+        """Returns when it can be written to. `OSError`: it could not be started, which may be tried
         again."""
 
     @abstractmethod
@@ -74,13 +109,12 @@ class HostHandle(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Of the channel, what is still open."""
+        """Close what is still open of the channel."""
 
     # -- what every host has
 
     async def writable(self) -> None:
-        """Until what was sent has left, all but a little. A host that dies frees whoever waits for
-        it."""
+        """Waits until the write buffer is below its low-water mark, or the host is dead."""
         await self._writable.wait()
 
     def pause(self, on: bool) -> None:
@@ -90,7 +124,7 @@ class HostHandle(ABC):
             self._writable.set()
 
     def send(self, message: ToHost, blob: Bytes = b"") -> None:
-        """Queue a message. A dead host swallows it: its death is told by `on_death`, once."""
+        """Queue a message. One to a dead host is dropped: its death is a report of its own."""
         if self.state == "dead":
             return
         self._write(encode(message, blob))
@@ -102,54 +136,63 @@ class HostHandle(ABC):
         """Its monotonic clock less ours."""
         return 0.0
 
-    def told(self, stats: Stats) -> None:  # noqa: B027 - a child of ours has our clock: nothing to learn
+    def note_stats(self, stats: Stats) -> None:
         """It has answered a ping."""
+        self.stats = stats
 
     def ping(self, number: int) -> None:
         self.send(Ping(number))
-        if self.asked is None:
-            self.asked = time.monotonic()
+        if self.unanswered_since is None:
+            self.unanswered_since = time.monotonic()
 
-    def end_if_silent(self, seconds: float) -> None:
+    def kill_if_silent(self, seconds: float) -> None:
         """Kill it if it has not answered a ping for `seconds`: it hangs, or was stopped."""
         if (
             self.state == "ready"
-            and self.asked is not None
-            and time.monotonic() - self.asked > seconds
+            and self.unanswered_since is not None
+            and time.monotonic() - self.unanswered_since > seconds
         ):
             self.reason = f"it stalled: no answer for {seconds:g} s"
             self.kill()
 
-    def take(self, data: Bytes) -> None:
-        """Bytes from the host: as many messages as they complete."""
+    def receive(self, data: Bytes) -> None:
+        """Take bytes from the host, and report the messages that they complete. Called by its
+        channel."""
         if self.state == "dead":
             return
-        self._heard += data
-        at, size = 0, len(self._heard)
+        self._incomplete += data
+        at, size = 0, len(self._incomplete)
         try:
-            with memoryview(self._heard) as heard:
+            with memoryview(self._incomplete) as view:
                 while size - at >= PREFIX.size:
-                    header, blob = lengths(heard[at : at + PREFIX.size])
+                    header, blob = lengths(view[at : at + PREFIX.size])
                     middle = at + PREFIX.size + header
-                    if middle + blob > size:
+                    end = middle + blob
+                    if end > size:
                         break
-                    self.asked = None
-                    message = decode_from_host(heard[at + PREFIX.size : middle])
-                    self._on_message(self, message, bytes(heard[middle : middle + blob]))
-                    at = middle + blob
-        except (
-            StrettoError,
-            LookupError,
-            ValueError,
-        ) as e:  # nonsense: no frame, or a message that fits nothing here
-            self.reason = f"it cannot be understood: {e}"
-            self.lost()
+                    message = decode_from_host(view[at + PREFIX.size : middle])
+                    self.unanswered_since = None
+                    if isinstance(message, Stats):
+                        self.note_stats(message)
+                    self._reports.put_nowait(HostMessage(self, message, bytes(view[middle:end])))
+                    at = end
+        except WireError as e:
+            self.reject(e)
         else:
-            del self._heard[:at]
+            del self._incomplete[:at]
 
-    def lost(self, reason: str | None = None) -> None:
-        """The channel is gone, and so is the host, whatever its process still does. What it said
-        itself of its end is the better reason."""
+    def reject(self, error: Exception) -> None:
+        """It sent no message, or one that cannot be applied: it is dead, and what it has sent since
+        is ignored."""
+        if not isinstance(error, StrettoError | LookupError | ValueError):
+            log.error("host %s: a message cannot be applied", self.name, exc_info=error)
+        self.malformed = True
+        self.reason = f"it cannot be understood: {error}"
+        self.mark_dead()
+
+    def mark_dead(self, reason: str | None = None) -> None:
+        """The channel is gone, and so is the host, whatever its process still does. A reason that
+        the host gave itself goes before `reason`."""
         if self.state != "dead":
             self.state = "dead"
             if reason is not None and self.reason == ENDED:
@@ -157,22 +200,59 @@ class HostHandle(ABC):
             self._writable.set()
             self.kill()
             self._close()
-            self._on_death(self)
+            self._reports.put_nowait(HostDied(self))
 
-    async def buried(self) -> None:  # noqa: B027 - most are told why with the end
+    async def wait_exit(self) -> None:  # noqa: B027 - most are told why with the end
         """Wait until `reason` says how it ended, as far as that can be known."""
 
-    def death(self) -> StageDead:
+    def exit_error(self) -> StageDead:
         return StageDead(f"host {self.name} died: {self.reason}")
-
-
-OnMessage = Callable[[HostHandle, FromHost, bytes], None]
-OnDeath = Callable[[HostHandle], None]
 
 
 class Launcher(Protocol):
     """Where the hosts of an engine come from."""
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
+    def host(self, name: str, number: int, device: str, reports: HostReports) -> HostHandle:
         """A host that has not been started, for a device as the settings name it."""
         ...
+
+
+class StateChanges:
+    """Lets tasks wait until hosts and links are in some state. One for a pipeline; whoever changes
+    a state calls `notify`."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.failure: str | None = None  # why the pipeline will not come up at all
+        self._name = name
+        self._timeout_s = timeout_s
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+        self.notify()
+
+    async def wait(self, predicate: Callable[[], bool]) -> None:
+        """`StageDead`: it takes too long, or never will be."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while self.failure is None and not predicate():
+                    await self._next()
+        except TimeoutError:
+            raise StageDead(
+                f"pipeline {self._name} did not come up in {self._timeout_s:.0f} s"
+            ) from None
+        if self.failure is not None:
+            raise StageDead(self.failure)
+
+    async def _next(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.host_handle import HostHandle
+from stretto.engine.host_handle import HostHandle, StagesLost, StateChanges
 from stretto.errors import StageDead, WireError
 from stretto.family import LinkSpec
 from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening, Unlink
@@ -30,24 +30,19 @@ class LinkSetup:
         self,
         specs: Sequence[LinkSpec],
         config: EngineConfig,
-        host_of: Callable[[str], HostHandle],
-        wait: Callable[[Callable[[], bool]], Awaitable[None]],
-        notify: Callable[[], None],
-        on_down: Callable[[str, StageDead], None],
+        hosts: Mapping[str, HostHandle],
+        changes: StateChanges,
     ) -> None:
-        """`specs` of the links between hosts, in data-flow order; `host_of` a stage. `wait` until
-        something holds, looked at whenever `notify` is called. `on_down` is told which stage a
-        broken link fed."""
+        """`specs` of the links between hosts, in data-flow order; `hosts` by stage, those that run
+        now."""
         self.between = {k.name: k for k in specs}
         self.up: dict[str, bool] = dict.fromkeys(self.between, False)
         self.generations: dict[str, int] = dict.fromkeys(
             self.between, 0
         )  # of the latest try to make each
         self._config = config
-        self._host_of = host_of
-        self._wait = wait
-        self._notify = notify
-        self._on_down = on_down
+        self._hosts = hosts
+        self._changes = changes
         self._secrets: dict[
             str, bytes
         ] = {}  # by which its two ends know each other; of the latest try too
@@ -63,17 +58,18 @@ class LinkSetup:
             self.up[link.name] = False
         return {link.receiver for link in touched if link.sender in stages}
 
-    def heard(self, message: Listening | Linked | LinkDown) -> None:
+    def apply(self, message: Listening | Linked | LinkDown) -> StagesLost | None:
+        """A host's report of its end of a link. Returns the stage that a broken link fed."""
         link = message.link
         if link not in self.between:
             raise WireError(f"it speaks of a link {link!r}")
         if message.generation != self.generations[link]:
             # both ends tell of a link's end, one of them maybe late: its successor has nothing to
             # do with it
-            return
+            return None
         match message:
             case Listening(generation=generation, endpoint=endpoint):
-                sender = self._host_of(self.between[link].sender)
+                sender = self._hosts[self.between[link].sender]
                 secret, details = self._secrets[link], self._details(sender)
                 kind = self._config.connector
                 sender.send(
@@ -82,9 +78,10 @@ class LinkSetup:
             case Linked():
                 if link == self._making:
                     self.up[link] = True
-                    self._notify()
+                    self._changes.notify()
             case LinkDown(message=text):
-                self._down(link, text)
+                return self._down(link, text)
+        return None
 
     async def join(self) -> None:
         """Make the links that are down and whose hosts are up, the last first, so that a stage has
@@ -113,15 +110,15 @@ class LinkSetup:
         self._making = name
         self._refused = None
         for stage in (link.sender, link.receiver):
-            self._host_of(stage).send(Unlink(name))
+            self._hosts[stage].send(Unlink(name))
         secret = self._secrets[name] = secrets.token_bytes(SECRET_BYTES)
-        receiver = self._host_of(link.receiver)
+        receiver = self._hosts[link.receiver]
         generation, details = self.generations[name], self._details(receiver)
         receiver.send(
             Listen(name, self._config.connector, generation, secret, receiver.address, details)
         )
         try:
-            await self._wait(
+            await self._changes.wait(
                 lambda: self.up[name] or self._refused is not None or not self._hosts_up(link)
             )
         finally:
@@ -134,12 +131,14 @@ class LinkSetup:
         return {**self._config.link_details, "advertise": host.address}
 
     def _hosts_up(self, link: LinkSpec) -> bool:
-        return all(self._host_of(s).state == "ready" for s in (link.sender, link.receiver))
+        return all(self._hosts[s].state == "ready" for s in (link.sender, link.receiver))
 
-    def _down(self, link: str, text: str) -> None:
+    def _down(self, link: str, text: str) -> StagesLost | None:
         if self.up[link]:
             self.up[link] = False
-            self._on_down(self.between[link].receiver, StageDead(f"link {link} is down: {text}"))
-        elif link == self._making:  # else it is known already
+            receiver = self.between[link].receiver
+            return StagesLost(frozenset({receiver}), StageDead(f"link {link} is down: {text}"))
+        if link == self._making:  # else it is known already
             self._refused = text
-            self._notify()
+            self._changes.notify()
+        return None

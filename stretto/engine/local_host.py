@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 
 from stretto._process import HOST_ENVIRONMENT, end_of, seen_end, start_apart
 from stretto.config.devices import shown
-from stretto.engine.host_handle import ENDED, HostHandle, OnDeath, OnMessage
+from stretto.engine.host_handle import ENDED, HostHandle, HostReports
 from stretto.hardware import cards
 from stretto.messages.hosts import Quit
 from stretto.preprocess.packed_prompt import Bytes
@@ -26,12 +26,12 @@ class HostProcess(HostHandle):
     def __init__(
         self,
         name: str,
-        on_message: OnMessage,
-        on_death: OnDeath,
+        reports: HostReports,
+        number: int = 0,
         device: str = "cpu",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(name, on_message, on_death, device)
+        super().__init__(name, reports, number, device)
         self._environment = environment or {}
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
@@ -57,7 +57,9 @@ class HostProcess(HostHandle):
             )
             theirs.close()
             loop = asyncio.get_running_loop()
-            self._transport, _ = await loop.create_connection(lambda: _Ear(self), sock=ours)
+            self._transport, _ = await loop.create_connection(
+                lambda: _HostProtocol(self), sock=ours
+            )
             ends.pop_all()  # the transport has it now
 
     async def stop(self, timeout: float = 5.0) -> None:
@@ -88,12 +90,12 @@ class HostProcess(HostHandle):
         if self._transport is not None:
             self._transport.close()  # else its descriptor would stay until this object is collected
 
-    def lost(self, reason: str | None = None) -> None:
+    def mark_dead(self, reason: str | None = None) -> None:
         if self.state != "dead" and self._process is not None and self.reason == ENDED:
             self.reason = seen_end(self._process.pid) or ENDED
-        super().lost(reason)
+        super().mark_dead(reason)
 
-    async def buried(self) -> None:
+    async def wait_exit(self) -> None:
         """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang
         in a driver."""
         if self._process is not None and self.reason == ENDED:
@@ -101,7 +103,7 @@ class HostProcess(HostHandle):
                 self.reason = end_of(await asyncio.wait_for(self._process.wait(), EXIT_S)) or ENDED
 
 
-class _Ear(asyncio.Protocol):
+class _HostProtocol(asyncio.Protocol):
     """What the event loop calls. Plain callbacks: a stream's reader wakes a task for every few
     bytes, and a host says a few thousand things a second."""
 
@@ -109,7 +111,7 @@ class _Ear(asyncio.Protocol):
         self.host = host
 
     def data_received(self, data: bytes) -> None:
-        self.host.take(data)
+        self.host.receive(data)
 
     def pause_writing(self) -> None:
         self.host.pause(True)
@@ -118,7 +120,7 @@ class _Ear(asyncio.Protocol):
         self.host.pause(False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.host.lost()
+        self.host.mark_dead()
 
 
 class LocalLauncher:
@@ -127,5 +129,6 @@ class LocalLauncher:
     def __init__(self, found: Sequence[str] | None = None) -> None:
         self._cards = cards() if found is None else found
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
-        return HostProcess(name, on_message, on_death, *shown(device, self._cards))
+    def host(self, name: str, number: int, device: str, reports: HostReports) -> HostHandle:
+        device_name, environment = shown(device, self._cards)
+        return HostProcess(name, reports, number, device_name, environment)

@@ -1,21 +1,22 @@
 """One pipeline, as the engine uses it for requests: is it ready, what goes to which of its hosts,
-and what they say. How its hosts and the links between them are started and kept up:
+and what they report. How its hosts and the links between them are started and kept up:
 `supervisor.py`. Asyncio; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
 from stretto.config.engine import EngineConfig
 from stretto.engine.gpu_sharing import Cards
-from stretto.engine.host_handle import HostHandle, Launcher
+from stretto.engine.host_handle import HostDied, HostHandle, HostMessage, Launcher, StagesLost
 from stretto.engine.supervisor import Supervisor
-from stretto.errors import StrettoError, WireError
+from stretto.errors import WireError
 from stretto.family import PipelineSpec
 from stretto.messages.hosts import Broken, LinkDown, Linked, Listening, Loading, Ready, Stats
-from stretto.messages.requests import Ended, Features, FromHost, ToHost
+from stretto.messages.requests import Ended, Features, ToHost
 from stretto.observe.descriptors import OPEN_FILES
 from stretto.observe.recorder import labelled
 from stretto.observe.trace import TraceWriter
@@ -33,30 +34,23 @@ class Pipeline:
         model: str,
         spec: PipelineSpec,
         config: EngineConfig,
-        on_message: Callable[[FromHost, bytes], None],
-        on_loss: Callable[[Pipeline, frozenset[str], StrettoError], None],
         trace: TraceWriter | None = None,
         launcher: Launcher | None = None,
         cards: Cards | None = None,
     ) -> None:
-        """`on_message` is told what hosts say of requests, `on_loss` which stages can no longer be
-        reached, and why; `trace` is given what hosts did when. `launcher` and `cards`: see
-        `Supervisor`."""
+        """`trace` is given what hosts did when. `launcher` and `cards`: see `Supervisor`."""
         self.name = name
         self.spec = spec
         self.config = config
         self.trace = trace
-        self._on_message = on_message
-
-        def lost(stages: frozenset[str], error: StrettoError) -> None:
-            on_loss(self, stages, error)
-
+        self._reports: asyncio.Queue[HostMessage | HostDied] = asyncio.Queue()
         self.supervisor = Supervisor(
-            name, model, spec, config, self._message, lost, trace is not None, launcher, cards
+            name, model, spec, config, self._reports, trace is not None, launcher, cards
         )
         self.active = 0  # requests, counted by the engine
 
     async def start(self) -> None:
+        """Start its hosts and wait until they are ready. `reports` must be read meanwhile."""
         await self.supervisor.start()
 
     async def close(self) -> None:
@@ -65,7 +59,7 @@ class Pipeline:
     def ready(self, stages: Sequence[str]) -> bool:
         """Can it take a request now that needs these stages?"""
         up = self.supervisor
-        if not up.hosts or any(up.host_of(s).state != "ready" for s in stages):
+        if not up.hosts or any(up.host_of[s].state != "ready" for s in stages):
             return False
         return all(up.links.up.get(link.name, True) for link in self.spec.links_of(stages))
 
@@ -91,39 +85,61 @@ class Pipeline:
         """Which hosts hold one of the stages."""
         return sorted({self.supervisor.index[s] for s in stages})
 
-    def _message(self, host: HostHandle, message: FromHost, blob: bytes) -> None:
-        match message:
-            case Loading() | Ready() | Broken() | Listening() | Linked() | LinkDown():
-                self.supervisor.heard(host, message)
-            case Stats():
-                self._note(host, message)
+    # -- what its hosts report
+
+    async def reports(self) -> AsyncIterator[HostMessage | StagesLost]:
+        """What its hosts report of requests, and which stages are lost, in the order in which it
+        came. One task of the engine reads this for as long as the pipeline is up, since what hosts
+        report of themselves is applied on the way. Several reports that have arrived are read in
+        one turn of the event loop."""
+        while True:
+            report = await self._reports.get()
+            try:
+                passed_on = self._apply(report)
+            except Exception as e:  # noqa: BLE001  a bad message ends its host, not the reader
+                report.host.reject(e)
+            else:
+                if passed_on is not None:
+                    yield passed_on
+
+    def _apply(self, report: HostMessage | HostDied) -> HostMessage | StagesLost | None:
+        """Apply a report to the hosts' and links' state, unless it is about a request."""
+        host = report.host
+        if isinstance(report, HostDied):
+            return self.supervisor.apply_death(host)
+        if host.malformed:
+            return None
+        match report.message:
+            case Loading() | Ready() | Broken() | Listening() | Linked() | LinkDown() as message:
+                return self.supervisor.apply(host, message)
+            case Stats() as stats:
+                self._trace(host, stats)
+                self.supervisor.changes.notify()
+                return None
             case Ended(stage=stage) if stage not in self.supervisor.index:
                 raise WireError(f"it speaks of a stage {stage!r}")
-            case Ended():
-                self._on_message(by_our_clock(message, host.offset), blob)
-            case _:
-                self._on_message(message, blob)
+            case Ended() as ended if host.offset:
+                return HostMessage(host, by_our_clock(ended, host.offset), report.blob)
+        return report
 
-    def _note(self, host: HostHandle, stats: Stats) -> None:
-        host.stats = stats.values
-        host.told(stats)
-        if self.trace is not None and stats.spans:
-            ahead = int(1e9 * host.offset)
-            self.trace.write(
-                host.name, [(lane, name, a - ahead, b - ahead) for lane, name, a, b in stats.spans]
-            )
-        if not self.supervisor.started:
-            self.supervisor.notify()
+    def _trace(self, host: HostHandle, stats: Stats) -> None:
+        if self.trace is None or not stats.spans:
+            return
+        offset_ns = int(1e9 * host.offset)
+        self.trace.write(
+            host.name,
+            [(lane, name, a - offset_ns, b - offset_ns) for lane, name, a, b in stats.spans],
+        )
 
-    # -- what it says of itself
+    # -- its state
 
     def ping(self, number: int) -> None:
         for host in self.supervisor.hosts:
             host.ping(number)
 
-    def end_silent(self, seconds: float) -> None:
+    def kill_silent(self, seconds: float) -> None:
         for host in self.supervisor.hosts:
-            host.end_if_silent(seconds)
+            host.kill_if_silent(seconds)
 
     def metrics(self) -> dict[str, float]:
         """What its hosts said last of themselves, and the plan. Stages and links are told apart by
@@ -137,9 +153,9 @@ class Pipeline:
         for place, restarts in zip(up.places, up.restarts, strict=True):
             values[f'stretto_host_restarts_total{{host="{place.name}"}}'] = float(restarts)
         for place, host in zip(up.places, up.hosts, strict=False):  # none yet, before the start
-            if host.state != "dead":
+            if host.state != "dead" and host.stats is not None:
                 several = len(up.hosts) > 1
-                for name, value in host.stats.items():
+                for name, value in host.stats.values.items():
                     if name == OPEN_FILES:
                         values[labelled(name, process=f"host {place.name}")] = value
                     else:

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from stretto.engine.clock import ClockOffset
-from stretto.engine.host_handle import HostHandle, OnDeath, OnMessage, Unusable
+from stretto.engine.host_handle import HostHandle, HostReports, Unusable
 from stretto.engine.invitation import (
     DATA,
     ENDED,
@@ -82,18 +82,16 @@ class RemoteHost(HostHandle):
     def __init__(
         self,
         name: str,
-        on_message: OnMessage,
-        on_death: OnDeath,
+        reports: HostReports,
+        number: int,
         device: str,
         starter: Starter,
-        number: int,
         secret: bytes,
         address: str,
     ) -> None:
-        super().__init__(name, on_message, on_death, device)
+        super().__init__(name, reports, number, device)
         self.clock = ClockOffset()
         self._starter = starter
-        self._number = number
         self._secret = secret
         self._ours = address
         self._agent: Started | None = None
@@ -117,7 +115,7 @@ class RemoteHost(HostHandle):
         self._wire = wire = _Wire(self, nonce, self._secret, self._ours)
         invitation = wire.invitation
         try:
-            self._agent = await self._starter.start(invitation, self._number)
+            self._agent = await self._starter.start(invitation, self.number)
             self._agent.on_end(self._agent_ended)
             hello = await asyncio.wait_for(asyncio.shield(self._hello), START_S)
             hello.check_version()
@@ -141,7 +139,8 @@ class RemoteHost(HostHandle):
             while len(self._asked_at) > PINGS:
                 self._asked_at.pop(next(iter(self._asked_at)))
 
-    def told(self, stats: Stats) -> None:
+    def note_stats(self, stats: Stats) -> None:
+        super().note_stats(stats)
         sent = self._asked_at.pop(stats.number, None)
         if sent is not None:
             self.clock.add(sent, time.monotonic(), stats.clock)
@@ -183,7 +182,7 @@ class RemoteHost(HostHandle):
 
     def ended(self, reason: str) -> None:
         self._over.set()
-        self.lost(reason)
+        self.mark_dead(reason)
 
     def _agent_ended(self, reason: StageDead) -> None:
         if not self._hello.done():  # it never got through: whoever starts it is told
@@ -307,7 +306,7 @@ class _Wire:
         elif who.bytes == self._peer:
             kind = frames[0].bytes
             if kind == DATA:
-                self._host.take(frames[1].buffer)
+                self._host.receive(frames[1].buffer)
             elif kind == ENDED:
                 self._host.ended(frames[1].bytes[:200].decode(errors="replace"))
 
@@ -372,8 +371,5 @@ class RemoteLauncher:
         self._secret = secret
         self._address = address
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
-        number = int(name.rpartition(".")[2])
-        return RemoteHost(
-            name, on_message, on_death, device, self._starter, number, self._secret, self._address
-        )
+    def host(self, name: str, number: int, device: str, reports: HostReports) -> HostHandle:
+        return RemoteHost(name, reports, number, device, self._starter, self._secret, self._address)

@@ -42,7 +42,7 @@ class Watch:
                 self.look(t)
             looks += 1
             for p in self._pipelines:
-                p.end_silent(self._config.stall_s)
+                p.kill_silent(self._config.stall_s)
                 if looks % PING_EVERY == 0:
                     p.ping(looks)
 

@@ -11,16 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
 from stretto.config.engine import EngineConfig, places
 from stretto.engine.gpu_sharing import Cards
-from stretto.engine.host_handle import HostHandle, Launcher, OnMessage, Unusable
+from stretto.engine.host_handle import (
+    HostHandle,
+    HostReports,
+    Launcher,
+    StagesLost,
+    StateChanges,
+    Unusable,
+)
 from stretto.engine.link_setup import LinkSetup
 from stretto.engine.local_host import LocalLauncher
-from stretto.errors import StageDead, StrettoError, WireError
+from stretto.errors import StageDead, WireError
 from stretto.family import PipelineSpec
 from stretto.messages.hosts import Broken, Configure, LinkDown, Linked, Listening, Loading, Ready
 
@@ -39,39 +46,34 @@ class Supervisor:
         model: str,
         spec: PipelineSpec,
         config: EngineConfig,
-        on_message: OnMessage,
-        on_loss: Callable[[frozenset[str], StrettoError], None],
+        reports: HostReports,
         traced: bool,
         launcher: Launcher | None,
         cards: Cards | None,
     ) -> None:
-        """`on_loss` is told which stages can no longer be reached, and why. `launcher` makes the
-        hosts (default: children of this process); `cards` are those that other pipelines use
-        too."""
+        """`reports`: where its hosts put theirs. `launcher` makes the hosts (default: children of
+        this process); `cards` are those that other pipelines use too."""
         self.name = name
         self.model = model
         self.spec = spec
         self.config = config
         self.places = places(config.placement, spec.names)
         self.hosts: list[HostHandle] = []
+        self.host_of: dict[str, HostHandle] = {}  # by stage, those of `hosts`
         self.index: dict[str, int] = {
             s: i for i, host in enumerate(self.places) for s in host.stages
         }
         self.memory: dict[str, int] = {}  # bytes by stage, as planned by its host
         self.progress: dict[str, str] = dict.fromkeys(spec.names, "starting")
-        self.broken: str | None = None  # why it will not come up at all
         self.restarts = [0] * len(self.places)  # hosts that came back
         self.started = False
         # Within one host, payloads are handed over.
         between = [k for k in spec.links if self.index[k.sender] != self.index[k.receiver]]
-        self.links = LinkSetup(
-            between, config, self.host_of, self.wait, self.notify, self._link_down
-        )
+        self.changes = StateChanges(name, config.start_timeout_s)
+        self.links = LinkSetup(between, config, self.host_of, self.changes)
         self.launcher = launcher or LocalLauncher()
-        self._on_message = on_message
-        self._on_loss = on_loss
+        self._reports = reports
         self._traced = traced
-        self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = [0] * len(self.places)
         self._loss_at: dict[int, float] = {}  # when a host died that is not back yet
@@ -83,10 +85,10 @@ class Supervisor:
         self._closing = False
 
     async def start(self) -> None:
-        self.hosts = [self.make_host(i) for i in range(len(self.places))]
+        self.make_hosts()
         await asyncio.gather(*(self._launch(h, i) for i, h in enumerate(self.hosts)))
         while not all(self.links.up.values()) or any(h.state != "ready" for h in self.hosts):
-            await self.wait(lambda: all(h.state == "ready" for h in self.hosts))
+            await self.changes.wait(lambda: all(h.state == "ready" for h in self.hosts))
             await self.links.join()  # again, if a host died between its start and its links
         await self._ask_numbers()
         self.started = True
@@ -96,7 +98,9 @@ class Supervisor:
         them."""
         for host in self.hosts:
             host.ping(0)
-        await self.wait(lambda: all(h.stats or h.state != "ready" for h in self.hosts))
+        await self.changes.wait(
+            lambda: all(h.stats is not None or h.state != "ready" for h in self.hosts)
+        )
 
     async def close(self) -> None:
         self._closing = True
@@ -105,20 +109,18 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(h.stop() for h in self.hosts))
 
-    def host_of(self, stage: str) -> HostHandle:
-        return self.hosts[self.index[stage]]
-
     @property
     def trouble(self) -> str | None:
         """Why some of its stages are down now; None: none is, or they have not been up yet."""
-        if self.broken is not None:
-            return self.broken
+        if self.changes.failure is not None:
+            return self.changes.failure
         return "; ".join(self._losses[i] for i in sorted(self._loss_at)) or None
 
-    def heard(
+    def apply(
         self, host: HostHandle, message: Loading | Ready | Broken | Listening | Linked | LinkDown
-    ) -> None:
-        """What a host says of itself and of its links."""
+    ) -> StagesLost | None:
+        """A host's report of itself or of its links; returns the stages that are lost by it.
+        `WireError`: it cannot be true."""
         match message:
             case Loading(stage=stage) if stage not in self.index:
                 raise WireError(f"it speaks of a stage {stage!r}")
@@ -130,30 +132,44 @@ class Supervisor:
             case Loading(stage=stage, what=what):
                 self.progress[stage] = what
             case Ready(stages=stages, memory=memory):
-                host.state = "ready"
+                if host.state == "starting":  # else it has died since
+                    host.state = "ready"
                 self.memory.update(memory)
                 for stage in stages:
                     self.progress[stage] = "ready"
-                self.notify()
+                self.changes.notify()
             case Broken(kind=kind, message=text):
                 host.reason = text if kind in TOLD else f"{kind}: {text}"
-                if host.state == "starting" and not self.started:
-                    self.broken = (
-                        host.reason
-                    )  # later on it is tried again: what it lacked may come back
+                if host.state != "ready" and not self.started:
+                    # later on it is tried again: what it lacked may come back
+                    self.changes.fail(host.reason)
             case LinkDown() if self._closing:
                 pass
             case _:
-                self.links.heard(message)
+                lost = self.links.apply(message)
+                if lost is not None:
+                    self._task(self.links.mend())
+                return lost
+        return None
 
     # -- hosts
 
     def _device(self, index: int) -> str:
         return self.places[index].device or self.config.host.device
 
-    def make_host(self, index: int) -> HostHandle:
-        name, device = f"{self.name}.{index}", self._device(index)
-        return self.launcher.host(name, device, self._on_message, lambda h: self.died(h, index))
+    def make_hosts(self) -> None:
+        self.hosts = [self._make_host(i) for i in range(len(self.places))]
+
+    def replace_host(self, index: int) -> HostHandle:
+        """A new host in the place of a dead one; not started yet."""
+        self.hosts[index] = self._make_host(index)
+        return self.hosts[index]
+
+    def _make_host(self, index: int) -> HostHandle:
+        device = self._device(index)
+        host = self.launcher.host(f"{self.name}.{index}", index, device, self._reports)
+        self.host_of.update(dict.fromkeys(self.places[index].stages, host))
+        return host
 
     async def _launch(self, host: HostHandle, index: int) -> None:
         """Start a host and say what it is, when its card is not being loaded by another. One that
@@ -171,12 +187,11 @@ class Supervisor:
                 RuntimeError,
             ) as e:  # the last: no thread to wait for the process with
                 if isinstance(e, Unusable) and not self.started:
-                    self.broken = str(e)
-                    self.notify()
-                host.lost(str(e))
+                    self.changes.fail(str(e))
+                host.mark_dead(str(e))
                 return
             if self._cards.shared(device):  # the next may look at what is free only then
-                await self.wait(lambda: host.state != "starting")
+                await self.changes.wait(lambda: host.state != "starting")
                 seat.loaded = host.state == "ready"
 
     async def _configure(
@@ -192,49 +207,50 @@ class Supervisor:
         )
         host.send(Configure(self.model, self.spec.build, stages, settings.as_dict(), links, beside))
 
-    def died(self, host: HostHandle, index: int) -> None:
+    def apply_death(self, host: HostHandle) -> StagesLost | None:
+        """A host is dead: returns the stages that are lost by it, and starts it again."""
         if self._closing:
-            return
+            return None
+        index = host.number
         stages = self.places[index].stages
         self._seats[index].loaded = False
         for stage in stages:
             self.progress[stage] = "dead"
         self._loss_at.setdefault(index, time.monotonic())
-        self._losses[index] = self._obituary(host, index)
-        self.notify()
+        self._losses[index] = self._death_notice(host, index)
+        self.changes.notify()
+        self._task(self._recover(host, index))
         # What was on its way from here is lost too: a stage behind it waits for it, also where this
         # one had ended.
-        self._on_loss(frozenset({*stages, *self.links.lose(stages)}), host.death())
-        self._task(self._after(host, index))
+        return StagesLost(frozenset({*stages, *self.links.lose(stages)}), host.exit_error())
 
-    async def _after(self, host: HostHandle, index: int) -> None:
-        """A host died: say how, and start it again unless that is hopeless."""
-        await host.buried()
-        if self.broken is not None:
-            return  # whoever waits for the start tells why
-        self._losses[index] = self._obituary(host, index)
+    async def _recover(self, host: HostHandle, index: int) -> None:
+        """A host died: log how, and start it again unless that is hopeless."""
+        await host.wait_exit()
+        if self.changes.failure is not None:
+            return  # the caller of `start` is told why
+        self._losses[index] = self._death_notice(host, index)
         log.warning("%s", self._losses[index])
         if not self.started and (
             not self.config.restart or self._deaths[index] + 1 >= FIRST_STARTS
         ):
             tries = f" ({self._deaths[index] + 1} tries)" if self._deaths[index] else ""
-            self.broken = f"{self._obituary(host, index)}{tries}"
-            self.notify()
+            self.changes.fail(f"{self._death_notice(host, index)}{tries}")
         elif self.config.restart:
             await self._restart(index)
 
-    def _obituary(self, host: HostHandle, index: int) -> str:
-        return f"{host.death()} (stages {', '.join(self.places[index].stages)})"
+    def _death_notice(self, host: HostHandle, index: int) -> str:
+        return f"{host.exit_error()} (stages {', '.join(self.places[index].stages)})"
 
     async def _restart(self, index: int) -> None:
         """Start a host again and make its links anew. Waits a little longer each time it died
         young."""
         await asyncio.sleep(RESTART_DELAYS[min(self._deaths[index], len(RESTART_DELAYS) - 1)])
         self._deaths[index] += 1
-        host = self.hosts[index] = self.make_host(index)
+        host = self.replace_host(index)
         try:
             await self._launch(host, index)
-            await self.wait(lambda: host.state != "starting")
+            await self.changes.wait(lambda: host.state != "starting")
             await self.links.join()
             host.ping(0)
         except StageDead:
@@ -247,22 +263,6 @@ class Supervisor:
             away = time.monotonic() - self._loss_at.pop(index, time.monotonic())
             log.warning("host %s is back after %.1f s", host.name, away)
 
-    def _link_down(self, receiver: str, error: StageDead) -> None:
-        if not self._closing:
-            self._on_loss(frozenset({receiver}), error)
-            self._task(self.links.mend())
-
-    # -- waiting
-
-    def notify(self) -> None:
-        """Something changed that `wait` may wait for."""
-
-        async def tell() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        self._task(tell())
-
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -272,17 +272,3 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._closing:
             log.error("pipeline %s: %s", self.name, task.exception())
-
-    async def wait(self, fulfilled: Callable[[], bool]) -> None:
-        async def wait() -> None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: fulfilled() or self.broken is not None)
-
-        try:
-            await asyncio.wait_for(wait(), self.config.start_timeout_s)
-        except TimeoutError:
-            raise StageDead(
-                f"pipeline {self.name} did not come up in {self.config.start_timeout_s:.0f} s"
-            ) from None
-        if self.broken is not None:
-            raise StageDead(self.broken)

@@ -17,9 +17,8 @@ from PIL import Image
 
 from stretto.config.engine import HostSettings
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.local_host import HostProcess
+from stretto.engine.host_handle import HostHandle
 from stretto.engine.protocol import AudioChunk, CodeFrames, Event, Finished, TextDelta
-from stretto.messages.hosts import Stats
 from stretto.messages.requests import Admit, Ended, Failed, FromHost
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
@@ -187,20 +186,11 @@ async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> d
     return pipeline.metrics()
 
 
-async def _asked(host: HostProcess) -> None:
-    number, told, before = next(MINE), asyncio.Event(), host._on_message
-
-    def hear(host: HostProcess, message: FromHost, blob: bytes) -> None:
-        before(host, message, blob)
-        if isinstance(message, Stats) and message.number == number:
-            told.set()
-
-    host._on_message = hear
-    try:
-        host.ping(number)
-        await told.wait()
-    finally:
-        host._on_message = before
+async def _asked(host: HostHandle) -> None:
+    number = next(MINE)
+    host.ping(number)
+    while host.stats is None or host.stats.number != number:
+        await asyncio.sleep(0.001)
 
 
 def held(values: dict[str, float], slots: int) -> dict[str, float]:

@@ -1,10 +1,15 @@
-"""Hosts without a process: they note what they are sent, and say what a test has them say."""
+"""Hosts without a process: they note what they are sent, and report what a test has them report;
+and a reader of reports for pipelines without an engine."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from stretto.engine.host_handle import HostHandle, OnDeath, OnMessage
+from stretto.engine.host_handle import HostHandle, HostMessage, HostReports, StagesLost
+from stretto.engine.pipeline import Pipeline
 from stretto.messages.hosts import Configure, Connect, Linked, Listen, Listening, Ping, Ready, Stats
 from stretto.messages.requests import PREFIX as PREFIX
 from stretto.messages.requests import FromHost, ToHost, decode_to_host, encode, lengths
@@ -18,12 +23,12 @@ class ScriptedHost(HostHandle):
     def __init__(
         self,
         name: str,
-        on_message: OnMessage,
-        on_death: OnDeath,
+        reports: HostReports,
+        number: int,
         device: str,
         fail: Exception | None,
     ) -> None:
-        super().__init__(name, on_message, on_death, device)
+        super().__init__(name, reports, number, device)
         self.sent = bytearray()
         self.answered = 0  # messages of those that it was sent
         self.fail = fail
@@ -51,7 +56,7 @@ class ScriptedHost(HostHandle):
         pass
 
     def say(self, message: FromHost) -> None:
-        self.take(encode(message))
+        self.receive(encode(message))
 
     def live(self) -> None:
         """Answer what it has been sent of its own life since the last time: it loads, is linked,
@@ -86,7 +91,31 @@ class ScriptedLauncher:
     hosts: list[ScriptedHost] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
 
-    def host(self, name: str, device: str, on_message: OnMessage, on_death: OnDeath) -> HostHandle:
+    def host(self, name: str, number: int, device: str, reports: HostReports) -> HostHandle:
         fail = self.failures.pop(0) if self.failures else None
-        self.hosts.append(ScriptedHost(name, on_message, on_death, device, fail))
+        self.hosts.append(ScriptedHost(name, reports, number, device, fail))
         return self.hosts[-1]
+
+
+@asynccontextmanager
+async def read_reports(*pipelines: Pipeline) -> AsyncIterator[list[HostMessage | StagesLost]]:
+    """Reads the reports of pipelines as an engine would; what they pass on."""
+    passed_on: list[HostMessage | StagesLost] = []
+
+    async def read(pipeline: Pipeline) -> None:
+        async for report in pipeline.reports():
+            passed_on.append(report)
+
+    tasks = [asyncio.create_task(read(p)) for p in pipelines]
+    try:
+        yield passed_on
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def rest() -> None:
+    """Lets the event loop do what is there to be done."""
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -93,7 +93,7 @@ def test_a_death_ends_only_what_needed_the_dead(tiny_dir: Path) -> None:
             await until(lambda: sum(map(len, admitted(launcher))) == 8)
             talkers = [h for h in launcher.hosts if h.name.endswith(".1")]
             assert len(talkers) == 2
-            talkers[0].lost("it was unplugged")
+            talkers[0].mark_dead("it was unplugged")
             await until(lambda: any(t.done() for t in asked.values()))
             for _ in range(20):
                 await asyncio.sleep(0)

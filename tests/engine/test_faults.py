@@ -16,12 +16,13 @@ import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.engine.engine import PipelineEngine
+from stretto.engine.host_handle import HostDied, HostMessage, HostReports, StagesLost
 from stretto.engine.local_host import HostProcess
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.request import Ticket
 from stretto.errors import StageDead, StrettoError
 from stretto.messages.hosts import LinkDown, Loading, Unlink
-from stretto.messages.requests import Ended, Failed, encode
+from stretto.messages.requests import Admit, Ended, Failed, Pcm, encode
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
@@ -33,7 +34,8 @@ from stretto.stage.links.endpoints import LinkEndpoint
 from stretto.transport.contract import PutFailed
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
-from tests.pipeline import PROCESSES, STAGES, announcement, configure
+from tests.engine.scripted import ScriptedLauncher, read_reports, rest
+from tests.pipeline import PROCESSES, STAGES, TWO_HOSTS, announcement, configure
 from tests.solo import CODE0
 
 PARAMS = Params(max_text_tokens=8, max_frames=10, seed=3, want_codes=True)
@@ -199,32 +201,54 @@ GOOD = encode(Loading("thinker", "loading"))
 def test_a_host_that_talks_nonsense_is_a_dead_one(data: bytes, words: str | None) -> None:
     """At once: nobody collects the gigabytes that it announces. (`words` is None for what may yet
     go on.)"""
-    heard, deaths = [], []
 
     async def work() -> None:
-        host = HostProcess("h", lambda h, m, b: heard.append(m), deaths.append)
+        reports: HostReports = asyncio.Queue()
+        host = HostProcess("h", reports)
         for i in range(0, len(GOOD + data), 5):  # in pieces that fit no frame
-            host.take((GOOD + data)[i : i + 5])
+            host.receive((GOOD + data)[i : i + 5])
         assert host.state == ("starting" if words is None else "dead")
-        assert words is None or re.search(words, str(host.death()))
-        host.lost()
+        assert words is None or re.search(words, str(host.exit_error()))
+        host.mark_dead()
         assert host.state == "dead"
-        assert deaths == [host]
-        assert isinstance(host.death(), StageDead)
-        host.send(configure("", (), {}))  # swallowed
+        assert isinstance(host.exit_error(), StageDead)
+        host.send(configure("", (), {}))  # dropped
+        first, last = reports.get_nowait(), reports.get_nowait()
+        assert isinstance(first, HostMessage)
+        assert first.message == Loading("thinker", "loading")
+        assert isinstance(last, HostDied)
+        assert reports.empty()
 
     run(work())
-    assert heard == [Loading("thinker", "loading")]
 
 
-def test_a_message_that_fits_nothing_ends_its_host() -> None:
-    deaths = []
+def test_a_message_that_fits_nothing_ends_its_host_and_not_the_reader(tiny_dir: Path) -> None:
+    """What it sent behind that message counts no more; other hosts' messages do."""
 
     async def work() -> None:
-        host = HostProcess("h", lambda h, m, b: {}[m.stage], deaths.append)
-        host.take(GOOD)
-        assert deaths == [host]
-        assert "thinker" in str(host.death())
+        launcher = ScriptedLauncher()
+        engine = PipelineEngine(tiny_dir, EngineConfig(placement=TWO_HOSTS), launcher)
+        start = asyncio.create_task(engine.start())
+        while not start.done():
+            await asyncio.sleep(0)
+            for host in launcher.hosts:
+                host.live()
+        asked = asyncio.create_task(collect(engine.generate(CHATS["text"], params=PARAMS)))
+        await until(lambda: any(isinstance(m, Admit) for m in launcher.hosts[0].heard()))
+        [admit] = [m for m in launcher.hosts[0].heard() if isinstance(m, Admit)]
+        front, back = launcher.hosts
+        half_a_sample = encode(Pcm(admit.request, 0, 1), b"12") + b"12"
+        back.receive(half_a_sample + encode(Loading("talker", "ignored")))
+        await rest()
+        assert back.state == "dead"
+        assert "buffer size" in str(back.exit_error())
+        with pytest.raises(StageDead, match="cannot be understood"):
+            await asked
+        assert engine.progress.stages["talker"] == "dead"
+        front.say(Loading("thinker", "read"))
+        await rest()
+        assert engine.progress.stages["thinker"] == "read"
+        await engine.close()
 
     run(work())
 
@@ -277,18 +301,21 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
 def test_what_was_on_its_way_from_a_dead_host_is_lost_too(index: int, lost: set[str]) -> None:
     """A stage that had ended may still have chunks in the link: the stage behind it must not wait
     for them."""
-    told: list[frozenset[str]] = []
 
     async def work() -> None:
         config = EngineConfig(placement=PROCESSES, restart=False)
-        pipeline = Pipeline(
-            "p", "", PIPELINE, config, lambda m, b: None, lambda p, stages, e: told.append(stages)
-        )
-        pipeline.supervisor.died(HostProcess("h", lambda h, m, b: None, lambda h: None), index)
-        await pipeline.close()
+        launcher = ScriptedLauncher()
+        pipeline = Pipeline("p", "", PIPELINE, config, launcher=launcher)
+        pipeline.supervisor.make_hosts()
+        async with read_reports(pipeline) as reports:
+            launcher.hosts[index].mark_dead()
+            await rest()
+            [report] = reports
+            assert isinstance(report, StagesLost)
+            assert report.stages == lost
+            await pipeline.close()
 
     run(work())
-    assert told == [lost]
 
 
 PARENT = """
@@ -296,7 +323,7 @@ import asyncio
 from stretto.engine.local_host import HostProcess
 
 async def work():
-    host = HostProcess("h", lambda h, m, b: None, lambda h: None)
+    host = HostProcess("h", asyncio.Queue())
     await host.start()
     print(host.pid, flush=True)
     await asyncio.sleep(1000)
@@ -305,7 +332,7 @@ asyncio.run(work())
 """
 
 
-def test_hosts_end_with_their_orchestrator() -> None:
+def test_hosts_end_with_their_engine() -> None:
     def alive(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat")
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -22,7 +22,7 @@ from stretto.hardware import card_of, visible
 from stretto.messages.hosts import Configure, Ready
 from stretto.models.qwen3_omni.family import PIPELINE
 from tests.engine.common import run
-from tests.engine.scripted import ScriptedLauncher
+from tests.engine.scripted import ScriptedLauncher, read_reports, rest
 from tests.pipeline import STAGES
 
 GPU = HostSettings(device="cuda")
@@ -121,9 +121,7 @@ def test_a_host_sees_its_own_card_and_no_other() -> None:
     assert shown("cpu", ("3",)) == ("cpu", {})
 
     async def work() -> None:
-        host = LocalLauncher(("3", "GPU-b")).host(
-            "h", "cuda:1", lambda h, m, b: None, lambda h: None
-        )
+        host = LocalLauncher(("3", "GPU-b")).host("h", 0, "cuda:1", asyncio.Queue())
         assert isinstance(host, HostProcess)
         assert host.device == "cuda:0"
         await host.start()
@@ -143,43 +141,37 @@ def test_a_host_sees_its_own_card_and_no_other() -> None:
 def pipelines(launcher: ScriptedLauncher, *configs: EngineConfig) -> list[Pipeline]:
     cards = Cards()
     return [
-        Pipeline(
-            f"p{i}", "", PIPELINE, c, lambda m, b: None, lambda p, s, e: None, None, launcher, cards
-        )
-        for i, c in enumerate(configs)
+        Pipeline(f"p{i}", "", PIPELINE, c, None, launcher, cards) for i, c in enumerate(configs)
     ]
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 def test_hosts_on_one_card_load_in_turn_and_know_who_comes_after() -> None:
     async def work() -> None:
         launcher = ScriptedLauncher()
         split = config("thinker@0, talker+code2wav@0")
-        tasks = [asyncio.create_task(p.start()) for p in pipelines(launcher, split, split)]
         loaded: list[tuple[str, ...]] = []
-        for turn in range(4):
-            await settle()
-            begun = [h for h in launcher.hosts if h.started]
-            assert len(begun) == turn + 1, "one at a time"
-            [told] = (
-                [m for m in begun[-1].heard() if isinstance(m, Configure)]
-                if begun[-1].state == "starting"
-                else []
-            )
-            assert len(told.beside) == 3 - turn
-            assert told.others, "the pipeline has a host more"
-            loaded.append(told.stages)
-            assert sorted([*loaded, *told.beside]) == sorted([STAGES[:1], STAGES[1:]] * 2)
-            begun[-1].say(Ready(told.stages, 0.0))
-            launcher.hosts.remove(begun[-1])
-            launcher.hosts.insert(turn, begun[-1])
-        for t in tasks:
-            t.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        made = pipelines(launcher, split, split)
+        async with read_reports(*made):
+            tasks = [asyncio.create_task(p.start()) for p in made]
+            for turn in range(4):
+                await rest()
+                begun = [h for h in launcher.hosts if h.started]
+                assert len(begun) == turn + 1, "one at a time"
+                [told] = (
+                    [m for m in begun[-1].heard() if isinstance(m, Configure)]
+                    if begun[-1].state == "starting"
+                    else []
+                )
+                assert len(told.beside) == 3 - turn
+                assert told.others, "the pipeline has a host more"
+                loaded.append(told.stages)
+                assert sorted([*loaded, *told.beside]) == sorted([STAGES[:1], STAGES[1:]] * 2)
+                begun[-1].say(Ready(told.stages, 0.0))
+                launcher.hosts.remove(begun[-1])
+                launcher.hosts.insert(turn, begun[-1])
+            for t in tasks:
+                t.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     run(work())
 
@@ -189,7 +181,7 @@ def test_hosts_on_cards_of_their_own_load_at_once() -> None:
         launcher = ScriptedLauncher()
         [p] = pipelines(launcher, config("thinker@0, talker+code2wav@1"))
         start = asyncio.create_task(p.start())
-        await settle()
+        await rest()
         assert [h.started for h in launcher.hosts] == [True, True]
         assert all(
             m.beside == () for h in launcher.hosts for m in h.heard() if isinstance(m, Configure)
@@ -205,11 +197,11 @@ def test_a_host_that_waits_for_its_card_is_not_started_after_the_end() -> None:
         launcher = ScriptedLauncher()
         [p] = pipelines(launcher, config("thinker@0, talker+code2wav@0"))
         start = asyncio.create_task(p.start())
-        await settle()
+        await rest()
         await p.close()
         launcher.hosts[0].state = "ready"
-        p.supervisor.notify()
-        await settle()
+        p.supervisor.changes.notify()
+        await rest()
         assert [h.started for h in launcher.hosts] == [True, False]
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Links as the orchestrator makes them, with hosts that are played by hand: what is said late of a
+"""Links as the engine makes them, with hosts that are played by hand: what is said late of a
 link never touches its successor, and each has a secret of its own."""
 
 import asyncio
@@ -9,6 +9,7 @@ import pytest
 
 from stretto.config.engine import EngineConfig
 from stretto.engine import link_setup as linking
+from stretto.engine.host_handle import HostMessage, StagesLost
 from stretto.engine.pipeline import Pipeline
 from stretto.errors import WireError
 from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening
@@ -16,51 +17,38 @@ from stretto.messages.requests import PREFIX, decode_to_host, encode
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.types import SECRET_BYTES
 from tests.engine.common import run
+from tests.engine.scripted import ScriptedLauncher, read_reports, rest
 from tests.pipeline import PROCESSES, STAGES
 
 LINK = "talker>code2wav"
 TALKER, VOCODER = 1, 2
 
 
-class Player:
-    """A host that is up and notes what it is told."""
-
-    state, address = "ready", "127.0.0.1"
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def send(self, message: object, blob: bytes = b"") -> None:
-        self.told.append(message)
-
-    async def stop(self) -> None:
-        pass
-
-
 class Play:
     """A pipeline whose thinker>talker link is up, and whose other link is in our hands."""
 
     def __init__(self) -> None:
-        self.lost: list[frozenset[str]] = []
+        self.reports: list[HostMessage | StagesLost] = []
         config = EngineConfig(placement=PROCESSES)
-        self.pipeline = Pipeline(
-            "p",
-            "",
-            PIPELINE,
-            config,
-            lambda m, b: None,
-            lambda p, stages, e: self.lost.append(stages),
-        )
-        self.hosts = [Player() for _ in STAGES]
-        self.pipeline.supervisor.hosts = self.hosts  # type: ignore[assignment]
+        launcher = ScriptedLauncher()
+        self.pipeline = Pipeline("p", "", PIPELINE, config, launcher=launcher)
+        self.pipeline.supervisor.make_hosts()
+        self.hosts = launcher.hosts
+        for host in self.hosts:
+            host.started, host.state = True, "ready"
         self.pipeline.supervisor.links.up["thinker>talker"] = True
 
-    def say(self, host: int, message: Any) -> None:
-        self.pipeline._message(self.hosts[host], message, b"")  # type: ignore[arg-type]
+    @property
+    def lost(self) -> list[frozenset[str]]:
+        return [r.stages for r in self.reports if isinstance(r, StagesLost)]
+
+    async def say(self, host: int, message: Any) -> None:
+        self.hosts[host].say(message)
+        await rest()
 
     async def asked(self, kind: type[Any], host: int, count: int) -> Any:
         """Wait until a host was told the `count`th message of a kind."""
-        while len(found := [m for m in self.hosts[host].told if isinstance(m, kind)]) < count:
+        while len(found := [m for m in self.hosts[host].heard() if isinstance(m, kind)]) < count:
             await asyncio.sleep(0)
         assert len(found) == count
         return found[-1]
@@ -68,26 +56,22 @@ class Play:
     async def make(self, count: int) -> int:
         """Make the link, for the `count`th time; its generation."""
         listen = await self.asked(Listen, VOCODER, count)
-        self.say(VOCODER, Listening(LINK, listen.generation, b"%d" % count))
+        await self.say(VOCODER, Listening(LINK, listen.generation, b"%d" % count))
         connect = await self.asked(Connect, TALKER, count)
         assert (connect.endpoint, connect.generation) == (b"%d" % count, listen.generation)
-        self.say(TALKER, Linked(LINK, listen.generation))
-        await self.rest()
+        await self.say(TALKER, Linked(LINK, listen.generation))
         assert self.pipeline.ready(STAGES)
         return int(listen.generation)
-
-    async def rest(self) -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
 
 
 def play(work: Callable[[Play], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
         p = Play()
-        joining = asyncio.create_task(p.pipeline.supervisor.links.join())
-        await work(p)
-        await joining
-        await p.pipeline.close()
+        async with read_reports(p.pipeline) as p.reports:
+            joining = asyncio.create_task(p.pipeline.supervisor.links.join())
+            await work(p)
+            await joining
+            await p.pipeline.close()
 
     run(whole())
 
@@ -100,14 +84,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_late_report_does_not_take_down_the_successor() -> None:
     async def work(p: Play) -> None:
         first = await p.make(1)
-        p.say(TALKER, LinkDown(LINK, first, "it broke"))
+        await p.say(TALKER, LinkDown(LINK, first, "it broke"))
         assert p.lost == [{"code2wav"}]
         second = await p.make(2)
         assert second > first
-        p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
+        await p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
         assert p.pipeline.ready(STAGES)
         assert p.lost == [{"code2wav"}]
-        p.say(VOCODER, LinkDown(LINK, second, "again"))
+        await p.say(VOCODER, LinkDown(LINK, second, "again"))
         assert not p.pipeline.ready(STAGES)
         await p.make(3)
 
@@ -117,11 +101,11 @@ def test_a_late_report_does_not_take_down_the_successor() -> None:
 def test_a_late_report_does_not_refuse_the_successor_that_is_being_made() -> None:
     async def work(p: Play) -> None:
         first = await p.make(1)
-        p.say(TALKER, LinkDown(LINK, first, "it broke"))
+        await p.say(TALKER, LinkDown(LINK, first, "it broke"))
         await p.asked(Listen, VOCODER, 2)
-        p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
-        p.say(TALKER, Linked(LINK, first))
-        await p.rest()
+        await p.say(VOCODER, LinkDown(LINK, first, "it broke, as seen from here"))
+        await p.say(TALKER, Linked(LINK, first))
+        await rest()
         assert not p.pipeline.ready(STAGES)
         await p.make(2)
 
@@ -131,10 +115,10 @@ def test_a_late_report_does_not_refuse_the_successor_that_is_being_made() -> Non
 def test_the_last_try_counts() -> None:
     async def work(p: Play) -> None:
         listen = await p.asked(Listen, VOCODER, 1)
-        p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
+        await p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
         listen = await p.asked(Listen, VOCODER, len(linking.LINK_DELAYS))
-        p.say(TALKER, Linked(LINK, listen.generation))
-        await p.rest()
+        await p.say(TALKER, Linked(LINK, listen.generation))
+        await rest()
 
     play(work)
 
@@ -142,16 +126,16 @@ def test_the_last_try_counts() -> None:
 def test_a_late_answer_is_not_taken_for_that_of_the_next_try() -> None:
     async def work(p: Play) -> None:
         listen = await p.asked(Listen, VOCODER, 1)
-        p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
+        await p.say(VOCODER, LinkDown(LINK, listen.generation, "no room"))
         await p.asked(Listen, VOCODER, 2)
-        p.say(VOCODER, Listening(LINK, listen.generation, b"old"))
-        await p.rest()
-        assert not any(isinstance(m, Connect) for m in p.hosts[TALKER].told)
+        await p.say(VOCODER, Listening(LINK, listen.generation, b"old"))
+        await rest()
+        assert not any(isinstance(m, Connect) for m in p.hosts[TALKER].heard())
         # From here on the second try is the first that is answered.
         listen = await p.asked(Listen, VOCODER, 2)
-        p.say(VOCODER, Listening(LINK, listen.generation, b"new"))
+        await p.say(VOCODER, Listening(LINK, listen.generation, b"new"))
         assert (await p.asked(Connect, TALKER, 1)).endpoint == b"new"
-        p.say(TALKER, Linked(LINK, listen.generation))
+        await p.say(TALKER, Linked(LINK, listen.generation))
         assert p.pipeline.ready(STAGES)
 
     play(work)
@@ -168,22 +152,22 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
         for count in range(1, rounds + 1):
             for link, (sender, receiver) in ends.items():  # in the order in which they are made
                 while not (
-                    listen := [m for m in p.hosts[receiver].told if is_about(m, Listen, link)]
+                    listen := [m for m in p.hosts[receiver].heard() if is_about(m, Listen, link)]
                 )[count - 1 :]:
                     await asyncio.sleep(0)
                 assert listen[-1].connector == "shm"
-                p.say(receiver, Listening(link, listen[-1].generation, b"here"))
+                await p.say(receiver, Listening(link, listen[-1].generation, b"here"))
                 connect = next(
-                    m for m in reversed(p.hosts[sender].told) if is_about(m, Connect, link)
+                    m for m in reversed(p.hosts[sender].heard()) if is_about(m, Connect, link)
                 )
                 assert connect.secret == listen[-1].secret
                 told.append(listen[-1].secret)
-                p.say(sender, Linked(link, listen[-1].generation))
-            await p.rest()
+                await p.say(sender, Linked(link, listen[-1].generation))
+            await rest()
             assert p.pipeline.ready(STAGES)
             if count < rounds:
                 for link in ends:
-                    p.say(
+                    await p.say(
                         VOCODER,
                         LinkDown(link, p.pipeline.supervisor.links.generations[link], "it broke"),
                     )

@@ -33,9 +33,9 @@ async def ask(engine: PipelineEngine, number: int) -> None:
     while not engine._tickets:
         await asyncio.sleep(0)
     [id] = engine._tickets
-    engine._message(Text(id, (11, 12)), b"")
+    engine._apply(Text(id, (11, 12)), b"")
     if number % 3:
-        engine._message(Ended(id, "thinker", "stop", 0.0, (1.0, 2.0)), b"")
+        engine._apply(Ended(id, "thinker", "stop", 0.0, (1.0, 2.0)), b"")
     else:
         await asyncio.sleep(0)
         reading.cancel()
@@ -46,7 +46,7 @@ def traced() -> int:
     """Bytes, but for those of the chat template, whose names the interpreter's own cache of methods
     takes up."""
     gc.collect()
-    ours = [tracemalloc.Filter(True, f"*/{part}/*") for part in ("stretto/orchestrator", "asyncio")]
+    ours = [tracemalloc.Filter(True, f"*/{part}/*") for part in ("stretto/engine", "asyncio")]
     return sum(t.size for t in tracemalloc.take_snapshot().filter_traces(ours).traces)
 
 

@@ -9,9 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.config.engine import EngineConfig, Placement, places
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.local_host import HostProcess
+from stretto.engine.host_handle import HostHandle
 from stretto.engine.pipeline import Pipeline
 from stretto.messages.hosts import Stats
+from stretto.messages.requests import encode
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.observe.recorder import Histogram, Recorder, labelled
 from stretto.server.metrics import Metrics
@@ -22,7 +23,7 @@ PLAN = {f'stretto_stage_memory_bytes{{stage="{s}"}}' for s in STAGES}
 
 
 def restarts(stages: tuple[str, ...]) -> str:
-    """Counted by the orchestrator: a host does not know of its earlier lives."""
+    """Counted by the engine: a host does not know of its earlier lives."""
     return f'stretto_host_restarts_total{{host="{"+".join(stages)}"}}'
 
 
@@ -42,23 +43,17 @@ def said(stages: tuple[str, ...], number: float) -> dict[str, float]:
 
 def pipeline(placement: Placement, first: float = 1.0) -> Pipeline:
     """Its hosts say `first`, `first + 1`, ..."""
-    p = Pipeline(
-        "p",
-        "",
-        PIPELINE,
-        EngineConfig(placement=placement),
-        lambda m, b: None,
-        lambda p, s, e: None,
-    )
-    hosts = places(placement, STAGES)
-    p.supervisor.hosts = [p.supervisor.make_host(i) for i in range(len(hosts))]
-    for i, host in enumerate(p.supervisor.hosts):
-        say(p, host, said(hosts[i].stages, first + i))
+    p = Pipeline("p", "", PIPELINE, EngineConfig(placement=placement))
+    p.supervisor.make_hosts()
+    for i, (host, place) in enumerate(
+        zip(p.supervisor.hosts, places(placement, STAGES), strict=True)
+    ):
+        say(host, said(place.stages, first + i))
     return p
 
 
-def say(p: Pipeline, host: HostProcess, values: dict[str, float]) -> None:
-    p._message(host, Stats(0, values), b"")
+def say(host: HostHandle, values: dict[str, float]) -> None:
+    host.receive(encode(Stats(0, values)))
 
 
 def test_one_host_has_plain_names() -> None:
@@ -93,8 +88,7 @@ def test_a_host_that_comes_back_begins_anew() -> None:
         old.state = "dead"
         assert talker not in p.metrics()
         assert not any("talker>code2wav" in k and "out" in k for k in p.metrics())
-        p.supervisor.hosts[1] = p.supervisor.make_host(1)
-        say(p, p.supervisor.hosts[1], {talker: 0.0})  # it has no links yet
+        say(p.supervisor.replace_host(1), {talker: 0.0})  # it has no links yet
         assert p.metrics()[talker] == 0.0
         assert not any("talker>code2wav" in k and "out" in k for k in p.metrics())
         assert p.metrics()['stretto_stage_steps_total{stage="thinker"}'] == 1.0
@@ -132,8 +126,8 @@ def test_replicas_are_told_apart(tiny_dir: Path) -> None:
         for count in (1, 2):
             engine = PipelineEngine(tiny_dir, EngineConfig(replicas=count))
             for i, p in enumerate(engine._pipelines):
-                p.supervisor.hosts = [p.supervisor.make_host(0)]
-                p._message(p.supervisor.hosts[0], Stats(0, {name: i + 1.0}), b"")
+                p.supervisor.make_hosts()
+                say(p.supervisor.hosts[0], {name: i + 1.0})
             told = {k: v for k, v in engine.metrics().items() if "steps_total" in k}
             assert told == (
                 {name: 1.0}

@@ -1,4 +1,4 @@
-"""A host that talks nonsense is a dead host, and leaves nothing behind in the orchestrator.
+"""A host that talks nonsense is a dead host, and leaves nothing behind in the engine.
 `tests/slow/fuzz/control.py` looks for more of it."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.local_host import HostProcess
+from stretto.engine.host_handle import StagesLost
 from stretto.engine.pipeline import Pipeline
 from stretto.errors import WireError
 from stretto.messages.hosts import Linked, Loading, Ready
@@ -23,6 +23,8 @@ from stretto.messages.requests import (
 )
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.types import RequestId
+from tests.engine.common import run
+from tests.engine.scripted import ScriptedLauncher, read_reports, rest
 from tests.pipeline import PROCESSES, STAGES, configure
 
 R = RequestId("r")
@@ -61,23 +63,24 @@ def test_a_token_that_no_tokenizer_has_is_no_message(id: int) -> None:
     ],
 )
 def test_a_stage_that_there_is_not_ends_the_host(message: FromHost) -> None:
-    passed: list[FromHost] = []
-    pipeline = Pipeline(
-        "p",
-        "",
-        PIPELINE,
-        EngineConfig(placement=PROCESSES),
-        lambda m, b: passed.append(m),
-        lambda p, s, e: None,
-    )
-    deaths: list[str] = []
-    host = HostProcess("h", pipeline._message, lambda h: deaths.append(h.reason))
-    host.take(encode(message))
-    assert len(deaths) == 1
-    assert "kitchen" in deaths[0]
-    assert not passed
-    assert set(pipeline.supervisor.progress) == set(STAGES)
-    assert not pipeline.supervisor.memory
+
+    async def work() -> None:
+        launcher = ScriptedLauncher()
+        config = EngineConfig(placement=PROCESSES, restart=False)
+        pipeline = Pipeline("p", "", PIPELINE, config, launcher=launcher)
+        pipeline.supervisor.make_hosts()
+        host = launcher.hosts[0]
+        async with read_reports(pipeline) as reports:
+            host.say(message)
+            await rest()
+            assert host.state == "dead"
+            assert "kitchen" in host.reason
+            assert [type(r) for r in reports] == [StagesLost]
+            await pipeline.close()
+        assert set(pipeline.supervisor.progress) == set(STAGES)
+        assert not pipeline.supervisor.memory
+
+    run(work())
 
 
 def test_what_is_meant_well_is_passed_on() -> None:

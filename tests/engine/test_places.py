@@ -42,7 +42,7 @@ class Engine(PipelineEngine):
         while not self._tickets:
             await asyncio.sleep(0)
         for id in self._tickets:
-            self._message(Ended(id, "thinker", "stop", 0.0), b"")
+            self._apply(Ended(id, "thinker", "stop", 0.0), b"")
 
 
 @pytest.fixture

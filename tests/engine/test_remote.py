@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +27,13 @@ from stretto.engine import remote_host as remote
 from stretto.engine.agent import ORPHANED
 from stretto.engine.clock import DRIFT, ClockOffset
 from stretto.engine.engine import PipelineEngine
+from stretto.engine.host_handle import HostMessage
 from stretto.engine.invitation import HELLO, Hello, Invitation
 from stretto.engine.pipeline import Pipeline, by_our_clock
 from stretto.engine.remote_host import RemoteHost, RemoteLauncher
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Connect, Listen, Listening, Ping, Ready, Stats
-from stretto.messages.requests import Ended
+from stretto.messages.requests import Ended, encode
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
@@ -41,7 +43,7 @@ from stretto.transport.curve import encrypt, key_of
 from stretto.types import RequestId
 from tests.engine.agents import SECRET, ProcessAgent, ProcessStarter, children, gone
 from tests.engine.common import CHATS, collect, expected, run, same
-from tests.engine.scripted import ScriptedLauncher
+from tests.engine.scripted import ScriptedLauncher, read_reports, rest
 from tests.pipeline import STAGES
 
 SHORT = Params(max_text_tokens=8, max_frames=10, greedy_speech=True, want_codes=True, seed=5)
@@ -90,6 +92,10 @@ async def stranger(invitation: Invitation, hello: bytes) -> None:
             await asyncio.sleep(0.01)
         dealer.disable_monitor()
         monitor.close(0)
+
+
+def remote_host() -> RemoteHost:
+    return RemoteHost("p0.0", asyncio.Queue(), 0, "cpu", ProcessStarter(), SECRET, LOCAL)
 
 
 async def dies(engine: PipelineEngine, *pids: int) -> str:
@@ -176,7 +182,7 @@ def test_hosts_end_with_the_process_that_keeps_them(tiny_dir: Path) -> None:
     run(work())
 
 
-def test_hosts_end_with_their_orchestrator(tiny_dir: Path) -> None:
+def test_hosts_end_with_their_engine(tiny_dir: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from tests.engine.test_remote import *\n"
         "async def work():\n"
@@ -244,9 +250,7 @@ def test_an_agent_that_never_dials_is_given_up(
 
     async def work() -> None:
         starter = Silent()
-        host = RemoteHost(
-            "p0.0", lambda h, m, b: None, lambda h: None, "cpu", starter, 0, SECRET, LOCAL
-        )
+        host = RemoteHost("p0.0", asyncio.Queue(), 0, "cpu", starter, SECRET, LOCAL)
         with pytest.raises(OSError, match="did not dial"):
             await host.start()
         await starter.ended()
@@ -265,30 +269,30 @@ def test_links_are_told_the_hosts_addresses_and_the_connectors_details() -> None
             connector="mooncake",
             link_details={"protocol": "rdma", "device": "mlx"},
         )
-        p = Pipeline(
-            "p0", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, None, launcher
-        )
-        start = asyncio.create_task(p.start())
-        while len(launcher.hosts) < 2 or not all(h.started for h in launcher.hosts):
-            await asyncio.sleep(0)
-        front, back = launcher.hosts
-        front.address, back.address = "10.0.0.1", "10.0.0.2"
-        for host in launcher.hosts:
-            [told] = host.heard()
-            assert isinstance(told, Configure)
-            host.say(Ready(told.stages, 0.0))
-        while not any(isinstance(m, Listen) for m in back.heard()):
-            await asyncio.sleep(0)
-        [listen] = [m for m in back.heard() if isinstance(m, Listen)]
-        assert (listen.host, listen.details) == (
-            "10.0.0.2", {"protocol": "rdma", "device": "mlx", "advertise": "10.0.0.2"},
-        )  # fmt: skip
-        back.say(Listening(listen.link, listen.generation, b"there"))
-        [connect] = [m for m in front.heard() if isinstance(m, Connect)]
-        assert (connect.host, connect.details["advertise"]) == ("10.0.0.1", "10.0.0.1")
-        assert connect.secret == listen.secret
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
+        p = Pipeline("p0", "", PIPELINE, config, launcher=launcher)
+        async with read_reports(p):
+            start = asyncio.create_task(p.start())
+            while len(launcher.hosts) < 2 or not all(h.started for h in launcher.hosts):
+                await asyncio.sleep(0)
+            front, back = launcher.hosts
+            front.address, back.address = "10.0.0.1", "10.0.0.2"
+            for host in launcher.hosts:
+                [told] = host.heard()
+                assert isinstance(told, Configure)
+                host.say(Ready(told.stages, 0.0))
+            while not any(isinstance(m, Listen) for m in back.heard()):
+                await asyncio.sleep(0)
+            [listen] = [m for m in back.heard() if isinstance(m, Listen)]
+            assert (listen.host, listen.details) == (
+                "10.0.0.2", {"protocol": "rdma", "device": "mlx", "advertise": "10.0.0.2"},
+            )  # fmt: skip
+            back.say(Listening(listen.link, listen.generation, b"there"))
+            await rest()
+            [connect] = [m for m in front.heard() if isinstance(m, Connect)]
+            assert (connect.host, connect.details["advertise"]) == ("10.0.0.1", "10.0.0.1")
+            assert connect.secret == listen.secret
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
 
     run(work())
 
@@ -340,21 +344,23 @@ def test_times_of_a_host_come_by_our_clock() -> None:
     assert by_our_clock(told, 0.0) is told
 
     async def work() -> None:
-        heard: list[Ended] = []
-        p = Pipeline(
-            "p0", "", PIPELINE, EngineConfig(), lambda m, b: heard.append(m), lambda p, s, e: None
-        )  # type: ignore[arg-type]
-        host = RemoteHost(
-            "p0.0", p._message, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
-        )
+        launcher = RemoteLauncher(ProcessStarter(), SECRET, LOCAL)
+        p = Pipeline("p0", "", PIPELINE, EngineConfig(), launcher=launcher)
+        p.supervisor.make_hosts()
+        [host] = p.supervisor.hosts
+        assert isinstance(host, RemoteHost)
         host._agent_pid = 1
         host.ping(3)
-        asked = host._asked_at[3]
-        p._message(host, Stats(3, {}, asked + 1000.0), b"")
-        assert host.offset == pytest.approx(1000.0, abs=1.0)
-        p._message(host, told, b"")
-        assert heard[0].begun == pytest.approx(105.0 - host.offset)
-        assert Ping(3).number == 3
+        asked = time.monotonic()
+        async with read_reports(p) as reports:
+            host.receive(encode(Stats(3, {}, asked + 1000.0)))
+            assert host.offset == pytest.approx(1000.0, abs=1.0)
+            host.receive(encode(told))
+            await rest()
+        [report] = reports
+        assert isinstance(report, HostMessage)
+        assert isinstance(report.message, Ended)
+        assert report.message.begun == pytest.approx(105.0 - host.offset)
 
     run(work())
 
@@ -364,9 +370,7 @@ def test_a_peer_whose_coming_is_told_after_its_hello_stays() -> None:
     heard of."""
 
     async def work() -> None:
-        host = RemoteHost(
-            "p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
-        )
+        host = remote_host()
         wire = remote._Wire(host, "nonce", SECRET, LOCAL)
         hello = Hello.make(wire.invitation, SECRET, LOCAL, 1)
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -393,14 +397,12 @@ def test_nothing_goes_before_its_agent_has_said_hello() -> None:
     unanswered."""
 
     async def work() -> None:
-        host = RemoteHost(
-            "p0.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
-        )
+        host = remote_host()
         host._wire = wire = remote._Wire(host, "nonce", SECRET, LOCAL)
         host.ping(1)
         host.send(Ping(2))
         assert not wire._out
-        assert host.asked is None
+        assert host.unanswered_since is None
         host._agent_pid = 1  # as `start` has it when it returns
         host.send(Ping(3))
         assert wire._out
@@ -430,9 +432,7 @@ def test_a_machine_without_sockets_is_tried_again_later(
     monkeypatch.setattr(zmq.Socket, "get_monitor_socket", refuse)
 
     async def work() -> None:
-        host = RemoteHost(
-            "p.0", lambda h, m, b: None, lambda h: None, "cpu", ProcessStarter(), 0, SECRET, LOCAL
-        )
+        host = remote_host()
         with pytest.raises(OSError, match="Too many open files"):
             await host.start()
         await host.stop()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import NoReturn
 
@@ -17,21 +19,17 @@ from stretto.engine.pipeline import Pipeline
 from stretto.errors import StageDead
 from stretto.messages.hosts import Ready, Stats
 from stretto.models.qwen3_omni.family import PIPELINE
-from tests.engine.scripted import ScriptedHost, ScriptedLauncher
+from tests.engine.scripted import ScriptedHost, ScriptedLauncher, read_reports
 from tests.pipeline import STAGES
 from tests.virtual import Virtual, run_virtual
 
 
-def pipeline_of(launcher: ScriptedLauncher) -> Pipeline:
-    return Pipeline(
-        "p",
-        "",
-        PIPELINE,
-        EngineConfig(),
-        lambda m, b: None,
-        lambda p, s, e: None,
-        launcher=launcher,
-    )
+@asynccontextmanager
+async def supervised(launcher: ScriptedLauncher) -> AsyncIterator[Pipeline]:
+    pipeline = Pipeline("p", "", PIPELINE, EngineConfig(), launcher=launcher)
+    async with read_reports(pipeline):
+        yield pipeline
+        await pipeline.close()
 
 
 async def started(launcher: ScriptedLauncher, count: int) -> ScriptedHost:
@@ -53,31 +51,30 @@ def test_a_host_that_dies_again_and_again_waits_longer_each_time() -> None:
 
     async def work(clock: Virtual) -> None:
         launcher = ScriptedLauncher()
-        pipeline = pipeline_of(launcher)
-        start = asyncio.create_task(pipeline.start())
-        await up(await started(launcher, 1))
-        await start
+        async with supervised(launcher) as pipeline:
+            start = asyncio.create_task(pipeline.start())
+            await up(await started(launcher, 1))
+            await start
 
-        async def dies(count: int) -> float:
-            """How long it takes from the death of this host to the start of the next."""
-            (await started(launcher, count)).lost("it died young")
-            since = clock.now
-            await started(launcher, count + 1)
-            return clock.now - since
+            async def dies(count: int) -> float:
+                """How long it takes from the death of this host to the start of the next."""
+                (await started(launcher, count)).mark_dead("it died young")
+                since = clock.now
+                await started(launcher, count + 1)
+                return clock.now - since
 
-        waits = [await dies(count) for count in range(1, 8)]
-        assert waits[0] < 0.1, "at once: most deaths are a single one"
-        assert waits == sorted(waits)
-        assert all(longer > 2 * shorter for shorter, longer in pairwise(waits[1:5]))
-        assert 10 < waits[-1] < 60, "but it is tried for ever"
-        assert pipeline.supervisor.trouble is not None
-        assert "it died young" in pipeline.supervisor.trouble
+            waits = [await dies(count) for count in range(1, 8)]
+            assert waits[0] < 0.1, "at once: most deaths are a single one"
+            assert waits == sorted(waits)
+            assert all(longer > 2 * shorter for shorter, longer in pairwise(waits[1:5]))
+            assert 10 < waits[-1] < 60, "but it is tried for ever"
+            assert pipeline.supervisor.trouble is not None
+            assert "it died young" in pipeline.supervisor.trouble
 
-        await up(await started(launcher, 8))
-        assert pipeline.ready(STAGES)
-        assert pipeline.supervisor.trouble is None
-        assert await dies(8) < 0.1
-        await pipeline.close()
+            await up(await started(launcher, 8))
+            assert pipeline.ready(STAGES)
+            assert pipeline.supervisor.trouble is None
+            assert await dies(8) < 0.1
 
     run_virtual(work)
 
@@ -85,14 +82,13 @@ def test_a_host_that_dies_again_and_again_waits_longer_each_time() -> None:
 def test_a_host_that_never_comes_up_is_given_up() -> None:
     async def work(clock: Virtual) -> None:
         launcher = ScriptedLauncher()
-        pipeline = pipeline_of(launcher)
-        start = asyncio.create_task(pipeline.start())
-        for count in range(1, 4):
-            (await started(launcher, count)).lost("it died young")
-        with pytest.raises(StageDead, match=r"it died young .*\(3 tries\)"):
-            await start
-        assert len(launcher.hosts) == 3
-        await pipeline.close()
+        async with supervised(launcher) as pipeline:
+            start = asyncio.create_task(pipeline.start())
+            for count in range(1, 4):
+                (await started(launcher, count)).mark_dead("it died young")
+            with pytest.raises(StageDead, match=r"it died young .*\(3 tries\)"):
+                await start
+            assert len(launcher.hosts) == 3
 
     run_virtual(work)
 
@@ -103,12 +99,11 @@ def test_a_host_that_never_comes_up_is_given_up() -> None:
 def test_a_host_that_cannot_be_started_now_is_started_later(error: Exception) -> None:
     async def work(clock: Virtual) -> None:
         launcher = ScriptedLauncher(failures=[error])
-        pipeline = pipeline_of(launcher)
-        start = asyncio.create_task(pipeline.start())
-        await up(await started(launcher, 2))
-        await start
-        assert pipeline.ready(STAGES)
-        await pipeline.close()
+        async with supervised(launcher) as pipeline:
+            start = asyncio.create_task(pipeline.start())
+            await up(await started(launcher, 2))
+            await start
+            assert pipeline.ready(STAGES)
 
     run_virtual(work)
 
@@ -122,7 +117,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(
     monkeypatch.setattr(process, "start_apart", refuse)
 
     async def work() -> None:
-        host = HostProcess("h", lambda h, m, b: None, lambda h: None)
+        host = HostProcess("h", asyncio.Queue())
         before = set(os.listdir("/proc/self/fd"))
         with pytest.raises(BlockingIOError) as refused:
             await host.start()

@@ -32,10 +32,8 @@ class Watched:
 
     def __init__(self, model: Path) -> None:
         config, launcher = EngineConfig(stall_s=STALL_S), ScriptedLauncher()
-        self.pipeline = Pipeline(
-            "p", "", PIPELINE, config, lambda m, b: None, lambda p, s, e: None, launcher=launcher
-        )
-        self.pipeline.supervisor.hosts = [self.pipeline.supervisor.make_host(0)]
+        self.pipeline = Pipeline("p", "", PIPELINE, config, launcher=launcher)
+        self.pipeline.supervisor.make_hosts()
         [self.host] = launcher.hosts
         assert isinstance(self.host, ScriptedHost)
         self.host.started, self.host.state = True, "ready"
@@ -78,7 +76,7 @@ def test_a_loop_that_stood_still_reads_what_came_before_it_judges(
         watched = Watched(tiny_dir)
         watched.ticket.progressed = clock.now
         task = asyncio.create_task(watched.watch.run())
-        while watched.host.asked is None:  # then it was asked, and has not answered yet
+        while watched.host.unanswered_since is None:  # then it was asked, and has not answered yet
             await asyncio.sleep(0.01)
         clock.stand_still(stood_still)
         await asyncio.sleep(0.02)  # the late look, and after it what was there to be read
@@ -105,7 +103,7 @@ def test_who_says_nothing_is_taken_for_stalled(tiny_dir: Path) -> None:
         await watching(watched, clock, 2 * STALL_S)
         assert watched.ticket.failed
         assert watched.host.killed
-        assert "no answer" in str(watched.host.death())
+        assert "no answer" in str(watched.host.exit_error())
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task

@@ -1,6 +1,7 @@
 """A host whose loop stands still: new requests are refused while there is still room for the end of
 those it has, and a message that finds no room ends the host, loudly."""
 
+import asyncio
 import socket
 import threading
 from types import SimpleNamespace
@@ -82,8 +83,9 @@ def serve(
         thread.start()
         thread.join(60)
         assert codes, "it goes on"
-        said: list[Any] = []
-        HostProcess("h", lambda h, m, b: said.append(m), lambda h: None).take(ours.recv(1 << 20))
+        reports: asyncio.Queue[Any] = asyncio.Queue()
+        HostProcess("h", reports).receive(ours.recv(1 << 20))
+        said = [reports.get_nowait().message for _ in range(reports.qsize())]
     return codes[0], made[0], said
 
 

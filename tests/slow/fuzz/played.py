@@ -14,6 +14,7 @@ from bench.harness.host import STAGES
 from stretto.config.engine import EngineConfig
 from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
+from stretto.engine.host_handle import HostHandle
 from stretto.engine.local_host import HostProcess
 from stretto.errors import StageDead, StrettoError
 from stretto.messages.hosts import (
@@ -74,7 +75,7 @@ class Wire:
                 self._say(Linked(link, generation))
 
     def _say(self, message: FromHost) -> None:
-        asyncio.get_running_loop().call_soon(self.host.take, encode(message))
+        asyncio.get_running_loop().call_soon(self.host.receive, encode(message))
 
     def close(self) -> None:
         pass
@@ -92,12 +93,15 @@ class Played:
         self.engine._up = self.pipeline.supervisor.started = True
         links = self.pipeline.supervisor.links
         links.up = dict.fromkeys(links.up, True)
-        self.pipeline.supervisor.hosts = [self.host(i) for i in range(len(STAGES))]
+        self.pipeline.supervisor.make_hosts()
+        for host in self.pipeline.supervisor.hosts:
+            self.connect(host)
+        self.reader = asyncio.create_task(self.engine._read(self.pipeline))
 
-    def host(self, index: int) -> HostProcess:
-        host = self.pipeline.supervisor.make_host(index)
-        host._transport, host.state = Wire(host), "ready"  # type: ignore[assignment]
-        return host
+    def connect(self, host: HostHandle) -> None:
+        assert isinstance(host, HostProcess)
+        host._transport = Wire(host)  # type: ignore[assignment]
+        host.state = "ready"
 
     def ticket(self, prompt: PackedPrompt, ask: Ask) -> Any:
         return self.engine._admit(prompt, ask, 0.0)
@@ -110,7 +114,7 @@ class Played:
         """Replace dead hosts and finished requests, so that there is always something to damage."""
         for i, host in enumerate(self.pipeline.supervisor.hosts):
             if host.state == "dead":
-                self.pipeline.supervisor.hosts[i] = self.host(i)
+                self.connect(self.pipeline.supervisor.replace_host(i))
         while not self.pipeline.ready(STAGES):
             await self.pipeline.supervisor.links.join()
         for t in self.tickets:
@@ -136,12 +140,12 @@ class Played:
         assert self.engine.progress.state == "ready"
         assert all(isinstance(v, int | float) for v in self.engine.metrics().values())
 
-    def check_death(self, host: HostProcess, index: int) -> None:
+    def check_death(self, host: HostHandle, index: int) -> None:
         """A host that talked nonsense is dead, and so are the requests that need it."""
         stages = {STAGES[index]}
         for t in self.tickets:
             assert t.failed or not stages & t.unfinished, f"{t.id} waits for a dead host"
-        assert isinstance(host.death(), StageDead)
+        assert isinstance(host.exit_error(), StageDead)
 
 
 def spoken(reports: Said) -> list[Frame]:
@@ -178,8 +182,10 @@ async def from_host(
             what = "refused" if message is None else type(message).__name__
             data = PREFIX.pack(len(header), len(blob)) + header + blob
             cut = rng.randrange(len(data))
-            host.take(data[:cut])
-            host.take(data[cut:])
+            host.receive(data[:cut])
+            host.receive(data[cut:])
+            await asyncio.sleep(0)  # it is read
+            await asyncio.sleep(0)
             if host.state == "dead":
                 played.check_death(host, which)
             assert message is not None or host.state == "dead", (
@@ -196,4 +202,5 @@ async def from_host(
     assert not played.engine._tickets
     assert not played.pipeline.active
     await played.engine.close()
+    played.reader.cancel()
     return outcomes

@@ -273,9 +273,9 @@ async def settle(engine: PipelineEngine) -> list[str]:
     for number in range(MOST_REPORTS):
         [pipeline] = engine._pipelines
         for host in pipeline.supervisor.hosts:
-            host.stats = {}  # so that only what is said from now on counts
+            host.stats = None  # so that only what is said from now on counts
         pipeline.ping(number)
-        while not all(host.stats for host in pipeline.supervisor.hosts):
+        while not all(host.stats is not None for host in pipeline.supervisor.hosts):
             await asyncio.sleep(POLL_S)
         left = held(pipeline.metrics())
         if not left:
