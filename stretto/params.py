@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 class ChunkSizes:
     """How many frames (80 ms each) an audio packet carries: the first, then growing by `ramp` up to
     `each`. Where a listener would otherwise have to wait, the first may be larger and the others
-    smaller (see `stage/pacing.py`); they may be joined where the vocoder is behind."""
+    smaller (see `models/speech/pacing.py`); they may be joined where the vocoder is behind."""
 
     # Eight frames cost the vocoder little more than one, and the host an eighth of the work.
     first: int = 1

@@ -17,11 +17,11 @@ from stretto.models.qwen3_omni.config import OPENING_S, OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.models.speech.pacing import FrameTiming
 from stretto.models.speech.talker_stage import FRAME_S
 from stretto.observe.trace import TraceEvents
 from stretto.params import ChunkSizes, Params
 from stretto.preprocess.packed_prompt import pack
-from stretto.stage.pacing import Rhythm
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import CHATS, HandDriven, collect, expected, run, say, sound
 from tests.pipeline import STAGES, announcement
@@ -136,7 +136,7 @@ def test_tokens_leave_in_groups_that_grow(tiny_dir: Path, models: Models) -> Non
     driven = HandDriven(tiny_dir, HostSettings())
     for stage in driven.host.stages.values():
         stage.clock = lambda: 1000.0
-    assert driven.host.stages["talker"].rhythm == Rhythm.on_cpu(FRAME_S, OPENING_S)
+    assert driven.host.stages["talker"].frame_timing == FrameTiming.on_cpu(FRAME_S, OPENING_S)
     try:
         driven.answer(
             announcement(RequestId("r"), packed, True, None, *greedy, 20, 7, min_text_tokens=20),

@@ -46,7 +46,7 @@ class StageBuilder(Building[Source]):
     )  # the thinker's embedding, which a talker borrows
     _thinker_core: StageCore | None = field(
         init=False, default=None
-    )  # to whose prompts a talker's frames give way
+    )  # whose prefills go before the talker's decode
 
     def build(self) -> dict[str, Stage]:
         """The stages, if all of them fit.

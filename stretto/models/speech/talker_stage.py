@@ -18,15 +18,15 @@ from stretto.errors import Invalid, StrettoError, TooLong
 from stretto.messages.requests import Admit, Codes
 from stretto.models.speech.adapter import FrameInput
 from stretto.models.speech.given import check_ids
+from stretto.models.speech.pacing import CHECK_INTERVAL_S, FrameTiming, PacketPacing, select_due
 from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
+from stretto.models.speech.prefill_priority import DecodeHold
 from stretto.models.speech.talker import FrameTalker
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.host.context import StageContext
-from stretto.stage.pacing import LOOK_S, Pace, Rhythm, leaving
 from stretto.stage.payload import Payload
-from stretto.stage.prefill_priority import DecodeHold
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
 from stretto.stage.timings import Clock, StageTimings, failed
@@ -46,7 +46,7 @@ class SpeechOutput:
     num_prompt: int  # tokens of the request's prompt
     want_codes: bool
     timings: StageTimings
-    pace: Pace
+    pace: PacketPacing
     prefill_only: bool = False  # its prompt is read, and nothing of it will be heard
     frames: list[Sequence[int]] = field(default_factory=list)
 
@@ -85,18 +85,17 @@ class SpeechStage:
         clock: Clock = time.monotonic,
     ) -> None:
         """`opening_s`: of the first frame, so much is not sounded by the vocoder. `prefill`: a
-        stage on the same device to whose prompts frames give way."""
+        stage on the same device whose prompts go before frames."""
         self.core = core
         self.model = model
         self.clock = clock
         self.requests: dict[RequestId, SpeechOutput] = {}
         self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
-        self._new_rhythm = partial(
-            Rhythm.on_cpu if context.device.type == "cpu" else Rhythm, FRAME_S, opening_s
-        )
-        self.rhythm = self._new_rhythm()
-        self._came = False  # frames came since the last look at them
-        self._looked = 0.0
+        make_timing = FrameTiming.on_cpu if context.device.type == "cpu" else FrameTiming
+        self._new_frame_timing = partial(make_timing, FRAME_S, opening_s)
+        self.frame_timing = self._new_frame_timing()
+        self._frames_added = False  # since the last check
+        self._last_check = 0.0
         self._hold = DecodeHold(prefill, clock, core.clock) if prefill is not None else None
         self._outputs: list[Output] = []  # that `poll` returns next
 
@@ -130,7 +129,7 @@ class SpeechStage:
         request = self.core.submit(
             spec, given, plan.rows, closed=False, salts=plan.salts, missing=plan.missing
         )
-        pace = Pace(p.first_frames, p.each_frames, p.ramp, self.rhythm)
+        pace = PacketPacing(p.first_frames, p.each_frames, p.ramp, self.frame_timing)
         self.requests[id] = SpeechOutput(
             request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace
         )
@@ -191,7 +190,7 @@ class SpeechStage:
             self._take(certain)
         if self._waiting:
             now = self.clock()
-            if self._came or now - self._looked > LOOK_S:
+            if self._frames_added or now - self._last_check > CHECK_INTERVAL_S:
                 self._send_due(now)
         outputs = self._outputs
         self._outputs = []
@@ -200,20 +199,20 @@ class SpeechStage:
     def launch(self) -> bool:
         hold = None
         if self._hold is not None and self.core.has_room:
-            hold = self._hold.until_ns(self.requests.values(), self.rhythm)
+            hold = self._hold.until_ns(self.requests.values(), self.frame_timing)
         return self.core.launch(hold)
 
     def forget(self) -> None:
         self.core.forget()
-        self.rhythm = self._new_rhythm()
+        self.frame_timing = self._new_frame_timing()
 
     def _send_due(self, now: float) -> None:
         """Frames leave step by step rather than request by request, so that the vocoder gets them
         in one go."""
-        self._came = False
-        self._looked = now
+        self._frames_added = False
+        self._last_check = now
         waiting = list(self._waiting.items())
-        which = leaving([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
+        which = select_due([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
         for (id, speech), go in zip(waiting, which, strict=True):
             if go:
                 self._send(id, speech, now, Mark.MORE)
@@ -228,7 +227,7 @@ class SpeechStage:
             if speech.want_codes:
                 self._outputs.append(ToEngine(Codes(id, first, codes.shape[1]), codes.tobytes()))
             payload = CodecFrames(Span(first, first + len(frames)), torch.from_numpy(codes))
-            speech.pace.left(len(frames), now)
+            speech.pace.packet_sent(len(frames), now)
             speech.frames = []
             del self._waiting[id]
         self._outputs.append(ToLink(LINK, id, payload, mark))
@@ -278,10 +277,10 @@ class SpeechStage:
             speech.timings.mark_chunk(now)
         else:
             speech.timings.mark(now)
-            speech.pace.came(now)
+            speech.pace.frame_made(now)
             speech.frames.append(o.row)
             self._waiting[id] = speech
-            self._came = True
+            self._frames_added = True
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         if id in self.requests:

@@ -16,11 +16,11 @@ from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.stages.prefix import row_ids, talker_salts, thinker_salts
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.speech.given import check_ids
+from stretto.models.speech.pacing import PacketPacing
 from stretto.models.speech.talker_stage import PromptPlan, SpeechOutput, SpeechStage
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import StageCore
 from stretto.stage.host.context import StageContext
-from stretto.stage.pacing import Pace
 from stretto.stage.payload import Payload
 from stretto.stage.request import RequestSpec
 from stretto.stage.stage import Arrival
@@ -72,7 +72,7 @@ class TalkerStage(SpeechStage):
             cache_root=plan.root,
         )
         request = self.core.submit(spec, given, plan.rows, salts=plan.salts, missing=plan.missing)
-        pace = Pace(1, 1, None, self.rhythm)
+        pace = PacketPacing(1, 1, None, self.frame_timing)
         self.requests[id] = SpeechOutput(
             request, num_prompt, False, StageTimings(self.clock()), pace, prefill_only=True
         )

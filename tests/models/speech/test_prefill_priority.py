@@ -1,5 +1,5 @@
-"""Frames that give way to prompts: who can spare them and for how long, what a stage does about it,
-and that neither a listener nor the pace of first packets pays for it."""
+"""Prefill before the talker's decode: which listeners allow a wait and for how long, what a stage
+does about it, and that first packets are no later for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from stretto.config.engine import HostSettings
 from stretto.config.overlaps import OverlapSwitches
 from stretto.models.qwen3_omni.load import Models
+from stretto.models.speech.pacing import FrameTiming, PacketPacing
+from stretto.models.speech.prefill_priority import MAX_WAIT_S, MIN_BUFFER_S, DecodeHold, slack_s
 from stretto.stage.host.host import Host
 from stretto.stage.host.loop import TICK_NS
-from stretto.stage.pacing import Pace, Rhythm
-from stretto.stage.prefill_priority import MOST_S, SPARE_S, DecodeHold, spare_s
 from stretto.stage.request import RequestSpec, StageRequest, State
 from stretto.types import RequestId
-from tests.models.test_warmup import Driven
+from tests.models.driven import Driven
 from tests.stage.simulated import MS
 from tests.stage.stepping import in_flight
-from tests.stage.test_just_in_time import Timed
+from tests.stage.timed_desk import Timed
 
 FRAME_S, OPENING_S = 0.08, 0.023
 
@@ -28,30 +28,30 @@ FRAME_S, OPENING_S = 0.08, 0.023
 @dataclass
 class Voice:
     request: StageRequest
-    pace: Pace
+    pace: PacketPacing
 
 
-def voice(lead_s: float | None, rhythm: Rhythm | None = None, **changed: object) -> Voice:
+def voice(lead_s: float | None, timing: FrameTiming | None = None, **changed: object) -> Voice:
     """Of a listener who has so much in hand at second 10; None: nothing was sent yet."""
-    rhythm = rhythm or Rhythm(FRAME_S, OPENING_S)
+    timing = timing or FrameTiming(FRAME_S, OPENING_S)
     request = StageRequest(RequestSpec(RequestId("a"), 100), 0)
     request.state, request.closed = State.RUNNING, True
     for name, value in changed.items():
         setattr(request, name, value)
-    pace = Pace(1, 8, 2, rhythm)
+    pace = PacketPacing(1, 8, 2, timing)
     if lead_s is not None:
-        pace.left(1, 10.0)
-        pace.begun = 10.0 + lead_s - FRAME_S + OPENING_S
+        pace.packet_sent(1, 10.0)
+        pace.first_sent = 10.0 + lead_s - FRAME_S + OPENING_S
     return Voice(request, pace)
 
 
 def test_the_one_with_the_least_in_hand_counts() -> None:
-    assert spare_s([voice(0.9), voice(0.7), voice(3.0)], 10.0) == pytest.approx(0.7 - SPARE_S)
-    assert spare_s([voice(0.9), voice(0.2)], 10.0) < 0
+    assert slack_s([voice(0.9), voice(0.7), voice(3.0)], 10.0) == pytest.approx(0.7 - MIN_BUFFER_S)
+    assert slack_s([voice(0.9), voice(0.2)], 10.0) < 0
 
 
 def test_who_has_heard_nothing_yet_can_spare_nothing() -> None:
-    assert spare_s([voice(3.0), voice(None), voice(3.0)], 10.0) == 0
+    assert slack_s([voice(3.0), voice(None), voice(3.0)], 10.0) == 0
 
 
 def test_those_that_could_have_no_frame_now_do_not_count() -> None:
@@ -61,11 +61,11 @@ def test_those_that_could_have_no_frame_now_do_not_count() -> None:
         voice(0.1, state=State.STARVED),
         voice(None, closed=False),
     ]
-    assert spare_s([voice(0.9), *others], 10.0) == pytest.approx(0.9 - SPARE_S)
+    assert slack_s([voice(0.9), *others], 10.0) == pytest.approx(0.9 - MIN_BUFFER_S)
 
 
 def test_nobody_waits_for_long_without_another_look() -> None:
-    assert spare_s([], 10.0) == spare_s([voice(60.0)], 10.0) == MOST_S
+    assert slack_s([], 10.0) == slack_s([voice(60.0)], 10.0) == MAX_WAIT_S
 
 
 @dataclass
@@ -73,38 +73,38 @@ class Reading:
     prefill_in_flight: bool = True
 
 
-def asked(*voices: Voice, reading: bool = True) -> tuple[int | None, Rhythm]:
-    rhythm = Rhythm(FRAME_S, OPENING_S)
+def asked(*voices: Voice, reading: bool = True) -> tuple[int | None, FrameTiming]:
+    timing = FrameTiming(FRAME_S, OPENING_S)
     hold = DecodeHold(Reading(reading), lambda: 10.0, lambda: 7 * MS)
-    return hold.until_ns(voices, rhythm), rhythm
+    return hold.until_ns(voices, timing), timing
 
 
 def test_a_launch_waits_as_long_as_everybody_can_spare_it() -> None:
-    due, rhythm = asked(voice(0.75))
+    due, timing = asked(voice(0.75))
     assert due == pytest.approx(7 * MS + 250 * MS, abs=2)
-    assert rhythm.rested == 10.0
+    assert timing.held_at == 10.0
 
 
 def test_it_does_not_wait_without_prompts_nor_for_less_than_a_tick() -> None:
-    assert asked(voice(0.75), reading=False) == (None, Rhythm(FRAME_S, OPENING_S))
-    for left in (SPARE_S, SPARE_S + 0.9 * TICK_NS / 1e9):
-        due, rhythm = asked(voice(left))
+    assert asked(voice(0.75), reading=False) == (None, FrameTiming(FRAME_S, OPENING_S))
+    for left in (MIN_BUFFER_S, MIN_BUFFER_S + 0.9 * TICK_NS / 1e9):
+        due, timing = asked(voice(left))
         assert due is None
-        assert rhythm.rested == 0
+        assert timing.held_at == 0
 
 
 def test_a_frame_that_was_held_back_says_nothing_of_the_device() -> None:
     """Otherwise the first packets of newcomers would wait, who are never held back."""
-    rhythm = Rhythm(FRAME_S, OPENING_S)
-    pace = Pace(1, 8, 2, rhythm)
-    pace.came(1.0)
-    pace.came(1.005)
-    rhythm.rested = 1.1
-    pace.came(1.11)
-    assert rhythm.worst_s == pytest.approx(0.005)
-    assert rhythm.hold(0.057, 1.11) == 0
-    pace.came(1.2)
-    assert rhythm.worst_s == pytest.approx(0.09), "one that began afterwards counts"
+    timing = FrameTiming(FRAME_S, OPENING_S)
+    pace = PacketPacing(1, 8, 2, timing)
+    pace.frame_made(1.0)
+    pace.frame_made(1.005)
+    timing.held_at = 1.1
+    pace.frame_made(1.11)
+    assert timing.slowest_s == pytest.approx(0.005)
+    assert timing.first_packet_delay(0.057, 1.11) == 0
+    pace.frame_made(1.2)
+    assert timing.slowest_s == pytest.approx(0.09), "one that began afterwards counts"
 
 
 class Polite(Timed):

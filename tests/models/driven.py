@@ -1,0 +1,122 @@
+"""A host in this process, driven by hand, and the front end of its model: what tests of whole hosts
+use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from stretto._imports import load
+from stretto.config.engine import HostSettings
+from stretto.family import Capability, Wanted
+from stretto.messages.hosts import Configure
+from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, Text
+from stretto.models.qwen3_tts.params import ClonedVoice
+from stretto.params import Params, SpeechStyle
+from stretto.preprocess import build as work
+from stretto.preprocess.packed_prompt import pack
+from stretto.preprocess.prompt import Prompt
+from stretto.registry import open_model
+from stretto.stage.host.host import Host
+from stretto.stage.warmup import Reports, warm_up
+from stretto.types import RequestId
+
+CHANGES = ("stretto_host_memory_bytes", "stretto_host_busy_seconds_total")
+"""Numbers that time alone changes."""
+Question = tuple[Capability, Prompt, tuple[int, ...] | None, SpeechStyle]
+
+
+def noise(seconds: float) -> dict[str, Any]:
+    samples = np.random.default_rng(0).standard_normal(int(16_000 * seconds), dtype=np.float32)
+    return {"type": "audio", "data": samples, "sample_rate": 16_000}
+
+
+class Driven:
+    """A host in this process, driven by hand, and the front end of its model."""
+
+    def __init__(self, model: Path, stages: tuple[str, ...] = (), **settings: Any) -> None:
+        self.model = open_model(model)
+        self.builder: work.Builder = load(self.model.builder)(model)
+        self.reports: list[tuple[Any, bytes]] = []
+        self.outgoing = Reports(lambda message, blob: self.reports.append((message, blob)))
+        pipeline = self.model.pipeline
+        links = tuple((k.sender, k.receiver) for k in pipeline.links)
+        told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
+        self.host = Host(told, HostSettings(trace=True, **settings), self.outgoing.post)
+        self.host.load()
+        for node in (
+            self.host.stages.values()
+        ):  # no time passes: the sizes of packets tell nothing of this machine
+            if hasattr(node, "clock"):
+                node.clock = lambda: 0.0
+            if hasattr(node, "encoders"):
+                node.encoders.clock = lambda: 0
+        self.reports.clear()
+
+    def warm_up(self) -> int:
+        return warm_up(self.host, self.outgoing)
+
+    def values(self) -> dict[str, float]:
+        return {k: v for k, v in self.host.recorder.values().items() if k not in CHANGES}
+
+    def ask(self, question: Question, id: str = "a") -> dict[str, Any]:
+        """A request that draws from a seed; all that is said of it."""
+        capability, prompt, spoken, manner = question
+        params = Params(
+            temperature=1.0,
+            max_text_tokens=6,
+            ignore_eos=True,
+            max_frames=5,
+            min_frames=5,
+            want_codes=True,
+        )
+        told = self.model.stage_params(Wanted(capability, params, 7, None, spoken, manner))
+        packed = pack(prompt)
+        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items()}
+        self.reports.clear()
+        self.host.handle(
+            Admit(RequestId(id), packed.for_host(with_features=True), raw), packed.feature_bytes()
+        )
+        while len({m.stage for m, _ in self.reports if isinstance(m, Ended)}) < len(told):
+            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
+            self.host.loop.round()
+        found: dict[str, Any] = {"text": [], "codes": b"", "pcm": b"", "cached": {}}
+        for message, blob in self.reports:
+            match message:
+                case Text(ids=ids):
+                    found["text"] += ids
+                case Codes():
+                    found["codes"] += blob
+                case Pcm():
+                    found["pcm"] += blob
+                case Ended(stage=stage, cached=cached):
+                    found["cached"][stage] = cached
+        return found
+
+    def question(self, wants: str) -> Question:
+        builder, manner = self.builder, SpeechStyle()
+        if wants in ("reading", "cloned"):
+            if wants == "cloned":
+                talker = self.model.config.talker  # type: ignore[attr-defined]
+                rng = np.random.default_rng(1)
+                vector = rng.standard_normal(talker.decoder.hidden_size, dtype=np.float32)
+                codes = rng.integers(0, 2048, (5, talker.num_code_groups)).astype(np.int16)
+                manner = SpeechStyle(
+                    voice=msgspec.msgpack.encode(
+                        ClonedVoice(vector.tobytes(), codes.tobytes(), (5, 6, 7))
+                    )
+                )
+            return "reading", *work.read_aloud(builder, "Good morning to all."), manner
+        parts: list[Any] = [{"type": "text", "text": "What is this?"}]
+        match wants:
+            case "sound":
+                parts.append(noise(1.3))
+            case "short sound":
+                parts.append(noise(0.1))
+            case "picture":
+                parts.append({"type": "image", "data": Image.new("RGB", (64, 96))})
+        return "speech", builder.build([{"role": "user", "content": parts}]), None, manner
