@@ -16,7 +16,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stretto.api import Answer, AsyncEngine, Engine
-    from stretto.config.engine import EngineConfig, HostPlace, HostSettings
+    from stretto.config.engine import EngineConfig, HostSettings
+    from stretto.config.placement import HostPlace
     from stretto.engine.protocol import (
         AudioChunk,
         CodeFrames,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "stretto.api": ("Answer", "AsyncEngine", "Engine"),
     "stretto.params": ("ChunkSizes", "SpeechStyle", "Params"),
-    "stretto.config.engine": ("EngineConfig", "HostPlace", "HostSettings"),
+    "stretto.config.engine": ("EngineConfig", "HostSettings"),
+    "stretto.config.placement": ("HostPlace",),
     "stretto.errors": (
         "Busy", "CheckpointError", "Gone", "Invalid", "MediaError", "StageDead", "StrettoError",
         "TooLong"

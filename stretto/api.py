@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto import embedded
-from stretto.config.engine import EngineConfig, parse_devices
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import parse_devices
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import (
     AudioChunk,

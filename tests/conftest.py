@@ -20,8 +20,7 @@ import torch
 from hypothesis import settings
 
 from stretto import cpu
-from stretto.config.engine import EngineConfig
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import EngineConfig, PoolSettings
 from stretto.engine import announce as admission
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.observe.logs import JsonLines, TextLines

@@ -39,7 +39,7 @@ from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
 from bench.harness.rounds import Ratio, turns
 from bench.steps.decode import ready
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import OverlapSwitches
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source

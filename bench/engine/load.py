@@ -38,7 +38,8 @@ from bench.harness.env import describe
 from bench.harness.listening import Listeners, Listening, highest, smooth
 from bench.harness.results import arguments, parser, write
 from bench.harness.workload import WORKLOADS, Workload
-from stretto.config.engine import EngineConfig, parse_placement
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import parse_placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import StrettoError

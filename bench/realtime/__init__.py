@@ -71,7 +71,8 @@ async def on_engine(
     from bench.realtime.engine import Stand
     from bench.realtime.turns import clock
     from stretto.commands.serve import SWITCH_S
-    from stretto.config.engine import EngineConfig, parse_placement
+    from stretto.config.engine import EngineConfig
+    from stretto.config.placement import parse_placement
     from stretto.engine.engine import PipelineEngine
 
     sys.setswitchinterval(SWITCH_S)  # as a server does

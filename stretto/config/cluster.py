@@ -70,9 +70,9 @@ def check_cluster(cluster: ClusterConfig, engine: EngineConfig) -> None:
     if cluster.cluster_secret_file is None:
         raise Invalid(
             "hosts on other machines need a secret by which they are known: --cluster-secret-file, "
-            "the same file on "
-            "every machine (make one with `openssl rand -hex 32`)", "cluster_secret_file",
-        )  # fmt: skip
+            "the same file on every machine (make one with `openssl rand -hex 32`)",
+            "cluster_secret_file",
+        )
     hosts = engine.placement if isinstance(engine.placement, tuple) else ()
     if engine.devices or any(h.device for h in hosts):
         raise Invalid(

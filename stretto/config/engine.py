@@ -1,111 +1,36 @@
 """How an engine is laid out and sized. Frozen, validated once; imports no torch.
 
 Fields made by `setting` are flags of `stretto serve` and `stretto generate`, with variables and
-YAML keys: see `config/loader.py` for the rule that gives their names, `docs/settings.md` for all of
-them."""
+YAML keys: `config/setting.py` gives their names, `docs/settings.md` lists them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-from stretto.config.overlaps import OverlapSwitches
-from stretto.config.preprocess import PoolSettings
+from stretto.config.placement import (
+    Placement,
+    parse_devices,
+    parse_placement,
+    parse_replicas,
+    places,
+)
 from stretto.config.setting import check_finite, setting, tuning
 from stretto.errors import Invalid
 from stretto.types import ExpertWeights
 
-
-@dataclass(frozen=True, slots=True)
-class HostPlace:
-    """One host of a placement: its stages in data-flow order, and where they run."""
-
-    stages: tuple[str, ...]
-    # None: as the settings say; with replicas, one for each of them in turn, joined by |
-    device: str | None = None
-
-    @property
-    def name(self) -> str:
-        return "+".join(self.stages)
-
-
-MOST_REPLICAS = 1024
-CONTEXT = 8192
+MAX_REPLICAS = 1024
+DEFAULT_CONTEXT = 8192
 """Tokens of the longest context where nothing is said."""
 
-MOST_ROWS = 128
+MAX_GRAPH_ROWS = 128
 """Rows of the largest decode step that is captured on a GPU."""
 
-DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DType = Literal["float32", "bfloat16", "float16"]
-
-Placement = Literal["one", "two", "processes"] | tuple[HostPlace, ...]
-"""Which stages share a host: all of them, the first one and the rest, each alone, or as it is
-told."""
-
-
-def places(placement: Placement, stages: Sequence[str]) -> tuple[HostPlace, ...]:
-    """The hosts of a pipeline with these stages."""
-    match placement:
-        case "one":
-            return (HostPlace(tuple(stages)),)
-        case "two" if len(stages) > 1:
-            return (HostPlace((stages[0],)), HostPlace(tuple(stages[1:])))
-        case "two" | "processes":
-            return tuple(HostPlace((stage,)) for stage in stages)
-    named = [s for host in placement for s in host.stages]
-    if sorted(named) != sorted(stages):
-        told = ", ".join(host.name for host in placement)
-        raise Invalid(
-            f"a placement must name each of {', '.join(stages)} once, got {told!r}", "placement"
-        )
-    order = {stage: i for i, stage in enumerate(stages)}
-    return tuple(
-        replace(host, stages=tuple(sorted(host.stages, key=order.__getitem__)))
-        for host in placement
-    )
-
-
-def parse_placement(text: str) -> Placement:
-    """`one`, `two`, `processes`, or stages joined by + and hosts by comma, each with its device if
-    it has its own: `a@cuda:0, b+c@cuda:1`, or `a@0, b+c@1`. A device for each of two replicas:
-    `a@0|2, b+c@1|3`."""
-    if text in ("one", "two", "processes"):
-        return text  # type: ignore[return-value]
-    hosts = []
-    for part in text.split(","):
-        stages, _, device = part.strip().partition("@")
-        devices = "|".join(_device(d.strip()) for d in device.split("|"))
-        hosts.append(HostPlace(tuple(s.strip() for s in stages.split("+")), devices or None))
-    return tuple(hosts)
-
-
-def parse_devices(text: str) -> tuple[str, ...]:
-    """`cuda:0, cuda:1`, or `0, 1`"""
-    return tuple(_device(part.strip()) for part in text.split(",") if part.strip())
-
-
-def _device(name: str) -> str:
-    """A number alone is that of a card."""
-    name = f"cuda:{name}" if name.isdecimal() else name
-    if name and not DEVICE.fullmatch(name):
-        raise Invalid(
-            f"a device must be cpu, cuda, or cuda with the number of a card (cuda:1), got {name!r}",
-            "device",
-        )
-    return name
-
-
-def parse_replicas(text: str) -> int | tuple[int, int]:
-    """`4`, or `1:8`"""
-    least, colon, most = (part.strip() for part in text.partition(":"))
-    if not least.isdecimal() or (colon and not most.isdecimal()):
-        raise Invalid(
-            f"replicas must be a number, or from:to such as 1:8, got {text!r}", "replicas"
-        )
-    return (int(least), int(most)) if colon else int(least)
 
 
 def parse_blocks(text: str) -> dict[str, int]:
@@ -125,6 +50,27 @@ def parse_details(text: str) -> dict[str, str]:
     """`protocol=rdma, device=mlx5_0`"""
     parts = [part.partition("=") for part in text.split(",") if part.strip()]
     return {name.strip(): value.strip() for name, _, value in parts}
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapSwitches:
+    """Each switches one overlap off. Tests use them as oracles (the output is the same), benches as
+    ablations."""
+
+    async_d2h: bool = tuning(True, "off: a step's payload is on the host before the loop goes on")
+    async_h2d: bool = tuning(True, "off: a stage gets a chunk only when it is on the device")
+    payload_stream: bool = tuning(True, "off: payloads are copied behind the step, on its stream")
+    zero_copy_encode: bool = tuning(
+        True, "off: chunks are encoded into bytes, which are then copied"
+    )
+    just_in_time: bool = tuning(
+        True, "off: a step is launched as soon as there is room, even if the device has work"
+    )
+    prefill_priority: bool = tuning(
+        True,
+        "off: speech is decoded beside prefill, even if all listeners have enough buffered",
+        old_name="give_way",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +109,13 @@ class HostSettings:
     )
     block_size: int = setting(16, "memory", "tokens in a block of the KV caches", "N")
     blocks: Mapping[str, int] = setting(
-        dict, "memory", "blocks of stages' KV caches (default: on a GPU, they share what is free)",
+        dict,
+        "memory",
+        "blocks of stages' KV caches (default: on a GPU, they share what is free)",
         "STAGE=N,...",
-        name="kv_blocks", parse=parse_blocks,
-    )  # fmt: skip
+        name="kv_blocks",
+        parse=parse_blocks,
+    )
     memory_share: float = setting(
         1.0,
         "memory",
@@ -184,16 +133,21 @@ class HostSettings:
         256, "limits", "requests that wait for a place in a stage's batch; more are refused", "N"
     )
     max_context: int = setting(
-        CONTEXT, "memory", f"longest context, in tokens (default: {CONTEXT}, or the model's own "
-                           f"where that is shorter)",
-        "TOKENS", name="max_model_len",
-    )  # fmt: skip
+        DEFAULT_CONTEXT,
+        "memory",
+        f"longest context, in tokens (default: {DEFAULT_CONTEXT}, or the model's own where that is "
+        "shorter)",
+        "TOKENS",
+        name="max_model_len",
+    )
     max_step_tokens: int = setting(4096, "steps", "tokens in one step of a stage", "TOKENS")
     prefill_chunk: int | None = setting(
-        None, "steps", "tokens of prompts in a step while answers are being made: bounds how long "
-                        "they wait "
-        "(default: 1024; on a CPU 256)", "TOKENS",
-    )  # fmt: skip
+        None,
+        "steps",
+        "tokens of prompts in a step while answers are being made: bounds how long they wait "
+        "(default: 1024; on a CPU 256)",
+        "TOKENS",
+    )
     lone_prefill_chunk: int | None = tuning(
         None,
         "tokens of prompts in a step while no answer is being made: the next stage can follow a "
@@ -225,12 +179,12 @@ class HostSettings:
             raise Invalid(
                 f"launch_lead_ms must not be negative, got {self.launch_lead_ms}", "launch_lead_ms"
             )
-        for name, least in LEAST.items():
+        for name, least in LOWER_BOUNDS.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 name = "max_model_len" if name == "max_context" else name  # as its flag is called
                 raise Invalid(f"{name} must be at least {least}, got {value}", name)
-        for name, most in MOST.items():
+        for name, most in UPPER_BOUNDS.items():
             if getattr(self, name) > most:
                 raise Invalid(f"{name} must be at most {most}, got {getattr(self, name)}", name)
 
@@ -244,7 +198,7 @@ class HostSettings:
         return cls(**{**values, "switches": switches})
 
 
-LEAST = {
+LOWER_BOUNDS = {
     "threads": 1, "overlap_depth": 1, "block_size": 1, "max_rows": 1, "max_waiting": 1,
     "max_context": 32,
     "max_step_tokens": 2, "prefill_chunk": 1, "lone_prefill_chunk": 1, "link_slots": 1,
@@ -254,34 +208,144 @@ LEAST = {
 puts around it, and some words of an answer. A step holds a token of an answer and one of a prompt,
 so that neither waits for ever."""
 
-MOST = {"threads": 1024, "overlap_depth": 64, "max_rows": 4096}
+UPPER_BOUNDS = {"threads": 1024, "overlap_depth": 64, "max_rows": 4096}
 """The largest values of those by which a host makes threads or objects before it looks at its
 memory."""
 
-DETAILS: Mapping[str, Mapping[str, str]] = {
+POOL_UPPER_BOUNDS = {"workers": 1024, "cpu_s": 86_400, "memory_mb": 1 << 20}
+"""The largest values of `PoolSettings`; the least is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """How prompts are built beside the server, by `preprocess/pool`."""
+
+    workers: int = setting(
+        2,
+        "prompts",
+        "processes that prepare large requests and media, at most",
+        "N",
+        name="prompt_workers",
+    )
+    cpu_s: int = setting(
+        60,
+        "prompts",
+        "CPU time that preparing one request may take",
+        "SECONDS",
+        name="prompt_cpu_s",
+    )
+    memory_mb: int = setting(
+        2048,
+        "prompts",
+        "memory that preparing one request may take, in MiB",
+        "MIB",
+        name="prompt_memory_mb",
+    )
+    grammar_cpu_s: float = setting(
+        1.0, "prompts", "CPU time that compiling one JSON schema may take", "SECONDS"
+    )
+    grammar_memory_mb: int = setting(
+        64, "prompts", "memory that compiling one JSON schema may take, in MiB", "MIB"
+    )
+    start_timeout_s: float = setting(
+        120.0,
+        "prompts",
+        "time in which the process that prepares requests must be up",
+        "SECONDS",
+        name="prompt_start_timeout_s",
+    )
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        for name, most in POOL_UPPER_BOUNDS.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise Invalid(
+                    f"prompt_{name} must be from 1 to {most}, got {getattr(self, name)}",
+                    f"prompt_{name}",
+                )
+        if not 0 < self.grammar_cpu_s <= 3600:
+            raise Invalid(
+                f"grammar_cpu_s must be above 0, at most 3600, got {self.grammar_cpu_s}",
+                "grammar_cpu_s",
+            )
+        if self.grammar_memory_mb < 1:
+            raise Invalid(
+                f"grammar_memory_mb must be at least 1, got {self.grammar_memory_mb}",
+                "grammar_memory_mb",
+            )
+        if not self.start_timeout_s > 0:
+            raise Invalid(
+                f"prompt start_timeout_s must be positive, got {self.start_timeout_s}",
+                "prompt_start_timeout_s",
+            )
+
+
+CONNECTOR_ENTRY_POINTS = "stretto.connectors"
+CONNECTORS = {
+    "shm": ("stretto.transport.shm", "ShmConnector"),
+    "tcp": ("stretto.transport.tcp", "TcpConnector"),
+    "mooncake": ("stretto.transport.mooncake", "MooncakeConnector"),
+}
+"""Connectors of the package: module and class."""
+CONNECTOR_PACKAGES = {"mooncake": "mooncake"}
+"""Packages that connectors need and that do not come with Stretto, as they are imported."""
+
+
+def check_connector(name: str) -> None:
+    """Refuse a name that no link could use, minutes before the first link is made. Imports nothing
+    of what a connector needs."""
+    if name not in CONNECTORS and not entry_points(group=CONNECTOR_ENTRY_POINTS, name=name):
+        raise unknown_connector(name, connector_names(CONNECTORS))
+    package = CONNECTOR_PACKAGES.get(name)
+    if package is not None and find_spec(package) is None:
+        raise Invalid(
+            f"connector {name!r} needs the package {package}: pip install 'stretto[{name}]'",
+            "connector",
+        )
+
+
+def connector_names(own: Iterable[str]) -> list[str]:
+    """`own`, and those that other packages add."""
+    return sorted({*own, *(entry.name for entry in entry_points(group=CONNECTOR_ENTRY_POINTS))})
+
+
+def unknown_connector(name: str, known: Iterable[str]) -> Invalid:
+    return Invalid(f"there is no connector {name!r}; there are {', '.join(known)}", "connector")
+
+
+LINK_DETAILS: Mapping[str, Mapping[str, str]] = {
     "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},
 }  # fmt: skip
-"""The connectors of the package, and what their `link_details` may be."""
+"""What `link_details` of these connectors may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     placement: Placement = setting(  # noqa: RUF009
-        "one", "model", "stages by process: one, two (the first and the rest), processes (each "
-                        "alone), or their names: "
-        "a,b+c or, with their cards, a@0,b+c@1", "HOSTS", parse=parse_placement,
-    )  # fmt: skip
+        "one",
+        "model",
+        "stages by process: one, two (the first and the rest), processes (each alone), or their "
+        "names: a,b+c or, with their cards, a@0,b+c@1",
+        "HOSTS",
+        parse=parse_placement,
+    )
     connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
     link_details: Mapping[str, str] = setting(
-        dict, "model", "settings of the connector; of mooncake: protocol=rdma,device=mlx5_0 "
-                       "(default: protocol=tcp)",
-        "NAME=VALUE,...", parse=parse_details,
-    )  # fmt: skip
+        dict,
+        "model",
+        "settings of the connector; of mooncake: protocol=rdma,device=mlx5_0 (default: "
+        "protocol=tcp)",
+        "NAME=VALUE,...",
+        parse=parse_details,
+    )
     replicas: int | tuple[int, int] = setting(
-        1, "model", "pipelines side by side; each on a card of its own, where no device is named; "
-                    "with --backend ray "
-        "also from:to, such as 1:8", "N", parse=parse_replicas,
-    )  # fmt: skip
+        1,
+        "model",
+        "pipelines side by side; each on a card of its own, where no device is named; with "
+        "--backend ray also from:to, such as 1:8",
+        "N",
+        parse=parse_replicas,
+    )
     max_requests: int = 64  # running at once, over all replicas; more are refused with Busy
     stall_s: float = setting(
         30.0, "limits", "time without progress after which a request fails", "SECONDS"
@@ -291,10 +355,13 @@ class EngineConfig:
     )
     restart: bool = setting(True, "limits", "start processes that died again")
     min_pace: float = setting(
-        0.0, "limits", "refuse new speech (429) while running speech is made slower than this "
-                       "times real time; 0: "
-        "never", "TIMES", served=1.0,
-    )  # fmt: skip
+        0.0,
+        "limits",
+        "refuse new speech (429) while running speech is made slower than this times real time; "
+        "0: never",
+        "TIMES",
+        served=1.0,
+    )
     share_prefix_cache: bool = setting(
         False,
         "memory",
@@ -316,21 +383,25 @@ class EngineConfig:
     )
     host: HostSettings = field(default_factory=HostSettings)
     devices: tuple[str, ...] = setting(  # none: that of `host`
-        (), "model", "cpu, cuda, cuda:1 (or 1) ...; several, by comma: for each of the --replicas "
-                     "in turn "
-        "(default: cuda if there is one)", "DEVICE,...", name="device", parse=parse_devices,
-    )  # fmt: skip
+        (),
+        "model",
+        "cpu, cuda, cuda:1 (or 1) ...; several, by comma: for each of the --replicas in turn "
+        "(default: cuda if there is one)",
+        "DEVICE,...",
+        name="device",
+        parse=parse_devices,
+    )
 
     def __post_init__(self) -> None:
         check_finite(self)
         least, most = self.replica_range
-        if not 1 <= least <= most <= MOST_REPLICAS:
+        if not 1 <= least <= most <= MAX_REPLICAS:
             raise Invalid(
-                f"replicas must be from 1 to {MOST_REPLICAS}, or from:to such as 1:8, the smaller "
+                f"replicas must be from 1 to {MAX_REPLICAS}, or from:to such as 1:8, the smaller "
                 f"number first, got "
                 + (f"{least}:{most}" if isinstance(self.replicas, tuple) else f"{least}"),
                 "replicas",
-            )  # fmt: skip
+            )
         if self.max_requests < 1:
             raise Invalid(f"max_requests must be at least 1, got {self.max_requests}", "config")
         for name in ("stall_s", "start_timeout_s", "max_buffered_s"):
@@ -339,13 +410,13 @@ class EngineConfig:
         if self.min_pace < 0:
             raise Invalid(f"min_pace must not be negative, got {self.min_pace:g}", "min_pace")
         for name, value in self.link_details.items():
-            own = DETAILS.get(self.connector)  # a connector of another package checks its own
+            own = LINK_DETAILS.get(self.connector)  # a connector of another package checks its own
             if own is not None and not re.fullmatch(own.get(name, r"(?!)"), value):
                 raise Invalid(
                     "link_details are protocol=tcp or rdma and device=NAME of the mooncake "
-                    "connector, none of shm and "
-                    f"tcp; got {name}={value} for {self.connector}", "link_details",
-                )  # fmt: skip
+                    f"connector, none of shm and tcp; got {name}={value} for {self.connector}",
+                    "link_details",
+                )
         hosts = self.placement if isinstance(self.placement, tuple) else ()
         named = max(len(self.devices), *(len((h.device or "").split("|")) for h in hosts), 1)
         if named > least:
@@ -372,15 +443,8 @@ class EngineConfig:
         if self.devices:
             host = replace(host, device=self.devices[number % len(self.devices)])
         if isinstance(placement, tuple):
-            placement = tuple(replace(h, device=_turn(h.device, number)) for h in placement)
+            placement = tuple(host_place.of_replica(number) for host_place in placement)
         return replace(self, placement=placement, replicas=1, devices=(), host=host)
-
-
-def _turn(devices: str | None, number: int) -> str | None:
-    if devices is None:
-        return None
-    each = devices.split("|")
-    return each[number % len(each)]
 
 
 def check_model(
@@ -391,7 +455,7 @@ def check_model(
     default context is shortened silently."""
     places(config.placement, stages)
     asked = config.host.max_context
-    if asked > max_positions and (asked != CONTEXT or "max_model_len" in stated):
+    if asked > max_positions and (asked != DEFAULT_CONTEXT or "max_model_len" in stated):
         raise Invalid(
             f"max_model_len is {asked}, but the model has only {max_positions} positions",
             "max_model_len",
@@ -409,11 +473,10 @@ def check_rows(config: EngineConfig) -> None:
     hosts = config.placement if isinstance(config.placement, tuple) else ()
     named = [config.host.device, *config.devices, *(host.device or "" for host in hosts)]
     on_gpu = any(device.startswith("cuda") for name in named for device in name.split("|"))
-    if on_gpu and config.host.graphs and config.host.max_rows > MOST_ROWS:
+    if on_gpu and config.host.graphs and config.host.max_rows > MAX_GRAPH_ROWS:
         raise Invalid(
             f"max_rows is {config.host.max_rows}, but on a GPU steps are captured for at most "
-            f"{MOST_ROWS} rows, and "
-            f"larger ones are slow: --max-rows {MOST_ROWS} fits; more requests may wait for a row "
-            f"(--max-concurrent), "
-            "and --replicas uses more cards", "max_rows",
-        )  # fmt: skip
+            f"{MAX_GRAPH_ROWS} rows, and larger ones are slow: --max-rows {MAX_GRAPH_ROWS} fits; "
+            "more requests may wait for a row (--max-concurrent), and --replicas uses more cards",
+            "max_rows",
+        )

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from stretto.config.cluster import ClusterConfig
-from stretto.config.connectors import check_connector
-from stretto.config.devices import spread
-from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.engine import (
+    EngineConfig,
+    HostSettings,
+    OverlapSwitches,
+    PoolSettings,
+    check_connector,
+)
 from stretto.config.flags import kind_of
-from stretto.config.overlaps import OverlapSwitches
-from stretto.config.preprocess import PoolSettings
+from stretto.config.placement import spread_replicas
 from stretto.config.server import ServerConfig
 from stretto.config.setting import (
     PREFIX,
@@ -119,7 +122,7 @@ def engine_config(sources: Sources, this_machine: bool = True, **fixed: Any) -> 
     check_connector(config.connector)
     device = config.devices[0] if config.devices else find_device()
     config = replace(config, host=replace(host, device=device))
-    return spread(config, len(cards())) if this_machine else config
+    return spread_replicas(config, len(cards())) if this_machine else config
 
 
 # ---- what the three places say

@@ -75,30 +75,38 @@ class ServerConfig:
         "FILE",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "clients", "web pages that may call this server beside its own; *: any (default: those "
-                       "of this machine; "
-        "with an API key, any)", "ORIGIN",
-    )  # fmt: skip
+        (),
+        "clients",
+        "web pages that may call this server beside its own; *: any (default: those of this "
+        "machine; with an API key, any)",
+        "ORIGIN",
+    )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "clients", "names under which this server may be called beside localhost; *: any "
-                       "(default: any, but none "
-        "without an API key on a loopback address)", "NAME",
-    )  # fmt: skip
+        (),
+        "clients",
+        "names under which this server may be called beside localhost; *: any (default: any, "
+        "but none without an API key on a loopback address)",
+        "NAME",
+    )
 
     trusted_proxies: tuple[str, ...] = setting(
-        (), "clients", "addresses or networks of proxies whose X-Forwarded-For and "
-                       "X-Forwarded-Proto say who calls; "
-        "*: any (default: nobody's are believed)", "ADDRESS",
-    )  # fmt: skip
+        (),
+        "clients",
+        "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto say who "
+        "calls; *: any (default: nobody's are believed)",
+        "ADDRESS",
+    )
 
     max_concurrent: int = setting(
         64, "limits", "requests answered at once (default: twice --max-rows)", "N"
     )
     max_live: int = setting(
-        32, "limits", "texts that are read while they are written, at once; none of the API keys "
-                      "(without keys: "
-        "addresses) has over half of them (default: --max-rows)", "N",
-    )  # fmt: skip
+        32,
+        "limits",
+        "texts that are read while they are written, at once; none of the API keys (without "
+        "keys: addresses) has over half of them (default: --max-rows)",
+        "N",
+    )
     max_queue: int = setting(
         256,
         "limits",
@@ -114,9 +122,9 @@ class ServerConfig:
     max_concurrent_per_key: int = setting(
         0,
         "limits",
-        "requests of one API key (without keys: address) answered at once; more are refused (429) "
-        "and do not wait; "
-        "0: no limit, but when others wait the next place goes to whoever has the fewest",
+        "requests of one API key (without keys: address) answered at once; more are refused "
+        "(429) and do not wait; 0: no limit, but when others wait the next place goes to "
+        "whoever has the fewest",
         "N",
     )
     max_connections: int = setting(
@@ -182,10 +190,12 @@ class ServerConfig:
         "MIB",
     )
     realtime_total_mb: float = setting(
-        2048.0, "realtime", "the same of all sessions, with messages that are still arriving, in "
-                            "MiB; none of the "
-        "API keys (without keys: addresses) holds over half", "MIB",
-    )  # fmt: skip
+        2048.0,
+        "realtime",
+        "the same of all sessions, with messages that are still arriving, in MiB; none of the "
+        "API keys (without keys: addresses) holds over half",
+        "MIB",
+    )
     realtime_lead: float = tuning(
         10.0, "seconds by which a realtime session may send sound ahead of its playback"
     )

@@ -23,8 +23,8 @@ import numpy as np
 
 from stretto import errors
 from stretto._imports import load
-from stretto.config.devices import check_cards
 from stretto.config.engine import EngineConfig, check_model
+from stretto.config.placement import check_cards
 from stretto.embedded import is_random
 from stretto.engine.announce import Ask, Names, announce, fitted, seed_of
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from stretto._process import HOST_ENVIRONMENT, end_of, seen_end, start_apart
-from stretto.config.devices import shown
+from stretto.config.placement import visible_device
 from stretto.engine.host_handle import ENDED, HostHandle, HostReports
 from stretto.hardware import cards
 from stretto.messages.hosts import Quit
@@ -130,5 +130,5 @@ class LocalLauncher:
         self._cards = cards() if found is None else found
 
     def host(self, name: str, number: int, device: str, reports: HostReports) -> HostHandle:
-        device_name, environment = shown(device, self._cards)
+        device_name, environment = visible_device(device, self._cards)
         return HostProcess(name, reports, number, device_name, environment)

@@ -15,7 +15,8 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
-from stretto.config.engine import EngineConfig, places
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import places
 from stretto.engine.gpu_sharing import Cards
 from stretto.engine.host_handle import (
     HostHandle,

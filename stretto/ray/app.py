@@ -23,8 +23,9 @@ from ray.util import get_current_placement_group
 from starlette.applications import Starlette
 
 from stretto.config.cluster import ClusterConfig, check_cluster
-from stretto.config.engine import EngineConfig, places
+from stretto.config.engine import EngineConfig
 from stretto.config.loader import load_settings
+from stretto.config.placement import places
 from stretto.config.server import ServerConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.remote_host import RemoteLauncher

@@ -13,7 +13,12 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
-from stretto.config.connectors import ENTRY_POINTS, OURS, names, unknown
+from stretto.config.engine import (
+    CONNECTOR_ENTRY_POINTS,
+    CONNECTORS,
+    connector_names,
+    unknown_connector,
+)
 from stretto.errors import Invalid
 from stretto.transport.contract import Connector
 
@@ -41,7 +46,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._factories: dict[str, Factory] = {
-            name: _lazily(*where) for name, where in OURS.items()
+            name: _lazily(*where) for name, where in CONNECTORS.items()
         }
         self._made: dict[str, Connector] = {}
 
@@ -57,14 +62,14 @@ class Registry:
         return self._made[name]
 
     def names(self) -> list[str]:
-        return names(self._factories)
+        return connector_names(self._factories)
 
     def _factory(self, name: str) -> Factory:
         if name in self._factories:
             return self._factories[name]
-        for entry in entry_points(group=ENTRY_POINTS, name=name):
+        for entry in entry_points(group=CONNECTOR_ENTRY_POINTS, name=name):
             return cast(Factory, entry.load())
-        raise unknown(name, self.names())
+        raise unknown_connector(name, self.names())
 
 
 connectors = Registry()

@@ -16,10 +16,10 @@ import torch
 from stretto.cli import main, parser
 from stretto.commands.generate import settings
 from stretto.commands.serve import OTHER_VARIABLES, settings_table
-from stretto.config import connectors as known
+from stretto.config import engine as known
 from stretto.config import loader
 from stretto.config.cluster import ClusterConfig
-from stretto.config.engine import EngineConfig, HostPlace, HostSettings, parse_placement
+from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches, PoolSettings
 from stretto.config.loader import (
     ENGINE_RECORDS,
     RECORDS,
@@ -30,8 +30,7 @@ from stretto.config.loader import (
     rows_for,
     unknown_variables,
 )
-from stretto.config.overlaps import OverlapSwitches
-from stretto.config.preprocess import PoolSettings
+from stretto.config.placement import HostPlace, parse_placement
 from stretto.config.server import WHOLE, ServerConfig
 from stretto.config.setting import (
     default_of,

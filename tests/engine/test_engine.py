@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stretto.config.engine import EngineConfig, HostPlace, HostSettings, parse_placement, places
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.placement import HostPlace, parse_placement, places
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import Finished, TextDelta
 from stretto.engine.sync import SyncEngine

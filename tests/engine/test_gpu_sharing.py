@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from stretto.config.devices import check_cards, shown, spread
-from stretto.config.engine import EngineConfig, HostSettings, parse_devices, parse_placement
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.placement import (
+    check_cards,
+    parse_devices,
+    parse_placement,
+    spread_replicas,
+    visible_device,
+)
 from stretto.engine import engine as engine_module
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.gpu_sharing import Cards
@@ -60,20 +66,20 @@ def test_cards_that_we_may_use(told: str | None, found: int, cards: tuple[str, .
 
 
 def test_replicas_take_a_card_each() -> None:
-    spread_out = spread(config(replicas=4), 8)
+    spread_out = spread_replicas(config(replicas=4), 8)
     assert [spread_out.replica(i).host.device for i in range(4)] == [f"cuda:{i}" for i in range(4)]
     for own in (
         config(replicas=4, devices=("cuda:1",)),
         config("thinker@0, talker+code2wav@1", replicas=4),
     ):
-        assert spread(own, 1) == own, "who names a device shares it"
+        assert spread_replicas(own, 1) == own, "who names a device shares it"
     on_cpu = EngineConfig(replicas=4)
-    assert spread(on_cpu, 0) == on_cpu
+    assert spread_replicas(on_cpu, 0) == on_cpu
     with pytest.raises(
         Invalid,
         match=r"4 replicas, each on a card of its own, but there are 2 \(cuda:0 to cuda:1\)",
     ):
-        spread(config(replicas=4), 2)
+        spread_replicas(config(replicas=4), 2)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +122,9 @@ def test_an_engine_refuses_before_it_starts_anything(
 
 
 def test_a_host_sees_its_own_card_and_no_other() -> None:
-    assert shown("cuda:1", ("3", "GPU-b")) == ("cuda:0", {"CUDA_VISIBLE_DEVICES": "GPU-b"})
-    assert shown("cuda", ("3",)) == ("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"})
-    assert shown("cpu", ("3",)) == ("cpu", {})
+    assert visible_device("cuda:1", ("3", "GPU-b")) == ("cuda:0", {"CUDA_VISIBLE_DEVICES": "GPU-b"})
+    assert visible_device("cuda", ("3",)) == ("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"})
+    assert visible_device("cpu", ("3",)) == ("cpu", {})
 
     async def work() -> None:
         host = LocalLauncher(("3", "GPU-b")).host("h", 0, "cuda:1", asyncio.Queue())

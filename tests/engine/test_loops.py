@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config.engine import EngineConfig
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import EngineConfig, PoolSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.errors import StageDead
 from stretto.params import Params

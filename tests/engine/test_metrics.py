@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stretto.config.engine import EngineConfig, Placement, places
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import Placement, places
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.host_handle import HostHandle
 from stretto.engine.pipeline import Pipeline

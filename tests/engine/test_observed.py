@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.engine import EngineConfig, Placement
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import Finished
 from stretto.params import Params

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from stretto.config.engine import EngineConfig, Placement
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, CodeFrames, Finished
 from stretto.errors import Invalid

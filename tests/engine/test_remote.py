@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto import __version__
-from stretto.config.engine import EngineConfig, Placement
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import Placement
 from stretto.engine import remote_host as remote
 from stretto.engine.agent import ORPHANED
 from stretto.engine.clock import DRIFT, ClockOffset

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stretto.config.engine import EngineConfig, HostSettings
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import EngineConfig, HostSettings, PoolSettings
 from stretto.engine.announce import Ask, fitted
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event

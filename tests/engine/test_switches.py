@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.engine import EngineConfig, HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches
 from stretto.engine.engine import PipelineEngine
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models

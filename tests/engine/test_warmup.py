@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.engine import EngineConfig, Placement
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models

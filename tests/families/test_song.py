@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from stretto import registry
-from stretto.config.engine import EngineConfig, HostSettings, Placement
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.params import Params

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from stretto import registry
-from stretto.config.engine import EngineConfig, Placement
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import Bug, CheckpointError, Invalid, StageDead

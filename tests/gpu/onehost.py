@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.kernels.triton import dtypes
 from stretto.messages.hosts import Connect, Listen, Listening, Unlink
 from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, FromHost, Text, ToHost

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import OverlapSwitches
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.stage.links.copies import HostToDevice, adopt
 from stretto.stage.links.outbox import Outbox

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import OverlapSwitches
 from stretto.messages.requests import Cancel
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.preprocess.prompt import Prompt

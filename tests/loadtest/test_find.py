@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import EngineConfig
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import EngineConfig, PoolSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import EngineClient
 from stretto.errors import Invalid

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import PoolSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.preprocess.grammars import BURST_S, EACH_S, GrammarCompiler, GrammarGuide, StepBudget

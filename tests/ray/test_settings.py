@@ -19,7 +19,8 @@ import pytest
 
 from stretto.cli import main
 from stretto.config.cluster import ClusterConfig, check_cluster
-from stretto.config.engine import EngineConfig, parse_placement, parse_replicas
+from stretto.config.engine import EngineConfig
+from stretto.config.placement import parse_placement, parse_replicas
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StageDead
 from stretto.ray import dependency as extra

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.layers.capture import capture_graphs
 from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Listen
 from stretto.stage.links.endpoints import LinkEndpoint, LinkEndpoints

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import OverlapSwitches
 from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames

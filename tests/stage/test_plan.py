@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import EngineConfig, HostPlace, HostSettings, check_model
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches, check_model
+from stretto.config.placement import HostPlace
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Loading
 from stretto.models.qwen3_omni.config import OmniConfig

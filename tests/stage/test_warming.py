@@ -14,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.kernels.triton.compile_ahead import Marker, Workers
 from stretto.messages.hosts import Loading
 from stretto.models import warming as shared

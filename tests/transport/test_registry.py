@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from stretto.cli import main
-from stretto.config import connectors as known
-from stretto.config.connectors import ENTRY_POINTS, check_connector
-from stretto.config.engine import EngineConfig
+from stretto.config import engine as known
+from stretto.config.engine import CONNECTOR_ENTRY_POINTS, EngineConfig, check_connector
 from stretto.errors import Invalid
 from stretto.transport.registry import Registry, connectors
 from stretto.transport.shm import ShmConnector
@@ -29,7 +28,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     info = tmp_path / "dovecote-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovecote\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ndove = dovecote:Dove\n")
+    (info / "entry_points.txt").write_text(f"[{CONNECTOR_ENTRY_POINTS}]\ndove = dovecote:Dove\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("dovecote", None)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stretto import errors
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import PoolSettings
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
 from stretto.preprocess.build import encode as to_json
 from stretto.preprocess.grammars import why_ended

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from stretto._process import end_of, start_apart
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import PoolSettings
 from stretto.errors import Busy, CheckpointError, StageDead, StrettoError
 from stretto.preprocess.pool.jobs import (
     MAX_DATAGRAM,

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.errors import Bug
 from stretto.messages.hosts import Configure, Loading
 from stretto.observe.recorder import Recorder

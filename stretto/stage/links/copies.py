@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import OverlapSwitches
 from stretto.observe.recorder import Histogram
 from stretto.transport.contract import Chunk, CopyEvent
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening, Unlink
 from stretto.observe.recorder import Recorder

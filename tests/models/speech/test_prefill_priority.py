@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.engine import HostSettings
-from stretto.config.overlaps import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.speech.pacing import FrameTiming, PacketPacing
 from stretto.models.speech.prefill_priority import MAX_WAIT_S, MIN_BUFFER_S, DecodeHold, slack_s

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import PoolSettings
 from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.grammars import open_grammars

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from stretto.config.engine import EngineConfig, HostSettings
-from stretto.config.preprocess import PoolSettings
+from stretto.config.engine import EngineConfig, HostSettings, PoolSettings
 from stretto.testing.qwen3_tts import write_tiny
 from tests.loadtest.test_command import run
 from tests.server.conftest import Running, serve

@@ -26,7 +26,8 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.harness.results import judged, parser, progress
-from stretto.config.engine import EngineConfig, HostSettings, parse_placement, places
+from stretto.config.engine import EngineConfig, HostSettings
+from stretto.config.placement import parse_placement, places
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk
 from stretto.models.qwen3_omni.family import PIPELINE

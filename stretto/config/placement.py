@@ -1,0 +1,158 @@
+"""Which stages share a host, and which host runs on which device: replicas are spread over cards,
+and a host sees only the card that it uses. Pure; imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from stretto.errors import Invalid
+from stretto.hardware import VISIBLE, card_of
+
+if TYPE_CHECKING:
+    from stretto.config.engine import EngineConfig
+
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """One host of a placement: its stages in data-flow order, and where they run."""
+
+    stages: tuple[str, ...]
+    # None: as the settings say; with replicas, one for each of them in turn, joined by |
+    device: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.stages)
+
+    def of_replica(self, number: int) -> HostPlace:
+        """With the device of this replica alone."""
+        if self.device is None:
+            return self
+        devices = self.device.split("|")
+        return replace(self, device=devices[number % len(devices)])
+
+
+Placement = Literal["one", "two", "processes"] | tuple[HostPlace, ...]
+"""Which stages share a host: all of them, the first one and the rest, each alone, or as named."""
+
+
+def places(placement: Placement, stages: Sequence[str]) -> tuple[HostPlace, ...]:
+    """The hosts of a pipeline with these stages."""
+    match placement:
+        case "one":
+            return (HostPlace(tuple(stages)),)
+        case "two" if len(stages) > 1:
+            return (HostPlace((stages[0],)), HostPlace(tuple(stages[1:])))
+        case "two" | "processes":
+            return tuple(HostPlace((stage,)) for stage in stages)
+    named = [s for host in placement for s in host.stages]
+    if sorted(named) != sorted(stages):
+        text = ", ".join(host.name for host in placement)
+        raise Invalid(
+            f"a placement must name each of {', '.join(stages)} once, got {text!r}", "placement"
+        )
+    order = {stage: i for i, stage in enumerate(stages)}
+    return tuple(
+        replace(host, stages=tuple(sorted(host.stages, key=order.__getitem__)))
+        for host in placement
+    )
+
+
+# ---- as text
+
+
+def parse_placement(text: str) -> Placement:
+    """`one`, `two`, `processes`, or stages joined by + and hosts by comma, each with its device if
+    it has its own: `a@cuda:0, b+c@cuda:1`, or `a@0, b+c@1`. A device for each of two replicas:
+    `a@0|2, b+c@1|3`."""
+    if text in ("one", "two", "processes"):
+        return text  # type: ignore[return-value]
+    hosts = []
+    for part in text.split(","):
+        stages, _, device = part.strip().partition("@")
+        devices = "|".join(_device(d.strip()) for d in device.split("|"))
+        hosts.append(HostPlace(tuple(s.strip() for s in stages.split("+")), devices or None))
+    return tuple(hosts)
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """`cuda:0, cuda:1`, or `0, 1`"""
+    return tuple(_device(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _device(name: str) -> str:
+    """A number alone is that of a card."""
+    name = f"cuda:{name}" if name.isdecimal() else name
+    if name and not DEVICE.fullmatch(name):
+        raise Invalid(
+            f"a device must be cpu, cuda, or cuda with the number of a card (cuda:1), got {name!r}",
+            "device",
+        )
+    return name
+
+
+def parse_replicas(text: str) -> int | tuple[int, int]:
+    """`4`, or `1:8`"""
+    least, colon, most = (part.strip() for part in text.partition(":"))
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise Invalid(
+            f"replicas must be a number, or from:to such as 1:8, got {text!r}", "replicas"
+        )
+    return (int(least), int(most)) if colon else int(least)
+
+
+# ---- cards
+
+
+def spread_replicas(config: EngineConfig, cards: int) -> EngineConfig:
+    """One replica for each card, where no setting names a device on a machine with cards. Called
+    when settings are read."""
+    if config.devices or isinstance(config.replicas, tuple) or config.replicas == 1:
+        return config
+    if card_of(config.host.device) is None:
+        return config
+    if isinstance(config.placement, tuple) and any(h.device for h in config.placement):
+        return config
+    if config.replicas > cards:
+        raise Invalid(
+            f"{config.replicas} replicas, each on a card of its own, but there "
+            f"{_number_of(cards)}; to let replicas share a card, name it (--device cuda:0)",
+            "replicas",
+        )
+    return replace(config, devices=tuple(f"cuda:{i}" for i in range(config.replicas)))
+
+
+def check_cards(config: EngineConfig, stages: Sequence[str], cards: int) -> None:
+    """Refuse devices that this machine does not have. Called before anything is started."""
+    for number in range(config.num_pipelines):
+        one = config.replica(number)
+        for place in places(one.placement, stages):
+            device = place.device or one.host.device
+            card = card_of(device)
+            if card is not None and card >= cards:
+                instead = "" if cards else "; --device cpu runs without a GPU"
+                raise Invalid(
+                    f"{place.name} is placed on {device}, but there {_number_of(cards)}{instead}",
+                    "placement",
+                )
+
+
+def _number_of(cards: int) -> str:
+    return {0: "is no GPU", 1: "is one (cuda:0)"}.get(
+        cards, f"are {cards} (cuda:0 to cuda:{cards - 1})"
+    )
+
+
+def visible_device(device: str, cards: Sequence[str]) -> tuple[str, Mapping[str, str]]:
+    """What a host calls its device, and the environment in which it does. It sees no other card, so
+    nothing that it calls can land on one; a library that takes the first card takes the right
+    one."""
+    card = card_of(device)
+    if card is None or card >= len(cards):
+        return device, {}
+    return "cuda:0", {VISIBLE: cards[card]}
