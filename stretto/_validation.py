@@ -1,17 +1,20 @@
 """How an error of msgspec's becomes one that a client understands: which field it is, and what is
 wrong with it.
 
-Used wherever fields that a client sent are read: the server's bodies, the prompt's tools."""
+Used wherever fields that a client sent are read: the server's bodies, the prompt's tools.
+`read_json_file` is for the files of checkpoints."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from stretto.errors import Invalid
+from stretto.errors import CheckpointError, Invalid
 
 T = TypeVar("T")
 _SHOWN = 64  # characters of a name that a client made up
@@ -79,3 +82,16 @@ def _plain(words: str) -> str:
     if unknown:
         return f"unknown field {unknown[1][:_SHOWN]!r}"
     return words.replace("Object missing", "missing").replace("`", "")
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint's file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: must be a JSON object")
+    return raw

@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import cast
 
 from stretto._imports import load
+from stretto._validation import read_json_file
 from stretto.errors import CheckpointError, Invalid
 from stretto.family import Family, Model
-from stretto.preprocess.files import read_json
 
 ENTRY_POINTS = "stretto.families"
 
@@ -54,7 +54,7 @@ def find(kind: str, where: Path) -> Family:
 
 def model_type(directory: Path) -> str:
     path = directory / "config.json"
-    kind = read_json(path).get("model_type")
+    kind = read_json_file(path).get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError(f"{path}: model_type must be text, got {kind!r}")
     return kind

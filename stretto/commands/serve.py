@@ -110,12 +110,12 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
         sys.stdout.write(settings_table())
         return 0
     end_on_signals()
-    from stretto.server.logs import set_up
     from stretto.server.origins import warning
+    from stretto.server.run import set_up_logs
 
     settings = load_settings(vars(args), os.environ)
     config, cluster = settings.server, settings.cluster
-    set_up(config.log_format, config.log_level)
+    set_up_logs(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
     for text in settings.warnings:
         _say(f"stretto: warning: {text}")

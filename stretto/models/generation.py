@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto._validation import read_json_file
 from stretto.errors import CheckpointError, Invalid
 from stretto.params import Params
-from stretto.preprocess.files import read_json
 
 FILE = "generation_config.json"
 DRAWN = {"temperature": float, "top_p": float, "top_k": int, "repetition_penalty": float}
@@ -27,7 +27,7 @@ class GenerationFile:
     @classmethod
     def open(cls, directory: Path) -> GenerationFile:
         path = directory / FILE
-        return cls(path, read_json(path) if path.exists() else {})
+        return cls(path, read_json_file(path) if path.exists() else {})
 
     def first(self, keys: Sequence[str]) -> Any:
         """The first of these that it states."""

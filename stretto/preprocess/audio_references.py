@@ -1,12 +1,28 @@
-"""References to earlier spoken answers in a conversation, replaced by what was said. Pure; imports
-no torch."""
+"""References to earlier spoken answers in a conversation: found by the server, which knows the
+answers' texts, and replaced by these where the prompt is built. Pure; imports no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from stretto.errors import Invalid
+
+AUDIO_ID = re.compile(rb"audio_[0-9a-f]{32}")  # how the server names spoken answers
+MAX_REFERENCES = 1024  # they fit into a datagram
+
+
+def references(data: bytes | memoryview) -> tuple[str, ...]:
+    """Ids of earlier answers that JSON may refer to."""
+    found: dict[str, None] = {}
+    for match in AUDIO_ID.finditer(data):
+        found[match[0].decode()] = None
+        if len(found) > MAX_REFERENCES:
+            raise Invalid(
+                f"the messages refer to over {MAX_REFERENCES} earlier answers", "messages"
+            )
+    return tuple(found)
 
 
 def recall(messages: Any, recalled: Mapping[str, str]) -> Any:

@@ -18,8 +18,10 @@ import random
 import resource
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,9 @@ STACK = 8 << 20
 STRUCTURE = tuple('""""{[,:]} 0a')
 """A trial answer draws from these: they lead through a schema, other letters stay within one
 string."""
+
+MAX_PER_SENDER, MAX_SENDERS = 64, 1024
+"""Verdicts that are remembered."""
 
 
 @dataclass(slots=True)
@@ -217,3 +222,40 @@ def _some(bits: Bits) -> list[int]:
     """Of the tokens that may come next, those in the first word that has any."""
     at = int(np.flatnonzero(bits)[0])
     return [32 * at + b for b in range(32) if bits[at] >> b & 1]
+
+
+@dataclass(slots=True)
+class GrammarVerdicts:
+    """How checks of grammars ended, so that a schema that is used again is not checked again. The
+    prompt pool has one, on the event loop.
+
+    By sender: whoever sends many grammars pushes out his own alone, and nobody can find out what
+    others use."""
+
+    per_sender: int = MAX_PER_SENDER
+    senders: int = MAX_SENDERS
+    _by_sender: OrderedDict[str, OrderedDict[bytes, str]] = field(
+        default_factory=OrderedDict
+    )  # the latest used last
+
+    def find(self, sender: str, grammar: bytes) -> str | None:
+        """What is wrong with it, empty if nothing; None: it is not known."""
+        own = self._by_sender.get(sender)
+        if own is None or grammar not in own:
+            return None
+        self._by_sender.move_to_end(sender)
+        own.move_to_end(grammar)
+        return own[grammar]
+
+    def store(self, sender: str, grammar: bytes, wrong: str) -> None:
+        own = self._by_sender.setdefault(sender, OrderedDict())
+        self._by_sender.move_to_end(sender)
+        own[grammar] = wrong
+        if len(own) > self.per_sender:
+            own.popitem(last=False)
+        if len(self._by_sender) > self.senders:
+            self._by_sender.popitem(last=False)
+
+
+def digest_of(grammar: bytes) -> bytes:
+    return blake2b(grammar, digest_size=16).digest()

@@ -17,12 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from PIL import Image
 
+from stretto._validation import wrong_field
 from stretto.errors import Invalid, MediaError, TooLong
 from stretto.preprocess.media import (
     PCM_RATES,
@@ -39,7 +42,6 @@ from stretto.preprocess.media import (
 )
 from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.prompt import Array, AudioClip, Patches
-from stretto.preprocess.tools import check_tools
 from stretto.preprocess.video import SAMPLE_FPS, Fit, Video, decode_video
 
 ROLES = {
@@ -388,3 +390,31 @@ def _kind(value: object) -> str:
         dict: "an object",
     }
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+# ---- tools: the server publishes these structs in its description
+
+
+class Function(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], Meta(max_length=256)]
+
+
+def check_tools(tools: object | None) -> list[dict[str, Any]]:
+    """The tools as plain data for the template, without fields that say nothing."""
+    try:
+        return [msgspec.to_builtins(t) for t in msgspec.convert(tools, Tools | None) or ()]
+    except msgspec.ValidationError as e:
+        raise wrong_field(e, "tools") from None
+    except TypeError as e:  # from a local caller, who can pass what JSON has no words for
+        raise Invalid(f"tools: {e}", "tools") from None

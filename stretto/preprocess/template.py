@@ -35,8 +35,8 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from stretto._validation import read_json_file
 from stretto.errors import CheckpointError, Invalid
-from stretto.preprocess.files import read_json
 
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
 _PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
@@ -77,7 +77,7 @@ class Tokenizer:
         """From tokenizer.json, else vocab.json and merges.txt. `markers` are special whatever the
         file says."""
         path = Path(directory) / "tokenizer.json"
-        spec = read_json(path) if path.exists() else _assemble(Path(directory))
+        spec = read_json_file(path) if path.exists() else _assemble(Path(directory))
         if (spec.get("decoder") or {}).get("type") != "ByteLevel":
             raise CheckpointError(f"{path}: only byte-level tokenizers are supported")
         added, always = spec.get("added_tokens") or [], set(markers)
@@ -154,7 +154,7 @@ class TextStream:
 def _assemble(directory: Path) -> dict[str, Any]:
     """The content tokenizer.json would have, from vocab.json, merges.txt and
     tokenizer_config.json."""
-    config, path = read_json(directory / "tokenizer_config.json"), directory / "merges.txt"
+    config, path = read_json_file(directory / "tokenizer_config.json"), directory / "merges.txt"
     added = config.get("added_tokens_decoder")
     if not isinstance(added, dict):
         raise CheckpointError(
@@ -179,7 +179,7 @@ def _assemble(directory: Path) -> dict[str, Any]:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "vocab": read_json(directory / "vocab.json"),
+            "vocab": read_json_file(directory / "vocab.json"),
             "merges": [
                 line.split(" ") for line in lines if line and not line.startswith("#version")
             ],
@@ -211,7 +211,7 @@ class ChatTemplate:
         else:
             for name in ("chat_template.json", "tokenizer_config.json"):
                 if source is None and (path := folder / name).exists():
-                    source = read_json(path).get("chat_template")
+                    source = read_json_file(path).get("chat_template")
         if not isinstance(source, str):
             raise CheckpointError(f"{folder}: no chat template in it")
         try:

@@ -41,8 +41,8 @@ from stretto.server.openai.transcriptions import answer_sound, reader
 from stretto.server.openai.voices import MAX_CLIP, answer_voice, read_voice
 from stretto.server.origins import FORMS, VOICES
 from stretto.server.pages import WEB, Pages
-from stretto.server.realtime.connection import PATHS as REALTIME
-from stretto.server.realtime.connection import Realtime
+from stretto.server.realtime.endpoint import PATHS as REALTIME
+from stretto.server.realtime.endpoint import Realtime
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import OpenEngine, Service
 

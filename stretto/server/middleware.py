@@ -21,7 +21,7 @@ from stretto.server.http.websocket import INCOMING
 from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from stretto.server.origins import Callers, check_json, preflight_headers
-from stretto.server.realtime.connection import PATHS as REALTIME
+from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 from stretto.types import RequestId

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import socket
@@ -21,11 +22,13 @@ from typing import cast
 import uvicorn
 from starlette.applications import Starlette
 
-from stretto.config.server import ServerConfig
+from stretto.config.server import LogFormat, LogLevel, ServerConfig
 from stretto.errors import StrettoError
+from stretto.observe import logs
 from stretto.server.app import make_app, make_metrics_app
+from stretto.server.http.connection import Connection, Front
+from stretto.server.http.exchange import CutConnection
 from stretto.server.http.listen import BACKLOG, Listener, listen, listen_for_metrics
-from stretto.server.http.protocol import Connection, Front
 from stretto.server.http.websocket import Socket
 from stretto.server.pages import WEB
 from stretto.server.service import OpenEngine, Service
@@ -258,3 +261,19 @@ async def run(
         return await server.serve()
     finally:
         task.cancel()
+
+
+class CutConnectionFilter(logging.Filter):
+    """Drops uvicorn's errors about connections that we cut on purpose: these have been logged
+    already."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], CutConnection))
+
+
+def set_up_logs(format: LogFormat, level: LogLevel) -> None:
+    """The server's logs and uvicorn's, in one format. Called by the command, once."""
+    logs.set_up(format, level)
+    os.environ[logs.FORMAT] = format  # hosts and prompt workers write the same
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(CutConnectionFilter())

@@ -23,7 +23,7 @@ from stretto.server.metrics import Metrics
 from stretto.server.openai.answer_store import AudioMemory
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.voice_store import VoiceStore
-from stretto.server.realtime.sessions import Sessions
+from stretto.server.realtime.session_slots import SessionSlots
 from stretto.server.shares import Shares
 
 log = logging.getLogger("stretto.server")
@@ -41,7 +41,7 @@ class Service:
     metrics: Metrics
     voices: VoiceStore
     bodies: Shares  # bytes
-    sessions: Sessions
+    sessions: SessionSlots
     turns: LoopTurns = field(default_factory=LoopTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
@@ -72,7 +72,7 @@ class Service:
             metrics=metrics,
             voices=VoiceStore(),
             bodies=Shares(config.max_bodies_bytes, floor=config.max_body_bytes),
-            sessions=Sessions(
+            sessions=SessionSlots(
                 config.realtime_sessions,
                 config.realtime_sessions_per_key,
                 Shares(config.realtime_total_bytes, floor=config.realtime_held_bytes),

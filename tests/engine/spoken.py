@@ -18,7 +18,7 @@ from stretto.engine.protocol import Event
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
-from stretto.server.realtime.sound import SoundIn
+from stretto.server.realtime.audio_formats import AudioDecoder
 from tests.engine.common import Answer, collect, expected, same
 from tests.engine.test_sessions import heard, speak, voice
 from tests.server.conftest import Running
@@ -99,7 +99,7 @@ def check_realtime(running: Running, engine: Recorder, plain: Plain) -> None:
             )
             got = np.frombuffer(out, "<i2").astype(np.float32) * STEP
             np.testing.assert_allclose(got, engine.answers[i].samples, atol=2 * STEP)
-            convert = SoundIn("audio/pcm")
+            convert = AudioDecoder("audio/pcm")
             parts = [convert.feed(data[at : at + PIECE]) for at in range(0, len(data), PIECE)]
             sounds.append(np.concatenate([*parts, convert.flush()]))
     plain.check(engine.answers, sounds)

@@ -16,9 +16,15 @@ import pytest
 from stretto.config.engine import PoolSettings
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.grammars import open_grammars
-from stretto.preprocess.grammars import BURST_S, EACH_S, GrammarCompiler, GrammarGuide, StepBudget
+from stretto.preprocess.grammars import (
+    BURST_S,
+    EACH_S,
+    GrammarCompiler,
+    GrammarGuide,
+    GrammarVerdicts,
+    StepBudget,
+)
 from stretto.preprocess.pool.pool import PromptPool
-from stretto.preprocess.pool.verdicts import Verdicts
 
 BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
 GRAMMARS = "stretto.models.qwen3_omni.grammars:open_grammars"
@@ -154,14 +160,14 @@ def test_a_model_without_grammars_checks_none(tiny_dir: Path) -> None:
 
 
 def test_verdicts_push_out_those_of_their_own_sender_alone() -> None:
-    known = Verdicts(each=2, senders=2)
-    known.keep("a", b"1", "")
+    known = GrammarVerdicts(per_sender=2, senders=2)
+    known.store("a", b"1", "")
     for i in range(9):
-        known.keep("b", bytes([i]), "no")
+        known.store("b", bytes([i]), "no")
     assert known.find("a", b"1") == ""
     assert known.find("a", b"\x08") is None
     assert [known.find("b", bytes([i])) for i in (6, 7, 8)] == [None, "no", "no"]
-    known.keep("c", b"1", "")
+    known.store("c", b"1", "")
     assert known.find("b", b"\x08") == "no"
     assert known.find("a", b"1") is None, "the sender that was heard of least lately"
 

@@ -21,7 +21,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from stretto.server.realtime.connection import DRAINING
+from stretto.server.realtime.endpoint import DRAINING
 
 pytestmark = pytest.mark.ray
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

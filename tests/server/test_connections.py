@@ -26,8 +26,7 @@ from uvicorn.server import ServerState
 
 from stretto.config.server import ServerConfig
 from stretto.errors import StrettoError
-from stretto.server.http.flow_throttle import REST_S
-from stretto.server.http.protocol import (
+from stretto.server.http.connection import (
     AHEAD_BYTES,
     MAX_AHEAD,
     MAX_PIECES,
@@ -36,6 +35,7 @@ from stretto.server.http.protocol import (
     Connection,
     Front,
 )
+from stretto.server.http.flow_throttle import REST_S
 from stretto.server.run import AT_ONCE, FEWEST_FILES, OTHER_FILES, raise_file_limit, resource
 from tests.server.conftest import HEAD, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine

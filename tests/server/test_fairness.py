@@ -20,8 +20,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid
 from stretto.server import heap, keys
-from stretto.server.realtime import connection
-from stretto.server.realtime.sessions import Sessions
+from stretto.server.realtime import endpoint
+from stretto.server.realtime.session_slots import SessionSlots
 from stretto.server.shares import Shares
 from tests.server.conftest import HEAD, PATIENCE_S, Reply, Running, read_until, serve
 from tests.server.realtime.client import Client, talk
@@ -212,7 +212,7 @@ def test_one_client_opens_at_most_half_of_all_sessions() -> None:
 
 def test_by_default_that_is_64() -> None:
     config = ServerConfig()
-    sessions = Sessions(config.realtime_sessions, config.realtime_sessions_per_key, Shares(1))
+    sessions = SessionSlots(config.realtime_sessions, config.realtime_sessions_per_key, Shares(1))
     with ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(sessions.slot("me"))
@@ -244,7 +244,7 @@ def test_a_session_ends_with_its_key(
 ) -> None:
     """By itself; and at the next event, before it is answered."""
     monkeypatch.setattr(keys, "LOOK_S", 0.0)
-    monkeypatch.setattr(connection, "POLL_S", 3600.0 if speaks else 0.01)
+    monkeypatch.setattr(endpoint, "POLL_S", 3600.0 if speaks else 0.01)
     with keyed(tmp_path) as (running, file), talk(running, **MINE) as c:
         c.manual()
         with talk(running, additional_headers={"Authorization": "Bearer other"}) as other:

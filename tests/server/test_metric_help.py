@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from stretto.server.metric_help import HELP
+from stretto.server.metrics import HELP
 from tests.server.conftest import Running
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}

@@ -21,12 +21,12 @@ from stretto.observe.logs import JsonLines
 from stretto.preprocess.audio_references import recall
 from stretto.server.http.exchange import CutConnection
 from stretto.server.keys import NOBODY, Keys
-from stretto.server.logs import NotBroken
 from stretto.server.openai import codecs
 from stretto.server.openai.answer_store import AudioMemory
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.request_log import RequestLog
+from stretto.server.run import CutConnectionFilter
 from stretto.types import RequestId
 from tests.server.conftest import read_file, read_open
 
@@ -245,6 +245,6 @@ def test_json_log_lines() -> None:
     except ValueError:
         record.exc_info = sys.exc_info()
     assert "ValueError: why" in json.loads(JsonLines().format(record))["stack"]
-    assert NotBroken().filter(record)
+    assert CutConnectionFilter().filter(record)
     record.exc_info = (CutConnection, CutConnection("cut"), None)
-    assert not NotBroken().filter(record)
+    assert not CutConnectionFilter().filter(record)

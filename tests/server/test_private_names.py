@@ -19,8 +19,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.sync.client import connect
 
 from stretto.server import run
-from stretto.server.http import protocol, websocket
-from stretto.server.http.protocol import Connection
+from stretto.server.http import connection as protocol
+from stretto.server.http import websocket
+from stretto.server.http.connection import Connection
 from stretto.server.http.websocket import Socket
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from tests.server.conftest import HEAD, Running, read_until, serve

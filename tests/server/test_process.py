@@ -34,7 +34,7 @@ PROGRAM = """
 import asyncio, sys
 from stretto.commands.serve import announce
 from stretto.config.server import ServerConfig
-from stretto.server.logs import set_up
+from stretto.server.run import set_up_logs
 from stretto.server.run import run
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -46,7 +46,7 @@ async def open_engine():
     return ScriptedEngine(pieces=("One", " two."), gate=gate)
 
 config = ServerConfig(port=0, log_format=sys.argv[1], api_key=("k",), drain_timeout=3600)
-set_up(config.log_format, config.log_level)
+set_up_logs(config.log_format, config.log_level)
 sys.exit(asyncio.run(run(config, open_engine, announce)))
 """
 

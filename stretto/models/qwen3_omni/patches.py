@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from stretto._validation import read_json_file
 from stretto.errors import CheckpointError, MediaError
 from stretto.models.qwen3_omni.config import VisionConfig
-from stretto.preprocess.files import read_json
 from stretto.preprocess.prompt import Array, Patches
 
 MAX_ASPECT = 200  # longer side over shorter side
@@ -51,7 +51,7 @@ class PatchRule:
     @classmethod
     def read(cls, directory: str | Path, vision: VisionConfig, max_video_tokens: int) -> PatchRule:
         path = Path(directory) / "preprocessor_config.json"
-        raw = read_json(path)
+        raw = read_json_file(path)
         stated_size = raw.get("size")
         size = stated_size if isinstance(stated_size, dict) else {}
         rule = cls(

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from stretto._validation import read_json_file
 from stretto.errors import Invalid
 from stretto.layers.config import DecoderConfig
 from stretto.models.section import Section, decoder_config
 from stretto.models.speech.config import FrameConfig, VocoderConfig, vocoder_config
-from stretto.preprocess.files import read_json
 
 SAMPLE_RATE = 24_000
 CODEC = "speech_tokenizer"
@@ -119,7 +119,7 @@ class TtsConfig:
     @classmethod
     def read(cls, directory: str | Path) -> TtsConfig:
         path, codec = Path(directory) / "config.json", Path(directory) / CODEC / "config.json"
-        return parse(read_json(path), read_json(codec), str(path), str(codec))
+        return parse(read_json_file(path), read_json_file(codec), str(path), str(codec))
 
     @property
     def frames(self) -> FrameConfig:

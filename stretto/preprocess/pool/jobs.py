@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 MAX_DATAGRAM = 1 << 16
 MAX_FDS = 3  # that go along with a job
 MAX_WORDS = 4096  # characters of an error's message
-AUDIO_ID = re.compile(rb"audio_[0-9a-f]{32}")  # how the server names spoken answers
-MAX_REFERENCES = 1024  # they fit into a datagram
 
 ByteRange = tuple[int, int]
 """Bytes of a memory file: from, to."""
@@ -203,18 +200,6 @@ class Conversation:
         return data[slice(*self.messages)], data[
             slice(*self.tools)
         ] if self.tools is not None else None
-
-
-def references(data: bytes | memoryview) -> tuple[str, ...]:
-    """Ids of earlier answers that JSON may refer to."""
-    found: dict[str, None] = {}
-    for match in AUDIO_ID.finditer(data):
-        found[match[0].decode()] = None
-        if len(found) > MAX_REFERENCES:
-            raise Invalid(
-                f"the messages refer to over {MAX_REFERENCES} earlier answers", "messages"
-            )
-    return tuple(found)
 
 
 encode = msgspec.msgpack.Encoder().encode

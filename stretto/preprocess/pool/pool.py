@@ -26,7 +26,7 @@ from stretto import errors
 from stretto.config.engine import PoolSettings
 from stretto.errors import Busy, CheckpointError, Invalid, StageDead, StrettoError
 from stretto.preprocess.build import encode as to_json
-from stretto.preprocess.grammars import why_ended
+from stretto.preprocess.grammars import GrammarVerdicts, digest_of, why_ended
 from stretto.preprocess.packed_prompt import PackedPrompt, PromptFeatures, lay_out
 from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.job_process import MAX_RESULT
@@ -56,7 +56,6 @@ from stretto.preprocess.pool.jobs import (
 )
 from stretto.preprocess.pool.memfile import MemFile, MemFileSlice, check_room
 from stretto.preprocess.pool.threads import LONG_AT_ONCE, SHORT_CHARS, Message
-from stretto.preprocess.pool.verdicts import Verdicts, digest_of
 from stretto.preprocess.pool.worker_process import NotSent, WorkerProcess
 from stretto.preprocess.prepared import without_features
 from stretto.preprocess.prompt import Prompt
@@ -116,7 +115,7 @@ class PromptPool:
             settings.workers
         )  # beside the prompts: a check takes a moment, and media take longer
         self._follows = bool(grammars)
-        self._verdicts = Verdicts()
+        self._verdicts = GrammarVerdicts()
         self._calls: dict[int, _Call] = {}
         self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
@@ -237,7 +236,7 @@ class PromptPool:
                 raise errors.Bug(message)
             case _:
                 raise errors.Bug(f"a check was answered with {type(answer).__name__}")
-        self._verdicts.keep(sender, digest, wrong)
+        self._verdicts.store(sender, digest, wrong)
         return wrong
 
     def metrics(self) -> Mapping[str, float]:

@@ -21,7 +21,8 @@ from msgspec import UNSET
 from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
-from stretto.preprocess.pool.jobs import Conversation, references
+from stretto.preprocess.audio_references import references
+from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.split import outline
 from stretto.server.http.body import ON_THE_LOOP, Body
 from stretto.server.http.exchange import Exchange, decode
@@ -38,13 +39,13 @@ from stretto.server.openai.chat_params import (
 from stretto.server.openai.generating_route import (
     closing,
     finish_reason,
+    merge_streams,
     note,
     report,
     slices,
     unfinished,
 )
 from stretto.server.openai.grammar import calls_required, grammar_of
-from stretto.server.openai.multi_choice import together
 from stretto.server.openai.schema import (
     Audio,
     AudioDelta,
@@ -216,14 +217,14 @@ async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> N
             owner=visit.owner,
         )
 
-    several = [generate(talk, i) for i, talk in enumerate(asked.talk.shared(count))]
+    streams = [generate(talk, i) for i, talk in enumerate(asked.talk.shared(count))]
     answers = [
         replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)
     ]
     async with AsyncExitStack() as stack:
-        for events in several:
+        for events in streams:
             await stack.enter_async_context(closing(events))
-        await (stream_answers if stream else whole_answers)(answers, together(several))
+        await (stream_answers if stream else whole_answers)(answers, merge_streams(streams))
 
 
 # ---- answers

@@ -6,7 +6,8 @@ answer. All of it runs on the event loop; only compressing audio goes to worker 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Generic, TypeVar, cast
 
@@ -140,3 +141,36 @@ def slices(data: bytes) -> list[bytes]:
 def drop_none(values: dict[str, Any]) -> dict[str, Any]:
     """Leave what the client did not state at its default."""
     return {k: v for k, v in values.items() if v is not None}
+
+
+async def merge_streams(
+    streams: Sequence[AsyncIterator[Event]],
+) -> AsyncIterator[tuple[int, Event]]:
+    """Events of several answers as they come, each with its answer's number. What fails in one ends
+    all; the caller closes the iterators."""
+    if len(streams) == 1:
+        async for event in streams[0]:
+            yield 0, event
+        return
+    waiting = {_next_event(events): i for i, events in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                found = task.result()
+                if found is not None:
+                    waiting[_next_event(streams[i])] = i
+                    yield i, found
+    finally:
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+
+
+def _next_event(events: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
+    async def one() -> Event | None:
+        return await anext(events, None)
+
+    return asyncio.create_task(one())

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from stretto import __version__
-from stretto.preprocess.tools import Tool
+from stretto.preprocess.messages import Tool
 from stretto.server.openai.error_body import Failure
 from stretto.server.openai.schema import (
     ChatChunk,

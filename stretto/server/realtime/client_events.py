@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from stretto._validation import NOT_JSON, read_json, wrong_field
-from stretto.server.realtime.sound import FormatName
+from stretto.server.realtime.audio_formats import FormatName
 
 Name = Annotated[str, Meta(max_length=512)]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -22,12 +22,12 @@ from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.preprocess.prompt import AudioClip, Patches
 from stretto.server.realtime import client_events as c
-from stretto.server.realtime.heard import heard
+from stretto.server.realtime.audio_formats import FormatName, decode_whole
+from stretto.server.realtime.playback_estimate import played_text
 from stretto.server.realtime.server_events import Item, Part
-from stretto.server.realtime.sound import FormatName, convert
 
 MAX_ITEMS = 4000
-MAX_TOLD = 768 << 10  # bytes of an item in JSON: clients take messages of up to a MiB
+MAX_ITEM_BYTES = 768 << 10  # bytes of an item in JSON: clients take messages of up to a MiB
 SHOWN_URL = 64 << 10  # characters of a picture's address that are told again
 FRONT = "root"
 
@@ -46,7 +46,7 @@ class DuplicateItem(Invalid):
 
 @dataclass(slots=True)
 class Speech:
-    """What was said aloud in an item of the assistant, to know later what of it was heard."""
+    """The speech of an assistant's item, to estimate later how much of it was played."""
 
     text: str
     seconds: float  # of sound that was sent
@@ -108,13 +108,13 @@ class Conversation:
         self.entries.insert(place, entry)
         self.size += entry.size
         try:
-            await self.tell_engine(entry, message)
+            await self.update_engine(entry, message)
         except BaseException:
             self.entries.remove(entry)
             self.size -= entry.size
             raise
-        if (held := self.engine_item(entry)) is not None:
-            more = max(0, held_by(held.message) - entry.size)
+        if (added := self.engine_item(entry)) is not None:
+            more = max(0, feature_bytes(added.message) - entry.size)
             entry.size = entry.size + more
             self.size = self.size + more
 
@@ -124,12 +124,12 @@ class Conversation:
                 return at
         raise NoSuchItem(f"there is no item {id[:128]!r}", "previous_item_id")
 
-    async def tell_engine(self, entry: Entry, message: Message | None) -> None:
+    async def update_engine(self, entry: Entry, message: Message | None) -> None:
         """Make this the message of an entry, where it stands; None: it says nothing to the
         model."""
-        there = self._there()
+        engine_ids = self._engine_ids()
         if entry.engine_id is not None:
-            if entry.engine_id not in there:
+            if entry.engine_id not in engine_ids:
                 return  # the engine has forgotten it, as its context was full
             if message is not None:
                 await self.session.replace(entry.engine_id, message)
@@ -139,9 +139,10 @@ class Conversation:
         elif message is not None:
             at = self.entries.index(entry)
             after = next(
-                (e.engine_id for e in reversed(self.entries[:at]) if e.engine_id in there), None
+                (e.engine_id for e in reversed(self.entries[:at]) if e.engine_id in engine_ids),
+                None,
             )
-            last = not any(e.engine_id in there for e in self.entries[at:])
+            last = not any(e.engine_id in engine_ids for e in self.entries[at:])
             entry.engine_id = entry.id
             await self.session.add(message, id=entry.id, after=END if last else after)
 
@@ -149,27 +150,27 @@ class Conversation:
         entry = self.find(id)
         self.entries.remove(entry)
         self.size -= entry.size
-        if entry.engine_id is not None and entry.engine_id in self._there():
+        if entry.engine_id is not None and entry.engine_id in self._engine_ids():
             await self.session.remove(entry.engine_id)
 
-    def settle(self) -> None:
+    def release_forgotten(self) -> None:
         """What the engine has forgotten is not held any more."""
-        there = self._there()
+        engine_ids = self._engine_ids()
         for entry in self.entries:
-            if entry.size and entry.engine_id is not None and entry.engine_id not in there:
+            if entry.size and entry.engine_id is not None and entry.engine_id not in engine_ids:
                 self.size -= entry.size
                 entry.size = 0
 
-    def _there(self) -> set[str]:
+    def _engine_ids(self) -> set[str]:
         """What the engine's session holds: it may have forgotten the oldest turns."""
         return {i.id for i in self.session.items}
 
     async def truncate(self, entry: Entry, played: float) -> None:
-        """Forget what comes after this time of a spoken answer: it was not heard."""
+        """Forget what comes after this time of a spoken answer: it was not played."""
         assert entry.speech is not None
-        words = heard(entry.speech.text, played, entry.speech.seconds, entry.speech.complete)
+        words = played_text(entry.speech.text, played, entry.speech.seconds, entry.speech.complete)
         entry.item.content = [Part("output_audio", transcript=words)]
-        await self.tell_engine(entry, {"role": "assistant", "content": words} if words else None)
+        await self.update_engine(entry, {"role": "assistant", "content": words} if words else None)
 
     def forgotten(self) -> list[str]:
         """Items of the engine's that no entry stands for: an answer that it remembered by
@@ -181,43 +182,44 @@ class Conversation:
 # ---- from what a client sends
 
 
-def read_item(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
+def read_item(fields: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
     """An item of a client: as it is told again, as a message for the model, and about how many
     bytes it holds.
 
     Converts sound, so a large one belongs in a thread."""
-    item, message, size = _read(given, format)
-    if (told := len(msgspec.json.encode(item))) > MAX_TOLD:
+    item, message, size = _read(fields, format)
+    if (wire_size := len(msgspec.json.encode(item))) > MAX_ITEM_BYTES:
         raise Invalid(
-            f"the item's text has {told:,} bytes, more than the {MAX_TOLD:,} allowed", "item"
+            f"the item's text has {wire_size:,} bytes, more than the {MAX_ITEM_BYTES:,} allowed",
+            "item",
         )
     return item, message, size
 
 
-def _read(given: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
-    id = given.id or new_id("item")
-    if given.type == "function_call":
-        name, call = _needed(given.name, "item.name"), given.call_id or new_id("call")
-        arguments = given.arguments or "{}"
+def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
+    id = fields.id or new_id("item")
+    if fields.type == "function_call":
+        name, call = _required(fields.name, "item.name"), fields.call_id or new_id("call")
+        arguments = fields.arguments or "{}"
         item = Item(
-            id, given.type, status="completed", call_id=call, name=name, arguments=arguments
+            id, fields.type, status="completed", call_id=call, name=name, arguments=arguments
         )
         return item, call_message(call, name, arguments), len(arguments)
-    if given.type == "function_call_output":
-        call, output = _needed(given.call_id, "item.call_id"), given.output or ""
-        item = Item(id, given.type, status="completed", call_id=call, output=output)
+    if fields.type == "function_call_output":
+        call, output = _required(fields.call_id, "item.call_id"), fields.output or ""
+        item = Item(id, fields.type, status="completed", call_id=call, output=output)
         return item, {"role": "tool", "tool_call_id": call, "content": output}, len(output)
-    if given.type != "message":
-        raise Invalid(f"an item of type {given.type} cannot be created", "item.type")
-    role = _needed(given.role, "item.role")
-    parts = given.content or []
+    if fields.type != "message":
+        raise Invalid(f"an item of type {fields.type} cannot be created", "item.type")
+    role = _required(fields.role, "item.role")
+    parts = fields.content or []
     item = Item(
-        id, "message", status="completed", role=role, content=[_told(p, role) for p in parts]
+        id, "message", status="completed", role=role, content=[_to_wire(p, role) for p in parts]
     )
     if role != "user":
         text = "".join(p.text or p.transcript or "" for p in parts)
         return item, {"role": role, "content": text} if text else None, len(text)
-    content = [part for p in parts if (part := _meant(p, format)) is not None]
+    content = [part for p in parts if (part := _to_message(p, format)) is not None]
     return item, {"role": "user", "content": content} if content else None, sum(map(_size, content))
 
 
@@ -226,13 +228,13 @@ def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _needed(value: str | None, param: str) -> str:
+def _required(value: str | None, param: str) -> str:
     if not value:
         raise Invalid(f"{param} is missing", param)
     return value
 
 
-def _told(part: c.Part, role: str) -> Part:
+def _to_wire(part: c.Part, role: str) -> Part:
     """As a part of this role is called, whichever way the client has written it: strict clients
     know no other."""
     side = "output" if role == "assistant" else "input"
@@ -251,11 +253,11 @@ def _told(part: c.Part, role: str) -> Part:
     )
 
 
-def _meant(part: c.Part, format: FormatName) -> dict[str, Any] | None:
+def _to_message(part: c.Part, format: FormatName) -> dict[str, Any] | None:
     if part.image_url:
         return {"type": "image_url", "image_url": {"url": part.image_url}}
     if part.audio:
-        return audio_part(convert(part.audio, format))
+        return audio_part(decode_whole(part.audio, format))
     text = part.text or part.transcript
     return {"type": "text", "text": text} if text else None
 
@@ -264,7 +266,7 @@ def audio_part(samples: Any) -> dict[str, Any]:
     return {"type": "audio", "data": np.asarray(samples, np.float32), "sample_rate": INPUT_RATE}
 
 
-def held_by(message: Message) -> int:
+def feature_bytes(message: Message) -> int:
     """Bytes of the features of a message's media, or of its media where it has no features."""
     content = message.get("content")
     return sum(map(_features, content)) if isinstance(content, list | tuple) else 0

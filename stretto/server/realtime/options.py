@@ -19,22 +19,22 @@ from stretto._validation import NOT_JSON, not_json
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.params import ChunkSizes, Params
-from stretto.preprocess.tools import check_tools
+from stretto.preprocess.messages import check_tools
 from stretto.server.openai.voices import find_voice
 from stretto.server.realtime import client_events as c
-from stretto.server.realtime.sound import RATES, FormatName, check_rate
-from stretto.server.realtime.turns import Pauses
+from stretto.server.realtime.audio_formats import RATES, FormatName, check_rate
+from stretto.server.realtime.turn_detection import Pauses
 
 log = logging.getLogger("stretto.realtime")
 
 Modality = Literal["text", "audio"]
 VadType = Literal["server_vad", "semantic_vad"]
 SEMANTIC_PAUSE_MS = {"low": 1600, "medium": 800, "auto": 800, "high": 400}
-MAX_SAID = (
+MAX_TEXT_BYTES = (
     768 << 10
 )  # bytes of instructions and tools: all of a session is told in one message of less than a MiB
 MAX_TOOLS, MAX_TOOLS_BYTES, MAX_TOOL_BYTES = 256, 256 << 10, 64 << 10
-BRIEF = (
+SHORT_TEXT_BYTES = (
     4 << 10
 )  # bytes of instructions or tools that are told again only where an update changes them
 LOGPROBS = "item.input_audio_transcription.logprobs"
@@ -44,7 +44,7 @@ _array = msgspec.json.Decoder(list[Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnSettings:
     """How turns are found. None in its place: the client says when one is over."""
 
     type: VadType = "server_vad"
@@ -62,7 +62,7 @@ class Turns:
         silence = SEMANTIC_PAUSE_MS[self.eagerness] if semantic else self.silence_duration_ms
         return Pauses.of(self.threshold, self.prefix_padding_ms, silence)
 
-    def told(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, Any]:
         shared = {
             "create_response": self.create_response,
             "interrupt_response": self.interrupt_response,
@@ -107,7 +107,7 @@ class Options:
     timeline: bool = False  # tell what each stage did when
 
     @property
-    def spoken(self) -> bool:
+    def has_audio(self) -> bool:
         return "audio" in self.modalities
 
     def chat_tools(self) -> list[dict[str, Any]] | None:
@@ -118,14 +118,14 @@ class Options:
 
     def params(self, packets: ChunkSizes, defaults: Params) -> Params:
         """`defaults`: what the checkpoint says where nobody does."""
-        given = {
+        stated = {
             "temperature": self.temperature,
             "seed": self.seed,
             "greedy_speech": self.greedy_speech,
             "max_frames": self.max_audio_frames,
             "max_text_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
-        chosen: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        chosen: dict[str, Any] = {k: v for k, v in stated.items() if v is not None}
         return replace(defaults, **chosen, packets=packets)
 
     def updated(
@@ -152,19 +152,20 @@ class Options:
             changes["tool_choice"], changes["only_tool"] = _choice(fields.tool_choice)
         output = _fields(_fields(fields.audio).get("output"))
         if "format" in output:
-            given = output["format"]
+            value = output["format"]
             changes["output_format"] = (
-                _format(given, "audio.output.format") if given else default.output_format
+                _format(value, "audio.output.format") if value else default.output_format
             )
         if "voice" in output:
             changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
         if output.get("speed") not in (None, 1.0):
             raise Invalid("audio.output.speed: only 1 is supported", "audio.output.speed")
         result = replace(self, **changes)
-        said = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
-        if said > MAX_SAID:
+        size = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
+        if size > MAX_TEXT_BYTES:
             raise Invalid(
-                f"instructions and tools have {said:,} bytes, more than the {MAX_SAID:,} allowed",
+                f"instructions and tools have {size:,} bytes, more than the {MAX_TEXT_BYTES:,} "
+                f"allowed",
                 "session",
             )
         return result
@@ -194,7 +195,7 @@ class SessionState:
     transcription: c.Transcription | None = None
     noise_reduction: c.NoiseReduction | None = None
     logprobs: bool = False  # of transcriptions
-    turns: Turns | None = field(default_factory=Turns)
+    turns: TurnSettings | None = field(default_factory=TurnSettings)
 
     def updated(
         self, fields: c.SessionFields, info: ModelInfo, tools: Sequence[Function] | None = None
@@ -210,35 +211,40 @@ class SessionState:
                 "truncation: only auto is supported (the oldest turns are forgotten)", "truncation"
             )
         if fields.include is not UNSET:
-            if strange := [name for name in fields.include or () if name != LOGPROBS]:
+            if unknown := [name for name in fields.include or () if name != LOGPROBS]:
                 raise Invalid(
-                    f"include: there is only {LOGPROBS}, not {strange[0][:100]!r}", "include"
+                    f"include: there is only {LOGPROBS}, not {unknown[0][:100]!r}", "include"
                 )
             changes["logprobs"] = bool(fields.include)
-        heard = _fields(_fields(fields.audio).get("input"))
-        if "format" in heard:
-            changes["input_format"] = _format(heard["format"], "audio.input.format")
-        changes |= {k: heard[k] for k in ("transcription", "noise_reduction") if k in heard}
-        if "turn_detection" in heard:
-            patch = heard["turn_detection"]
+        audio = _fields(_fields(fields.audio).get("input"))
+        if "format" in audio:
+            changes["input_format"] = _format(audio["format"], "audio.input.format")
+        changes |= {k: audio[k] for k in ("transcription", "noise_reduction") if k in audio}
+        if "turn_detection" in audio:
+            patch = audio["turn_detection"]
             changes["turns"] = None if patch is None else _turns(self.turns, patch)
         return replace(self, **changes)
 
-    def told(self, since: SessionState | None = None) -> dict[str, Any]:
-        """All of it. `since`: what the client knows; of that, long instructions and tools are left
-        out."""
-        a, known = self.answers, since.answers if since is not None else None
+    def to_wire(self, before: SessionState | None = None) -> dict[str, Any]:
+        """All of it, as events tell it. `before`: what the client knows; of that, long instructions
+        and tools are left out."""
+        a = self.answers
+        known = before.answers if before is not None else None
         long: dict[str, Any] = {}
-        if known is None or a.instructions != known.instructions or len(a.instructions) <= BRIEF:
+        if (
+            known is None
+            or a.instructions != known.instructions
+            or len(a.instructions) <= SHORT_TEXT_BYTES
+        ):
             long["instructions"] = a.instructions
-        if known is None or a.tools != known.tools or tools_size(a.tools) <= BRIEF:
+        if known is None or a.tools != known.tools or tools_size(a.tools) <= SHORT_TEXT_BYTES:
             long["tools"] = [t.written for t in a.tools]
         transcription = None
         if self.transcription is not None:
-            said = {
+            settings = {
                 k: v for k, v in msgspec.to_builtins(self.transcription).items() if v is not None
             }
-            transcription = {"model": self.model, **said}
+            transcription = {"model": self.model, **settings}
         return {
             "type": "realtime",
             "object": "realtime.session",
@@ -255,17 +261,21 @@ class SessionState:
             "include": [LOGPROBS] if self.logprobs else None,
             "audio": {
                 "input": {
-                    "format": told_format(self.input_format),
+                    "format": format_to_wire(self.input_format),
                     "transcription": transcription,
                     "noise_reduction": msgspec.to_builtins(self.noise_reduction),
-                    "turn_detection": self.turns.told() if self.turns else None,
+                    "turn_detection": self.turns.to_wire() if self.turns else None,
                 },
-                "output": {"format": told_format(a.output_format), "voice": a.voice, "speed": 1.0},
+                "output": {
+                    "format": format_to_wire(a.output_format),
+                    "voice": a.voice,
+                    "speed": 1.0,
+                },
             },
         }
 
 
-def told_format(format: FormatName) -> dict[str, Any]:
+def format_to_wire(format: FormatName) -> dict[str, Any]:
     return {"type": format, "rate": RATES[format]} if format == "audio/pcm" else {"type": format}
 
 
@@ -276,17 +286,17 @@ def _fields(value: Any) -> dict[str, Any]:
     return {n: v for n in value.__struct_fields__ if (v := getattr(value, n)) is not UNSET}
 
 
-def _format(given: c.Format | None, param: str) -> FormatName:
-    if given is None:
+def _format(value: c.Format | None, param: str) -> FormatName:
+    if value is None:
         return "audio/pcm"
-    check_rate(given.type, given.rate, f"{param}.rate")
-    return given.type
+    check_rate(value.type, value.rate, f"{param}.rate")
+    return value.type
 
 
-def _voice(given: str | c.VoiceId, info: ModelInfo) -> str:
+def _voice(value: str | c.VoiceId, info: ModelInfo) -> str:
     """The model's voice that is meant; its default for a name that nobody knows, as stock clients
     send their own."""
-    name = given.id if isinstance(given, c.VoiceId) else given
+    name = value.id if isinstance(value, c.VoiceId) else value
     try:
         return find_voice(name, info, "voice") or info.default_voice
     except Invalid:
@@ -294,24 +304,24 @@ def _voice(given: str | c.VoiceId, info: ModelInfo) -> str:
         return info.default_voice
 
 
-def _turns(now: Turns | None, patch: c.TurnDetection) -> Turns:
-    given = _fields(patch)
-    kind = given.get("type", now.type if now else "server_vad")
-    base = now if now is not None and now.type == kind else Turns(kind)
-    default = Turns(kind)
-    return replace(base, **{k: getattr(default, k) if v is None else v for k, v in given.items()})
+def _turns(now: TurnSettings | None, patch: c.TurnDetection) -> TurnSettings:
+    value = _fields(patch)
+    kind = value.get("type", now.type if now else "server_vad")
+    base = now if now is not None and now.type == kind else TurnSettings(kind)
+    default = TurnSettings(kind)
+    return replace(base, **{k: getattr(default, k) if v is None else v for k, v in value.items()})
 
 
-def _choice(given: str | c.NamedTool) -> tuple[str, str | None]:
+def _choice(value: str | c.NamedTool) -> tuple[str, str | None]:
     """The choice as it is told, which must be a word, and the one function that it allows."""
-    if isinstance(given, c.NamedTool):
-        return "required", given.name
-    if given not in ("auto", "none", "required"):
+    if isinstance(value, c.NamedTool):
+        return "required", value.name
+    if value not in ("auto", "none", "required"):
         raise Invalid(
-            f"tool_choice must be auto, none, required or a function, got {given[:40]!r}",
+            f"tool_choice must be auto, none, required or a function, got {value[:40]!r}",
             "tool_choice",
         )
-    return given, None
+    return value, None
 
 
 def split_tools(written: Raw) -> list[Raw]:
@@ -342,9 +352,9 @@ def read_tool(written: Raw) -> Function | None:
         raise Invalid("tools must be objects", "tools")
     if tool.get("type", "function") != "function":
         return None
-    known = ("name", "description", "parameters", "strict")
+    names = ("name", "description", "parameters", "strict")
     [chat] = check_tools(
-        [{"type": "function", "function": {k: tool[k] for k in known if k in tool}}]
+        [{"type": "function", "function": {k: tool[k] for k in names if k in tool}}]
     )
     return Function(chat["function"]["name"], Raw(bytes(written)), chat)
 

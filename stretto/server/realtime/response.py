@@ -20,10 +20,10 @@ from stretto.server.openai.error_body import describe
 from stretto.server.openai.generating_route import finish_reason, unfinished
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.realtime import server_events as s
-from stretto.server.realtime.heard import Playback
 from stretto.server.realtime.items import Conversation, Entry, call_message
-from stretto.server.realtime.outbox import Outbox
-from stretto.server.realtime.writer import FRAMES_A_SECOND, Writer, told_usage
+from stretto.server.realtime.playback_estimate import PlaybackClock
+from stretto.server.realtime.send_queue import SendQueue
+from stretto.server.realtime.writer import FRAMES_A_SECOND, ResponseWriter, usage_to_wire
 
 Reason = Literal["turn_detected", "client_cancelled"]
 MAX_SPANS = 2000
@@ -39,21 +39,21 @@ class SpeechEnd:
 
 
 @dataclass(slots=True, eq=False)
-class Response:
-    writer: Writer
+class ResponseTask:
+    writer: ResponseWriter
     start: Callable[
         [Callable[[Usage], None]], AsyncGenerator[Event]
     ]  # given who is told what is asked
-    outbox: Outbox
+    send_queue: SendQueue
     admission: Admission
     sender: str  # whose turn it is where requests wait
     lead: float  # seconds that sound may be ahead of its playback
     parser: ToolParser | None = None
     speculative: bool = False
-    begun: float = field(default_factory=clock)
+    started_at: float = field(default_factory=clock)
     speech_end: SpeechEnd | None = None
-    playback: Playback = field(default_factory=lambda: Playback(clock))
-    sounded: asyncio.Event = field(
+    playback: PlaybackClock = field(default_factory=lambda: PlaybackClock(clock))
+    audio_started: asyncio.Event = field(
         default_factory=asyncio.Event
     )  # its first sound was sent, or it is over
     over: bool = False  # the client was told how it ended, or will never hear of it
@@ -64,15 +64,15 @@ class Response:
     )  # by item: seconds of it that were heard, as the client says
     task: asyncio.Task[None] | None = None
     _released: asyncio.Event = field(default_factory=asyncio.Event)
-    _waiting: list[Event] = field(default_factory=list)
+    _held_events: list[Event] = field(default_factory=list)
     _held_samples: int = 0
-    _early: list[AudioChunk] = field(
+    _early_audio: list[AudioChunk] = field(
         default_factory=list
     )  # sound before it is known whether a call is being written
     _first_text: float | None = None
     _first_audio: float | None = None
     _first_sent: float | None = None
-    _asked: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0))  # its prompt
+    _prompt_usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0))  # its prompt
     _tokens: int = 0
     _samples: int = 0
 
@@ -92,8 +92,8 @@ class Response:
             return
         self.writer.begin()
         self._released.set()
-        waiting = self._waiting
-        self._waiting = []
+        waiting = self._held_events
+        self._held_events = []
         for event in waiting:
             self._write(event)
 
@@ -102,7 +102,7 @@ class Response:
         if self.over:
             return False
         self.over = True
-        self.sounded.set()
+        self.audio_started.set()
         if self._released.is_set():
             self.status = "cancelled"
             self.writer.finish(self.status, self._usage_so_far(), self._timings(), reason=reason)
@@ -119,15 +119,15 @@ class Response:
         told."""
         if self.conversation is None:
             return
-        played = self.playback.played
+        played = self.playback.played_s
         for id in self.conversation.forgotten():
             await self.conversation.session.remove(id)
-        for entry in self._kept():
+        for entry in self._current_entries():
             if entry.speech is not None:
                 await self.conversation.truncate(entry, self.cuts.get(entry.id, played))
                 played -= entry.speech.seconds
             else:
-                await self.conversation.tell_engine(entry, _message(entry))
+                await self.conversation.update_engine(entry, _message(entry))
 
     # -- the task
 
@@ -140,28 +140,28 @@ class Response:
         except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
             await self._fail(e)
         finally:
-            self.sounded.set()
+            self.audio_started.set()
 
     async def _generate(self) -> Finished | None:
         """How it ended; None if it was ended here."""
         end: Finished | None = None
-        async with aclosing(self.start(self._note_prompt)) as events:
+        async with aclosing(self.start(self._record_prompt)) as events:
             async for event in events:
-                self._note(event)
+                self._record_event(event)
                 if isinstance(event, Finished):
                     end = event
                 elif self._released.is_set():
                     await self._pace(event)
                     self._write(event)
-                    if self._called(event):
+                    if self._is_call_over(event):
                         return None
                 else:
-                    await self._hold(event)
+                    await self._hold_back(event)
         if end is None:
             raise unfinished()
         return end
 
-    def _called(self, event: Event) -> bool:
+    def _is_call_over(self, event: Event) -> bool:
         """Functions were called and the text is over: the rest would be the sound of the calls,
         which nobody hears. The end token comes without text, and speech has no more frames than
         text has tokens before the text ends."""
@@ -171,11 +171,11 @@ class Response:
             return not event.text
         return self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND > self._tokens + 1
 
-    def _note_prompt(self, asked: Usage) -> None:
-        self._asked = asked
+    def _record_prompt(self, asked: Usage) -> None:
+        self._prompt_usage = asked
 
-    def _note(self, event: Event) -> None:
-        now = clock() - self.begun
+    def _record_event(self, event: Event) -> None:
+        now = clock() - self.started_at
         if isinstance(event, TextDelta):
             self._first_text = now if self._first_text is None else self._first_text
             self._tokens += len(event.ids)
@@ -183,8 +183,8 @@ class Response:
             self._first_audio = now if self._first_audio is None else self._first_audio
             self._samples += len(event.samples)
 
-    async def _hold(self, event: Event) -> None:
-        self._waiting.append(event)
+    async def _hold_back(self, event: Event) -> None:
+        self._held_events.append(event)
         if isinstance(event, AudioChunk):
             self._held_samples += len(event.samples)
         if self._held_samples > self.lead * self.writer.info.sample_rate:
@@ -192,40 +192,42 @@ class Response:
 
     async def _pace(self, event: Event) -> None:
         if isinstance(event, AudioChunk):
-            await self.outbox.room()
+            await self.send_queue.wait_for_space()
             while (ahead := self.playback.lead - self.lead) > 0:
                 await asyncio.sleep(ahead)
 
     def _write(self, event: Event) -> None:
         if isinstance(event, TextDelta):
-            self._words(self.parser.feed(event.text) if self.parser is not None else [event.text])
+            self._write_text(
+                self.parser.feed(event.text) if self.parser is not None else [event.text]
+            )
         elif isinstance(event, AudioChunk):
-            self._sound(event)
+            self._write_audio(event)
 
-    def _words(self, parts: list[Any]) -> None:
+    def _write_text(self, parts: list[Any]) -> None:
         for part in parts:
             if isinstance(part, Call):
-                self._early.clear()
+                self._early_audio.clear()
                 self.writer.call(part)
             else:
-                self.writer.words(part)
+                self.writer.write_text(part)
         if self.writer.speaking and not self._calling:
-            early = self._early
-            self._early = []
+            early = self._early_audio
+            self._early_audio = []
             for chunk in early:
-                self._sound(chunk)
+                self._write_audio(chunk)
 
-    def _sound(self, chunk: AudioChunk) -> None:
+    def _write_audio(self, chunk: AudioChunk) -> None:
         if self._calling:
-            self._early.clear()  # a call is not read aloud
+            self._early_audio.clear()  # a call is not read aloud
         elif self.parser is not None and not self.writer.speaking:
-            self._early.append(chunk)
+            self._early_audio.append(chunk)
         else:
-            self.writer.sound(chunk.samples)
+            self.writer.write_audio(chunk.samples)
             self.playback.add(len(chunk.samples) / self.writer.info.sample_rate)
             if self._first_sent is None:
                 self._first_sent = clock()
-                self.sounded.set()
+                self.audio_started.set()
 
     @property
     def _calling(self) -> bool:
@@ -236,11 +238,11 @@ class Response:
     async def _end(self, end: Finished | None) -> None:
         reason = finish_reason(end) if end is not None else "stop"
         if self.parser is not None:
-            self._words(self.parser.finish())
+            self._write_text(self.parser.finish())
         self.writer.close(reason == "stop")
-        await self._remember()
+        await self._store_answer()
         self.over = True
-        usage = told_usage(end.usage) if end is not None else self._usage_so_far()
+        usage = usage_to_wire(end.usage) if end is not None else self._usage_so_far()
         timings = self._timings(end)
         self.status = "completed" if reason == "stop" else "incomplete"
         self.writer.finish(
@@ -254,18 +256,18 @@ class Response:
             return
         _, failure = describe(error)
         self.writer.close(False)
-        await self._remember()
+        await self._store_answer()
         self.over = True
         self.status = "failed"
-        told = s.StatusError(failure.error.type, failure.error.code, failure.error.message)
-        self.writer.finish(self.status, self._usage_so_far(), self._timings(), error=told)
+        status_error = s.StatusError(failure.error.type, failure.error.code, failure.error.message)
+        self.writer.finish(self.status, self._usage_so_far(), self._timings(), error=status_error)
 
-    async def _remember(self) -> None:
+    async def _store_answer(self) -> None:
         """What was said becomes part of the engine's conversation, where the client has it."""
         if self.conversation is None:
             return
-        self.conversation.settle()
-        made, entries = self.conversation.forgotten(), self._kept()
+        self.conversation.release_forgotten()
+        made, entries = self.conversation.forgotten(), self._current_entries()
         last = bool(entries) and self.conversation.entries[-1] is entries[0]
         if len(entries) == len(made) == 1 and last and entries[0].item.type == "message":
             entries[0].engine_id = made[0]  # the engine remembers it by itself, token for token
@@ -273,12 +275,12 @@ class Response:
             for id in made:
                 await self.conversation.session.remove(id)
             for entry in entries:
-                await self.conversation.tell_engine(entry, _message(entry))
+                await self.conversation.update_engine(entry, _message(entry))
         for entry in entries:
             if entry.id in self.cuts and entry.speech is not None:
                 await self.conversation.truncate(entry, self.cuts[entry.id])
 
-    def _kept(self) -> list[Entry]:
+    def _current_entries(self) -> list[Entry]:
         """Its entries, without those that the client has deleted meanwhile."""
         assert self.conversation is not None
         return [e for e in self.writer.entries if e in self.conversation.entries]
@@ -287,24 +289,26 @@ class Response:
 
     def _usage_so_far(self) -> s.Usage:
         frames = round(self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND)
-        return told_usage(
-            replace(self._asked, text_tokens=self._tokens, frames=frames, samples=self._samples)
+        return usage_to_wire(
+            replace(
+                self._prompt_usage, text_tokens=self._tokens, frames=frames, samples=self._samples
+            )
         )
 
     def _timings(self, end: Finished | None = None) -> s.Timings:
-        told = s.Timings(
+        timings = s.Timings(
             seed=end.seed if end else None,
             first_text_s=_rounded(self._first_text),
             first_audio_s=_rounded(self._first_audio),
-            total_s=_rounded(clock() - self.begun),
+            total_s=_rounded(clock() - self.started_at),
             audio_s=round(self._samples / self.writer.info.sample_rate, 6),
             speculative=self.speculative,
         )
         if self.speech_end is not None:
-            told.vad_wait_s = _rounded(self.speech_end.vad_wait)
-            told.speech_to_audio_s = self.speech_to_audio
+            timings.vad_wait_s = _rounded(self.speech_end.vad_wait)
+            timings.speech_to_audio_s = self.speech_to_audio
         if end is not None and self.writer.options.timeline:
-            told.timeline = [
+            timings.timeline = [
                 {
                     "lane": t.lane,
                     "name": t.name,
@@ -313,7 +317,7 @@ class Response:
                 }
                 for t in end.timeline[:MAX_SPANS]
             ]
-        return told
+        return timings
 
     @property
     def speech_to_audio(self) -> float | None:

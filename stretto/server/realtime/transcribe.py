@@ -30,18 +30,18 @@ TASK = (
 )
 
 
-def instructions(wanted: Transcription) -> str:
+def instructions(settings: Transcription) -> str:
     words = [TASK]
-    if wanted.language:
-        words.append(f"The language is {wanted.language}.")
-    if wanted.prompt:
-        words.append(f"For orientation: {wanted.prompt}")
+    if settings.language:
+        words.append(f"The language is {settings.language}.")
+    if settings.prompt:
+        words.append(f"For orientation: {settings.prompt}")
     return " ".join(words)
 
 
 async def transcribe(
     session: Session,
-    wanted: Transcription,
+    settings: Transcription,
     entry: Entry,
     item: Item,
     seconds: float,
@@ -49,8 +49,8 @@ async def transcribe(
     logprobs: bool = False,
 ) -> bool:
     """Whether it worked; the client is told either way."""
-    chances: list[s.TranscriptLogprob] = []
-    said: list[str] = []
+    logprobs_found: list[s.TranscriptLogprob] = []
+    texts: list[str] = []
     usage: Usage | None = None
     most = LEAST_TOKENS + int(TOKENS_A_SECOND * seconds)
     params = Params(priority=PRIORITY, max_text_tokens=most, logprobs=0 if logprobs else None)
@@ -58,7 +58,7 @@ async def transcribe(
         events = session.respond(
             modalities=("text",),
             params=params,
-            instructions=instructions(wanted),
+            instructions=instructions(settings),
             items=[item],
             remember=False,
         )
@@ -70,9 +70,9 @@ async def transcribe(
                         for t in event.logprobs
                         if t.said
                     ]
-                    chances += new
+                    logprobs_found += new
                     if event.text:
-                        said.append(event.text)
+                        texts.append(event.text)
                         delta = s.TranscriptionDelta(
                             item_id=entry.id, content_index=0, delta=event.text
                         )
@@ -82,10 +82,10 @@ async def transcribe(
                     usage = event.usage
     except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
         _, failure = describe(e)
-        told = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
-        put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=told))
+        error = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
+        put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
         return False
-    text = "".join(said)
+    text = "".join(texts)
     for part in entry.item.content or ():
         part.transcript = text
     usage = usage or Usage(0, 0, 0, 0)
@@ -102,17 +102,19 @@ async def transcribe(
     completed = s.TranscriptionCompleted(
         item_id=entry.id, content_index=0, transcript=text, usage=told_usage
     )
-    completed.logprobs = chances if logprobs else UNSET
+    completed.logprobs = logprobs_found if logprobs else UNSET
     put(completed)
     return True
 
 
-async def after_first_sound(sounded: Callable[[], asyncio.Event | None], grace: float) -> None:
+async def after_first_sound(
+    audio_started: Callable[[], asyncio.Event | None], grace: float
+) -> None:
     """Until the answer has its first sound. If none is under way, one may come within the
     `grace`."""
-    if sounded() is None:
+    if audio_started() is None:
         await asyncio.sleep(grace)
-    if (event := sounded()) is not None:
+    if (event := audio_started()) is not None:
         await event.wait()
 
 
@@ -120,36 +122,40 @@ async def after_first_sound(sounded: Callable[[], asyncio.Event | None], grace: 
 class Transcriber:
     """The transcriptions of one session, each a task."""
 
-    talk: Session
+    engine_session: Session
     put: Callable[[s.ServerEvent], None]
-    sounded: Callable[[], asyncio.Event | None]  # of the answer that is being made
+    audio_started: Callable[[], asyncio.Event | None]  # of the answer that is being made
     count: Counter  # by how they ended
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
 
     def begin(
         self,
-        wanted: Transcription | None,
+        settings: Transcription | None,
         entry: Entry,
         item: Item,
         seconds: float,
         logprobs: bool = False,
     ) -> None:
         """If the client wants the words of this item."""
-        if wanted is None:
+        if settings is None:
             return
         if len(self._tasks) >= MAX_WAITING:
-            told = s.ErrorInfo("server_error", "too many transcriptions are waiting", "server_busy")
-            self.put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=told))
+            error = s.ErrorInfo(
+                "server_error", "too many transcriptions are waiting", "server_busy"
+            )
+            self.put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
             return
 
         async def run() -> None:
-            how = "cancelled"
+            outcome = "cancelled"
             try:
-                await after_first_sound(self.sounded, GRACE_S)
-                fine = await transcribe(self.talk, wanted, entry, item, seconds, self.put, logprobs)
-                how = "completed" if fine else "failed"
+                await after_first_sound(self.audio_started, GRACE_S)
+                succeeded = await transcribe(
+                    self.engine_session, settings, entry, item, seconds, self.put, logprobs
+                )
+                outcome = "completed" if succeeded else "failed"
             finally:
-                self.count.labels(how).inc()
+                self.count.labels(outcome).inc()
 
         task = self._tasks[entry.id] = asyncio.create_task(run(), name="transcription")
         # Not in `run`: a task that is cancelled before its first step never runs.

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import StrettoError
-from stretto.server.realtime.turns import RATE, WINDOW
+from stretto.server.realtime.turn_detection import RATE, WINDOW
 
 Float = npt.NDArray[np.float32]
 CONTEXT = 64  # samples before a window that the model looks at too
@@ -70,13 +70,13 @@ class Silero:
         self._rate = np.array(RATE, np.int64)
 
     def run(self, windows: Float, states: Sequence[VadState]) -> Float:
-        given = np.concatenate([np.stack([s.context for s in states]), windows], axis=1)
+        inputs = np.concatenate([np.stack([s.context for s in states]), windows], axis=1)
         memory = np.stack([s.memory for s in states], axis=1)
-        out, memory = self._session.run(None, {"input": given, "state": memory, "sr": self._rate})
+        out, memory = self._session.run(None, {"input": inputs, "state": memory, "sr": self._rate})
         probabilities: Float = np.asarray(out, np.float32)[:, 0]
         for i, state in enumerate(states):
             state.memory = memory[:, i]
-            state.context = given[i, -CONTEXT:]
+            state.context = inputs[i, -CONTEXT:]
             state.silence = state.silence + 1 if probabilities[i] < CLEAR_SILENCE else 0
             if state.silence >= FORGET_WINDOWS:
                 state.forget()
@@ -105,8 +105,8 @@ class _Job:
     def __post_init__(self) -> None:
         self.out = np.zeros(len(self.windows), np.float32)
 
-    def settle(self, error: Exception | None = None) -> None:
-        def tell() -> None:
+    def finish(self, error: Exception | None = None) -> None:
+        def resolve() -> None:
             if self.done.done():
                 return
             if error is None:
@@ -115,7 +115,7 @@ class _Job:
                 self.done.set_exception(error)
 
         with suppress(RuntimeError):  # the loop is gone, and with it whoever waited
-            self.loop.call_soon_threadsafe(tell)
+            self.loop.call_soon_threadsafe(resolve)
 
 
 class Batcher:
@@ -161,7 +161,7 @@ class Batcher:
                 running = self._round(model, running)
             except Exception as e:  # noqa: BLE001 - a thread's boundary: whoever waits is told
                 for job in running:
-                    job.settle(
+                    job.finish(
                         e
                         if isinstance(e, StrettoError)
                         else StrettoError(f"speech detection failed: {e}")
@@ -182,7 +182,7 @@ class Batcher:
             job.out[job.at] = probability
             job.at += 1
             if job.at == len(job.windows):
-                job.settle()
+                job.finish()
         return rest + [j for j in batch if j.at < len(j.windows)]
 
 

@@ -16,30 +16,30 @@ from stretto.family import ModelInfo
 from stretto.server.openai.generating_route import slices
 from stretto.server.openai.tools import Call
 from stretto.server.realtime import server_events as s
+from stretto.server.realtime.audio_formats import AudioEncoder, Float
 from stretto.server.realtime.items import Conversation, Entry, Speech, new_id
-from stretto.server.realtime.options import Options, told_format
-from stretto.server.realtime.sound import Float, SoundOut
+from stretto.server.realtime.options import Options, format_to_wire
 
 FRAMES_A_SECOND = 12.5  # of speech; each counts as a token
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenMessage:
     """The message item that is being said."""
 
     entry: Entry
     index: int
-    sound: SoundOut
-    words: list[str] = field(default_factory=list)
+    encoder: AudioEncoder
+    parts: list[str] = field(default_factory=list)
     samples: int = 0
 
     @property
     def text(self) -> str:
-        return "".join(self.words)
+        return "".join(self.parts)
 
 
 @dataclass(slots=True)
-class Writer:
+class ResponseWriter:
     options: Options
     info: ModelInfo
     put: Callable[[s.ServerEvent], None]
@@ -48,12 +48,12 @@ class Writer:
     metadata: dict[str, str] | None = None
     id: str = field(default_factory=lambda: new_id("resp"))
     entries: list[Entry] = field(default_factory=list)
-    _open: _Open | None = None
+    _open: _OpenMessage | None = None
 
     # -- the response
 
     def begin(self) -> None:
-        self.put(s.ResponseCreated(response=self._told("in_progress")))
+        self.put(s.ResponseCreated(response=self._to_wire("in_progress")))
 
     def finish(
         self,
@@ -66,24 +66,24 @@ class Writer:
     ) -> None:
         """Ends what is open and says how the response ended. Nothing may follow."""
         self.close(status == "completed")
-        told = self._told(status)
-        told.status_details = s.StatusDetails(status)
+        response = self._to_wire(status)
+        response.status_details = s.StatusDetails(status)
         if reason is not None:
-            told.status_details.reason = reason
+            response.status_details.reason = reason
         if error is not None:
-            told.status_details.error = error
-        told.output = [e.item for e in self.entries]
-        told.usage = usage
-        told.stretto = timings
-        self.put(s.ResponseDone(response=told))
+            response.status_details.error = error
+        response.output = [e.item for e in self.entries]
+        response.usage = usage
+        response.stretto = timings
+        self.put(s.ResponseDone(response=response))
 
-    def _told(self, status: s.Status) -> s.Response:
+    def _to_wire(self, status: s.Status) -> s.Response:
         o = self.options
         return s.Response(
             id=self.id,
             status=status,
             output_modalities=list(o.modalities),
-            audio=s.ResponseAudio(s.OutputFormat(told_format(o.output_format), o.voice)),
+            audio=s.ResponseAudio(s.OutputFormat(format_to_wire(o.output_format), o.voice)),
             max_output_tokens=o.max_output_tokens,
             conversation_id=self.conversation_id if self.conversation is not None else None,
             metadata=self.metadata,
@@ -91,18 +91,18 @@ class Writer:
 
     # -- what is said
 
-    def words(self, text: str) -> None:
+    def write_text(self, text: str) -> None:
         if not text:
             return
         message = self._message()
-        message.words.append(text)
-        kind = s.TranscriptDelta if self.options.spoken else s.TextDelta
-        self.put(kind(**self._place(message), delta=text))
+        message.parts.append(text)
+        kind = s.TranscriptDelta if self.options.has_audio else s.TextDelta
+        self.put(kind(**self._location(message), delta=text))
 
-    def sound(self, samples: Float) -> None:
+    def write_audio(self, samples: Float) -> None:
         message = self._message()
         message.samples += len(samples)
-        self._sound(message, message.sound.feed(samples))
+        self._send_audio(message, message.encoder.feed(samples))
 
     @property
     def speaking(self) -> bool:
@@ -121,34 +121,36 @@ class Writer:
             arguments="",
         )
         entry = self._add(item)
-        place: dict[str, Any] = {
+        location: dict[str, Any] = {
             "response_id": self.id,
             "item_id": item.id,
             "output_index": len(self.entries) - 1,
         }
-        self.put(s.ArgumentsDelta(**place, call_id=call_id, delta=call.arguments))
+        self.put(s.ArgumentsDelta(**location, call_id=call_id, delta=call.arguments))
         self.put(
-            s.ArgumentsDone(**place, call_id=call_id, name=call.name, arguments=call.arguments)
+            s.ArgumentsDone(**location, call_id=call_id, name=call.name, arguments=call.arguments)
         )
         item.arguments = call.arguments
         item.status = "completed"
         self._end(entry, len(self.entries) - 1)
 
-    def _message(self) -> _Open:
+    def _message(self) -> _OpenMessage:
         if self._open is None:
             item = s.Item(
                 new_id("item"), "message", status="in_progress", role="assistant", content=[]
             )
             entry = self._add(item)
-            self._open = _Open(
+            self._open = _OpenMessage(
                 entry,
                 len(self.entries) - 1,
-                SoundOut(self.options.output_format, self.info.sample_rate),
+                AudioEncoder(self.options.output_format, self.info.sample_rate),
             )
             part = (
-                s.Part("audio", transcript="") if self.options.spoken else s.Part("text", text="")
+                s.Part("audio", transcript="")
+                if self.options.has_audio
+                else s.Part("text", text="")
             )
-            self.put(s.PartAdded(**self._place(self._open), part=part))
+            self.put(s.PartAdded(**self._location(self._open), part=part))
         return self._open
 
     def _add(self, item: s.Item) -> Entry:
@@ -170,20 +172,20 @@ class Writer:
         self._open = None
         if message is None:
             return
-        place, text = self._place(message), message.text
-        if self.options.spoken:
-            self._sound(message, message.sound.flush())
-            self.put(s.AudioDone(**place))
-            self.put(s.TranscriptDone(**place, transcript=text))
-            part, kept = s.Part("audio", transcript=text), s.Part("output_audio", transcript=text)
+        location, text = self._location(message), message.text
+        if self.options.has_audio:
+            self._send_audio(message, message.encoder.flush())
+            self.put(s.AudioDone(**location))
+            self.put(s.TranscriptDone(**location, transcript=text))
+            part, stored = s.Part("audio", transcript=text), s.Part("output_audio", transcript=text)
             message.entry.speech = Speech(
                 text, message.samples / self.info.sample_rate, completed and whole
             )
         else:
-            self.put(s.TextDone(**place, text=text))
-            part, kept = s.Part("text", text=text), s.Part("output_text", text=text)
-        self.put(s.PartDone(**place, part=part))
-        message.entry.item.content = [kept]
+            self.put(s.TextDone(**location, text=text))
+            part, stored = s.Part("text", text=text), s.Part("output_text", text=text)
+        self.put(s.PartDone(**location, part=part))
+        message.entry.item.content = [stored]
         message.entry.item.status = "completed" if completed else "incomplete"
         self._end(message.entry, message.index)
 
@@ -194,11 +196,11 @@ class Writer:
             self.put(s.ItemDone(previous_item_id=self.conversation.before(entry), item=entry.item))
         self.put(s.OutputItemDone(response_id=self.id, output_index=index, item=entry.item))
 
-    def _sound(self, message: _Open, data: bytes) -> None:
+    def _send_audio(self, message: _OpenMessage, data: bytes) -> None:
         for piece in slices(data):
-            self.put(s.AudioDelta(**self._place(message), delta=piece))
+            self.put(s.AudioDelta(**self._location(message), delta=piece))
 
-    def _place(self, message: _Open) -> dict[str, Any]:
+    def _location(self, message: _OpenMessage) -> dict[str, Any]:
         return {
             "response_id": self.id,
             "item_id": message.entry.id,
@@ -207,7 +209,7 @@ class Writer:
         }
 
 
-def told_usage(usage: EngineUsage) -> s.Usage:
+def usage_to_wire(usage: EngineUsage) -> s.Usage:
     media = usage.audio_prompt_tokens + usage.image_prompt_tokens
     text = usage.prompt_tokens - media
     # The engine counts cached tokens together. Prompts begin with text, so that is what they most

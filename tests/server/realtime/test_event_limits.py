@@ -17,7 +17,7 @@ from stretto.engine.events import TokenLogprob
 from stretto.engine.protocol import TextDelta
 from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as ce
-from stretto.server.realtime import connection, items, options, transcribe
+from stretto.server.realtime import endpoint, items, options, transcribe
 from stretto.server.realtime.client_events import (
     LARGE,
     MAX_PARTS,
@@ -27,8 +27,13 @@ from stretto.server.realtime.client_events import (
     Malformed,
     decode,
 )
-from stretto.server.realtime.connection import Realtime
-from stretto.server.realtime.options import BRIEF, MAX_TOOL_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES
+from stretto.server.realtime.endpoint import Realtime
+from stretto.server.realtime.options import (
+    MAX_TOOL_BYTES,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    SHORT_TEXT_BYTES,
+)
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.types import RequestId
 from tests.server.conftest import Running
@@ -218,7 +223,7 @@ def test_what_an_update_does_not_change_is_not_read_and_not_told_again(
         read.append(1)
         return options.read_tool(written)
 
-    monkeypatch.setattr("stretto.server.realtime.session.read_tool", read_tool)
+    monkeypatch.setattr("stretto.server.realtime.realtime_session.read_tool", read_tool)
     with talk(running) as c:
         first = c.manual(tools=big_tools("a"), instructions="Be kind. " * 1000)
         assert first["tools"] == big_tools("a")
@@ -229,7 +234,7 @@ def test_what_an_update_does_not_change_is_not_read_and_not_told_again(
             {"temperature": 0.5},
         ):
             told = c.update(**fields)
-            assert len(json.dumps(told)) < BRIEF
+            assert len(json.dumps(told)) < SHORT_TEXT_BYTES
             assert told["audio"]["input"]["turn_detection"] is None
         assert len(read) == 20
         assert c.update(tools=big_tools("b"))["tools"] == big_tools("b")
@@ -249,20 +254,20 @@ class Counted(LoopTurns):
 def test_events_of_a_session_yield_after_so_many_bytes(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "TURN_S", 1e9)
+    monkeypatch.setattr(endpoint, "TURN_S", 1e9)
     turns = running.server.service.turns = Counted()
     sound = pcm(silence(0.05))
     with talk(running) as c:
         c.append(sound * 100, piece=2400)
         c.sync()
         sent = len(base64.b64encode(sound)) * 100
-    assert turns.taken >= sent // connection.TURN_BYTES - 1 > 1
+    assert turns.taken >= sent // endpoint.TURN_BYTES - 1 > 1
 
 
 def test_events_of_a_session_yield_after_some_time(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "TURN_S", -1.0)
+    monkeypatch.setattr(endpoint, "TURN_S", -1.0)
     turns = running.server.service.turns = Counted()
     with talk(running) as c:
         for _ in range(10):
@@ -274,7 +279,7 @@ def test_events_of_a_session_yield_after_some_time(
 def test_a_large_update_waits_for_its_turns(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "TURN_S", 1e9)
+    monkeypatch.setattr(endpoint, "TURN_S", 1e9)
     turns = running.server.service.turns = Counted()
     with talk(running) as c:
         c.update(temperature=0.5)
@@ -292,7 +297,7 @@ def test_large_messages_are_decoded_in_a_thread(
         threads[len(data)] = threading.current_thread() is running.thread
         return decode(data)
 
-    monkeypatch.setattr(connection, "decode", seen)
+    monkeypatch.setattr(endpoint, "decode", seen)
     with talk(running) as c:
         c.append(bytes(LARGE), piece=LARGE)
         c.sync()
@@ -309,7 +314,7 @@ def test_many_sounds_are_converted_in_a_thread(
         on_loop.append(threading.current_thread() is running.thread)
         return items.read_item(*args)
 
-    monkeypatch.setattr("stretto.server.realtime.session.read_item", read_item)
+    monkeypatch.setattr("stretto.server.realtime.realtime_session.read_item", read_item)
     sound = {"type": "input_audio", "audio": base64.b64encode(bytes(480)).decode()}
     with talk(running) as c:
         for count in (1, 5, MAX_PARTS):

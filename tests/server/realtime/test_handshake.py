@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from stretto.family import ModelInfo
-from stretto.server.realtime import connection as module
+from stretto.server.realtime import endpoint
 from tests.server.conftest import Running, read_until
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
@@ -143,12 +143,12 @@ def closed(c: Client) -> tuple[int, str]:
 
 
 def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.01)
+    monkeypatch.setattr(endpoint, "POLL_S", 0.01)
     with talking(TalkEngine(), realtime_minutes=0.001) as running, talk(running) as c:
         assert c.until("error")["error"]["code"] == "session_expired"
-        assert closed(c) == (1001, module.EXPIRED.words)
+        assert closed(c) == (1001, endpoint.EXPIRED.text)
     with talking(TalkEngine(), realtime_idle=0.05) as running, talk(running) as c:
-        assert closed(c) == (1008, module.IDLE.words)
+        assert closed(c) == (1008, endpoint.IDLE.text)
         running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
         assert (
             'stretto_realtime_closed_total{reason="idle"} 1.0'
@@ -157,19 +157,19 @@ def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.01)
+    monkeypatch.setattr(endpoint, "POLL_S", 0.01)
     engine, ahead = TalkEngine(), 0.0
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + ahead, perf_counter=time.perf_counter
     )
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(endpoint, "time", clock)
     with talking(engine, realtime_idle=300.0) as running, talk(running) as c:
         go_on = hold(running, engine)
         c.update(instructions="Speak.")
         c.send("response.create")
         c.until("response.created")
         ahead = 400.0
-        running.do(asyncio.sleep(20 * module.POLL_S))
+        running.do(asyncio.sleep(20 * endpoint.POLL_S))
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
         ahead = 800.0
@@ -179,7 +179,7 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
 def test_who_has_listened_for_long_may_think_before_speaking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(endpoint, "POLL_S", 0.001)
     with talking(TalkEngine()) as running:
         service = running.server.service
 
@@ -195,7 +195,9 @@ def test_who_has_listened_for_long_may_think_before_speaking(
 
         async def watch() -> bool:
             session: Any = Speaking()
-            connection = module.Connection(service, session, *[None] * 3, heard=-1e9)  # type: ignore[list-item]
+            connection = endpoint.RealtimeConnection(
+                service, session, *[None] * 3, last_received=-1e9
+            )  # type: ignore[list-item]
             task = asyncio.create_task(connection._watch())
             while session.looks < 6 and not task.done():
                 await asyncio.sleep(0.001)
@@ -217,11 +219,11 @@ def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
         busy.send("response.create")
         busy.until("response.created")
         running.loop.call_soon_threadsafe(running.server.stop)
-        assert closed(quiet) == (1012, module.DRAINING.words)
+        assert closed(quiet) == (1012, endpoint.DRAINING.text)
         assert refused(running)[0] == 503
         go_on()
         assert busy.until("response.done")["response"]["status"] == "completed"
-        assert closed(busy) == (1012, module.DRAINING.words)
+        assert closed(busy) == (1012, endpoint.DRAINING.text)
 
 
 def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: TalkEngine) -> None:

@@ -18,7 +18,7 @@ from stretto.config.engine import EngineConfig
 from stretto.engine.protocol import AudioChunk, Event, TextDelta
 from stretto.engine.session import Session
 from stretto.server.realtime import response as responses
-from stretto.server.realtime.heard import heard
+from stretto.server.realtime.playback_estimate import played_text
 from stretto.server.realtime.vad import Batcher
 from tests.engine.common import freed
 from tests.server.conftest import Running
@@ -173,7 +173,7 @@ def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPa
             check_over(c, answer, how)
             if how == "told":
                 played = round(1000 * told) / 1000
-            kept = heard(text, min(played, made / RATE), made / RATE, complete=False)
+            kept = played_text(text, min(played, made / RATE), made / RATE, complete=False)
             history += [f"user: question {seed}", *([f"assistant: {kept}"] if kept else [])]
             assert [short(i.message) for i in engine.sessions[0].items] == history, seed
             assert not engine.ledger.running
@@ -255,7 +255,7 @@ def check_one(it: Served, c: Client, session: Session, rng: random.Random) -> No
         ms = rng.randrange(1000)  # the client knows best what was heard
         c.send("conversation.item.truncate", item_id=answer.item, content_index=0, audio_end_ms=ms)
         c.until("conversation.item.truncated")
-        words = heard(whole, min(ms / 1000, answer.seconds), answer.seconds, complete=False)
+        words = played_text(whole, min(ms / 1000, answer.seconds), answer.seconds, complete=False)
         kept = [{"role": "assistant", "content": words}] if words else []
     assert [i.message for i in session.items][: len(before)] == before
     assert [i.message for i in session.items][len(before) + 1 :] == kept

@@ -9,7 +9,7 @@ from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.params import ChunkSizes, Params
 from stretto.server.realtime import client_events as c
-from stretto.server.realtime.options import MAX_SAID, Options, SessionState
+from stretto.server.realtime.options import MAX_TEXT_BYTES, Options, SessionState
 
 F = TypeVar("F", bound=c.Common)
 INFO = ModelInfo("m", ("Ethan", "Chelsie"), "Ethan", 24_000, 32768)
@@ -28,7 +28,7 @@ def fields(kind: type[F], **given: Any) -> F:
 
 
 def test_defaults_are_told_in_full() -> None:
-    assert state().told() == {
+    assert state().to_wire() == {
         "type": "realtime",
         "object": "realtime.session",
         "id": "sess_1",
@@ -72,11 +72,11 @@ def test_only_what_is_named_changes_and_objects_merge() -> None:
         state(), instructions="Be kind.", audio={"input": {"turn_detection": {"threshold": 0.7}}}
     )
     two = update(one, audio={"input": {"transcription": {"model": "gpt-4o-mini-transcribe"}}})
-    told = two.told()
-    assert told["instructions"] == "Be kind."
-    assert told["audio"]["input"]["turn_detection"]["threshold"] == 0.7
-    assert told["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
-    assert told["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
+    wire = two.to_wire()
+    assert wire["instructions"] == "Be kind."
+    assert wire["audio"]["input"]["turn_detection"]["threshold"] == 0.7
+    assert wire["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
+    assert wire["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
 
 
 def test_null_clears() -> None:
@@ -84,17 +84,17 @@ def test_null_clears() -> None:
         "input": {"transcription": {"language": "de"}, "noise_reduction": {"type": "near_field"}}
     }
     one = update(state(), instructions="x", tools=[{"type": "function", "name": "f"}], audio=audio)
-    assert one.told()["audio"]["input"]["transcription"] == {"model": "m", "language": "de"}
-    assert one.told()["audio"]["input"]["noise_reduction"] == {"type": "near_field"}
+    assert one.to_wire()["audio"]["input"]["transcription"] == {"model": "m", "language": "de"}
+    assert one.to_wire()["audio"]["input"]["noise_reduction"] == {"type": "near_field"}
     cleared = {"turn_detection": None, "transcription": None, "noise_reduction": None}
     two = update(one, instructions="", tools=[], audio={"input": cleared})
-    assert two.told()["audio"]["input"] == {
+    assert two.to_wire()["audio"]["input"] == {
         "format": {"type": "audio/pcm", "rate": 24000},
         **cleared,
     }
-    assert (two.told()["instructions"], two.told()["tools"]) == ("", [])
+    assert (two.to_wire()["instructions"], two.to_wire()["tools"]) == ("", [])
     back = update(two, audio={"input": {"turn_detection": {"type": "server_vad"}}})
-    assert back.told()["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
+    assert back.to_wire()["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 500
 
 
 def test_another_type_of_detection_replaces_the_object() -> None:
@@ -105,7 +105,7 @@ def test_another_type_of_detection_replaces_the_object() -> None:
     two = update(
         one, audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}}
     )
-    assert two.told()["audio"]["input"]["turn_detection"] == {
+    assert two.to_wire()["audio"]["input"]["turn_detection"] == {
         "type": "semantic_vad", "eagerness": "high", "create_response": True,
         "interrupt_response": True,
     }  # fmt: skip
@@ -128,9 +128,9 @@ def test_what_stock_clients_send_unasked_is_taken() -> None:
         "rate": 24000}},
                   "input": {"noise_reduction": None, "turn_detection": {"type": "semantic_vad"}}},
     }  # fmt: skip
-    told = update(state(), **livekit).told()
-    assert told["model"] == "m"
-    assert told["audio"]["output"]["voice"] == "Chelsie"
+    wire = update(state(), **livekit).to_wire()
+    assert wire["model"] == "m"
+    assert wire["audio"]["output"]["voice"] == "Chelsie"
     assert update(state(), audio={"output": {"voice": "nobody"}}).answers.voice == "Ethan"
     assert update(state(), audio={"output": {"voice": {"id": "ash"}}}).answers.voice == "Ethan"
 
@@ -217,10 +217,10 @@ def test_sampling() -> None:
 
 
 def test_both_modalities_mean_speech() -> None:
-    assert update(state(), output_modalities=["text", "audio"]).told()["output_modalities"] == [
+    assert update(state(), output_modalities=["text", "audio"]).to_wire()["output_modalities"] == [
         "audio"
     ]
-    assert not update(state(), output_modalities=["text"]).answers.spoken
+    assert not update(state(), output_modalities=["text"]).answers.has_audio
 
 
 def test_a_session_fits_in_a_message() -> None:
@@ -228,6 +228,6 @@ def test_a_session_fits_in_a_message() -> None:
     with pytest.raises(Invalid, match="more than"):
         update(state(), tools=tools)
     assert (
-        len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).told()))
-        < MAX_SAID + 4096
+        len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).to_wire()))
+        < MAX_TEXT_BYTES + 4096
     )

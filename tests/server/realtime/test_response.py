@@ -13,15 +13,15 @@ from stretto.params import Params
 from stretto.server.admission import Admission
 from stretto.server.realtime.items import Conversation
 from stretto.server.realtime.options import Options
-from stretto.server.realtime.outbox import Outbox
-from stretto.server.realtime.response import Response
-from stretto.server.realtime.writer import Writer
+from stretto.server.realtime.response import ResponseTask
+from stretto.server.realtime.send_queue import SendQueue
+from stretto.server.realtime.writer import ResponseWriter
 from tests.server.realtime.scripted import TalkEngine
 
 Json = dict[str, Any]
 
 
-def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]]) -> None:
+def respond(work: Callable[[ResponseTask, list[Json], TalkEngine], Awaitable[None]]) -> None:
     """Runs `work` with a response that has begun and that nobody was told of yet."""
 
     async def main() -> None:
@@ -31,7 +31,7 @@ def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]])
         told: list[Json] = []
         conversation = Conversation(session)  # type: ignore[arg-type]
         options = Options("Ethan")
-        writer = Writer(
+        writer = ResponseWriter(
             options,
             engine.info,
             lambda e: told.append(json.loads(msgspec.json.encode(e))),
@@ -42,7 +42,7 @@ def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]])
         def start(on_prompt: Any) -> Any:
             return session.respond(modalities=("text", "audio"), params=Params())
 
-        response = Response(writer, start, Outbox(5.0), Admission(8, 0), "me", lead=10.0)
+        response = ResponseTask(writer, start, SendQueue(5.0), Admission(8, 0), "me", lead=10.0)
         response.task = asyncio.create_task(response.run())
         await work(response, told, engine)
         if not response.task.done():
@@ -54,7 +54,7 @@ def respond(work: Callable[[Response, list[Json], TalkEngine], Awaitable[None]])
 
 
 def test_nobody_hears_of_it_before_it_is_released() -> None:
-    async def work(response: Response, told: list[Json], engine: TalkEngine) -> None:
+    async def work(response: ResponseTask, told: list[Json], engine: TalkEngine) -> None:
         await engine.ledger.idle.wait()  # all of it was made
         assert told == []
         response.release()
@@ -69,7 +69,7 @@ def test_nobody_hears_of_it_before_it_is_released() -> None:
 
 
 def test_a_cancel_is_the_end_and_there_is_one_end() -> None:
-    async def work(response: Response, told: list[Json], engine: TalkEngine) -> None:
+    async def work(response: ResponseTask, told: list[Json], engine: TalkEngine) -> None:
         response.release()
         while not any(e["type"] == "response.output_audio.delta" for e in told):
             await asyncio.sleep(0)
@@ -84,7 +84,7 @@ def test_a_cancel_is_the_end_and_there_is_one_end() -> None:
 
 
 def test_what_is_dropped_was_never_there() -> None:
-    async def work(response: Response, told: list[Json], engine: TalkEngine) -> None:
+    async def work(response: ResponseTask, told: list[Json], engine: TalkEngine) -> None:
         await asyncio.sleep(0)
         assert response.cancel("turn_detected")
         await response.ended()

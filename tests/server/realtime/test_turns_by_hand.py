@@ -10,8 +10,8 @@ import pytest
 
 from stretto.engine.protocol import TextDelta, TimelineSpan
 from stretto.errors import Busy
-from stretto.server.realtime import g711
-from stretto.server.realtime.speaker import MAX_BESIDE
+from stretto.server.realtime.audio_formats import decode_g711, encode_g711
+from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, Json, talk, types
 from tests.server.realtime.scripted import Ask, TalkEngine, say
@@ -196,7 +196,7 @@ def test_nothing_is_called_as_the_front_is(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "kind", "told"),
+    ("role", "kind", "wire"),
     [
         ("assistant", "input_text", "output_text"),
         ("assistant", "text", "output_text"),
@@ -206,7 +206,7 @@ def test_nothing_is_called_as_the_front_is(running: Running) -> None:
     ],
 )
 def test_parts_are_called_as_strict_clients_have_it(
-    running: Running, engine: TalkEngine, role: str, kind: str, told: str
+    running: Running, engine: TalkEngine, role: str, kind: str, wire: str
 ) -> None:
     """The client of these tests refuses an event that OpenAI's types do not describe."""
     part = {"type": kind, "transcript" if kind.endswith("audio") else "text": "words"}
@@ -215,7 +215,7 @@ def test_parts_are_called_as_strict_clients_have_it(
         c.send(
             "conversation.item.create", item={"type": "message", "role": role, "content": [part]}
         )
-        assert [p["type"] for p in c.until("conversation.item.added")["item"]["content"]] == [told]
+        assert [p["type"] for p in c.until("conversation.item.added")["item"]["content"]] == [wire]
         c.until("conversation.item.done")
         answer(c)
         picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
@@ -335,15 +335,15 @@ def test_the_buffer_can_be_cleared(running: Running, engine: TalkEngine) -> None
 
 def test_telephones(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
-        told = c.manual(
+        wire = c.manual(
             audio={
                 "input": {"format": {"type": "audio/pcmu"}},
                 "output": {"format": {"type": "audio/pcma"}},
             }
         )
-        assert told["audio"]["input"]["format"] == {"type": "audio/pcmu"}
+        assert wire["audio"]["input"]["format"] == {"type": "audio/pcmu"}
         sound = (speech(1.0, 8000) * 32767).astype(np.int16)
-        speak(c, g711.encode(sound, "mu"))
+        speak(c, encode_g711(sound, "mu"))
         events = answer(c)
     heard = engine.asks[0].messages[0]["content"][0]["data"]
     assert len(heard) == 16_000
@@ -352,7 +352,7 @@ def test_telephones(running: Running, engine: TalkEngine) -> None:
         base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta"
     )
     assert len(data) == 8000
-    assert np.abs(g711.decode(data, "a").astype(int)).mean() > 100
+    assert np.abs(decode_g711(data, "a").astype(int)).mean() > 100
 
 
 def test_voice_stays_once_it_was_heard(running: Running) -> None:
@@ -421,7 +421,7 @@ def test_answers_beside_the_conversation_leave_its_own_alone(
         c.manual(output_modalities=["text"])
         add_text(c, "x")
         go_on = hold(running, engine)
-        for _ in range(MAX_BESIDE):
+        for _ in range(MAX_OUT_OF_BAND):
             c.send("response.create", response={"conversation": "none"})
             c.until("response.created")
         event_id = c.send("response.create", response={"conversation": "none"})
@@ -430,7 +430,7 @@ def test_answers_beside_the_conversation_leave_its_own_alone(
         c.send("response.create")
         assert c.until("response.created")["response"]["conversation_id"] is not None
         go_on()
-        for _ in range(MAX_BESIDE + 1):
+        for _ in range(MAX_OUT_OF_BAND + 1):
             assert c.until("response.done")["response"]["status"] == "completed"
 
 
@@ -513,8 +513,8 @@ def test_timeline_if_asked_for(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
         c.manual(timeline=True)
         add_text(c, "x")
-        told = answer(c)[-1]["response"]["stretto"]
-    assert told["timeline"] == [{"lane": "first", "name": "prefill", "start": 0.0, "stop": 0.5}]
+        wire = answer(c)[-1]["response"]["stretto"]
+    assert wire["timeline"] == [{"lane": "first", "name": "prefill", "start": 0.0, "stop": 0.5}]
 
 
 def test_an_answer_without_words_or_sound(running: Running, engine: TalkEngine) -> None:

@@ -116,10 +116,10 @@ def test_semantic_detection_waits_as_it_is_eager(
     running: Running, eagerness: str, pause: float, ends: bool
 ) -> None:
     with talk(running) as c:
-        told = c.update(
+        wire = c.update(
             audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": eagerness}}}
         )
-        assert told["audio"]["input"]["turn_detection"]["interrupt_response"] is True
+        assert wire["audio"]["input"]["turn_detection"]["interrupt_response"] is True
         c.append(pcm(silence(0.1), speech(0.6), silence(pause)))
         assert ("input_audio_buffer.speech_stopped" in types(c.sync())) == ends
 
@@ -213,8 +213,8 @@ def test_speech_stops_an_answer(running: Running, engine: TalkEngine) -> None:
         # What clients then say about it still finds the item.
         item = done["output"][0]["id"]
         c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=10**9)
-        told = c.until("conversation.item.truncated")
-        assert told["audio_end_ms"] < 10**5
+        wire = c.until("conversation.item.truncated")
+        assert wire["audio_end_ms"] < 10**5
         c.send("response.cancel")
         assert c.until("error")["error"]["code"] == "response_cancel_not_active"
     text = running.ask("/metrics").body.decode()

@@ -1,5 +1,5 @@
-"""What the server says in a session: the conversation's response, those beside it, and one that may
-be too early.
+"""The responses of a session: the conversation's, out-of-band ones, and a speculative one, which
+may be too early.
 
 Owned by the session, which decides when to answer; on the event loop, each response in a task of
 its own."""
@@ -17,37 +17,37 @@ from stretto.engine.session import Session
 from stretto.server.openai.tools import ToolParser
 from stretto.server.realtime.items import Conversation, new_id
 from stretto.server.realtime.options import Options
-from stretto.server.realtime.outbox import Outbox
-from stretto.server.realtime.response import Reason, Response, SpeechEnd, clock
-from stretto.server.realtime.writer import Writer
+from stretto.server.realtime.response import Reason, ResponseTask, SpeechEnd, clock
+from stretto.server.realtime.send_queue import SendQueue
+from stretto.server.realtime.writer import ResponseWriter
 from stretto.server.service import Service
 
-MAX_BESIDE = 4  # responses beside the conversation, at once
+MAX_OUT_OF_BAND = 4  # at once
 
 
 @dataclass(slots=True)
-class Guess:
+class SpeculativeResponse:
     """An answer that was begun at a pause, before the turn has certainly ended."""
 
-    response: Response
+    response: ResponseTask
     item: EngineItem
 
 
 @dataclass(slots=True, eq=False)
-class Speaker:
+class ResponseManager:
     service: Service
     engine: EngineClient
-    talk: Session  # the engine's
-    outbox: Outbox
+    engine_session: Session
+    send_queue: SendQueue
     sender: str
     conversation: Conversation
     options: Callable[[], Options]  # of answers that the client has not asked for itself
     on_begin: Callable[[], None]  # a response of the conversation is told to the client
-    on_end: Callable[[Response], None]  # it is over, by itself
-    active: Response | None = None  # of the conversation; told to the client
-    spoken: bool = False  # something was heard: then the voice stays
-    guess: Guess | None = None
-    beside: set[Response] = field(default_factory=set)
+    on_end: Callable[[ResponseTask], None]  # it is over, by itself
+    active: ResponseTask | None = None  # of the conversation; told to the client
+    voice_locked: bool = False  # sound was sent: then the voice stays
+    speculative: SpeculativeResponse | None = None
+    out_of_band: set[ResponseTask] = field(default_factory=set)
     _answer_next: bool = False  # a turn ended while an answer was running
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _conversation_id: str = field(default_factory=lambda: new_id("conv"))
@@ -55,20 +55,20 @@ class Speaker:
     @property
     def busy(self) -> bool:
         """Something is being said, or is about to be."""
-        return self.active is not None or bool(self.beside) or self.guess is not None
+        return self.active is not None or bool(self.out_of_band) or self.speculative is not None
 
     @property
-    def sounded(self) -> asyncio.Event | None:
+    def audio_started(self) -> asyncio.Event | None:
         """Of the conversation's response, if there is one: its first sound was sent, or it is
         over."""
-        return self.active.sounded if self.active is not None else None
+        return self.active.audio_started if self.active is not None else None
 
     async def close(self) -> None:
         """End all that runs; nothing of it is told any more."""
         self._answer_next = False
-        guessed = [self.guess.response] if self.guess is not None else []
+        speculative = [self.speculative.response] if self.speculative is not None else []
         running = [self.active] if self.active is not None else []
-        for response in (*guessed, *running, *self.beside):
+        for response in (*speculative, *running, *self.out_of_band):
             response.over = True
         tasks = set(self._tasks)
         for task in tasks:
@@ -82,55 +82,55 @@ class Speaker:
         self,
         options: Options,
         *,
-        beside: bool = False,
+        out_of_band: bool = False,
         metadata: dict[str, str] | None = None,
         items: list[EngineItem] | None = None,
-    ) -> Response:
+    ) -> ResponseTask:
         tools = options.chat_tools()
         config = self.service.config
 
         def start(on_prompt: Callable[[Usage], None]) -> Any:
-            return self.talk.respond(
-                modalities=("text", "audio") if options.spoken else ("text",),
-                voice=options.voice if options.spoken else None,
+            return self.engine_session.respond(
+                modalities=("text", "audio") if options.has_audio else ("text",),
+                voice=options.voice if options.has_audio else None,
                 params=options.params(config.packets, self.engine.info.defaults),
                 tools=tools,
                 instructions=options.instructions or None,
                 items=items,
-                remember=not beside,
+                remember=not out_of_band,
                 on_prompt=on_prompt,
             )
 
-        conversation = None if beside else self.conversation
-        writer = Writer(
+        conversation = None if out_of_band else self.conversation
+        writer = ResponseWriter(
             options,
             self.engine.info,
-            self.outbox.put,
+            self.send_queue.put,
             conversation,
             self._conversation_id,
             metadata=metadata,
         )
-        return Response(
+        return ResponseTask(
             writer=writer,
             start=start,
-            outbox=self.outbox,
+            send_queue=self.send_queue,
             admission=self.service.admission,
             sender=self.sender,
             lead=config.realtime_lead,
             parser=ToolParser() if tools else None,
         )
 
-    def say(self, response: Response) -> None:
+    def start_response(self, response: ResponseTask) -> None:
         """Begin the conversation's response."""
-        self._activate(response)
-        self._begin(response)
+        self._announce(response)
+        self._run_task(response)
 
-    def say_beside(self, response: Response) -> None:
-        self.beside.add(response)
+    def start_out_of_band(self, response: ResponseTask) -> None:
+        self.out_of_band.add(response)
         response.release()
-        self._begin(response)
+        self._run_task(response)
 
-    def answer(self, speech_end: SpeechEnd | None) -> None:
+    def answer_turn(self, speech_end: SpeechEnd | None) -> None:
         """Answer a turn that the server has found; when the answer that runs is over, if one
         does."""
         if self.active is not None:
@@ -138,44 +138,44 @@ class Speaker:
             return
         response = self.make(self.options())
         response.speech_end = speech_end
-        self.say(response)
+        self.start_response(response)
 
-    def _activate(self, response: Response) -> None:
+    def _announce(self, response: ResponseTask) -> None:
         """This is the conversation's response now, and the client hears of it."""
         self.active = response
         self.on_begin()
         response.release()
 
-    def _begin(self, response: Response) -> None:
+    def _run_task(self, response: ResponseTask) -> None:
         task = asyncio.create_task(self._run(response), name="response")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         response.task = task
 
-    async def _run(self, response: Response) -> None:
+    async def _run(self, response: ResponseTask) -> None:
         try:
             await response.run()
         finally:
             self._count(response)
-            self.beside.discard(response)
+            self.out_of_band.discard(response)
             if self.active is response:
                 self.active = None
-                self._after(response)
+                self._on_response_end(response)
 
-    def _count(self, response: Response) -> None:
+    def _count(self, response: ResponseTask) -> None:
         metrics = self.service.metrics.realtime
         if response.status != "in_progress":
             metrics.responses.labels(response.status).inc()
         if (seconds := response.speech_to_audio) is not None:
             metrics.first_audio.observe(seconds)
 
-    def _after(self, response: Response) -> None:
+    def _on_response_end(self, response: ResponseTask) -> None:
         """A response of the conversation is over."""
-        self.spoken = self.spoken or response.playback.sent > 0
+        self.voice_locked = self.voice_locked or response.playback.sent > 0
         self.on_end(response)
         if self._answer_next and not self.service.draining:
             self._answer_next = False
-            self.answer(None)
+            self.answer_turn(None)
 
     # -- interruption
 
@@ -191,18 +191,18 @@ class Speaker:
         metrics = self.service.metrics.realtime
         metrics.cancel.observe(clock() - since)
         metrics.barge_in.labels("speech" if reason == "turn_detected" else "client").inc()
-        self.spoken = self.spoken or response.playback.sent > 0
+        self.voice_locked = self.voice_locked or response.playback.sent > 0
         await response.forget_unheard()
         return True
 
     async def cancel(self, id: str | None) -> bool:
         """The client wants this response (None: the conversation's) to end; whether there was
         one."""
-        beside = next((r for r in self.beside if r.id == id), None)
-        if beside is not None:
-            beside.cancel("client_cancelled")
-            await beside.ended()
-            self.beside.discard(beside)
+        out_of_band = next((r for r in self.out_of_band if r.id == id), None)
+        if out_of_band is not None:
+            out_of_band.cancel("client_cancelled")
+            await out_of_band.ended()
+            self.out_of_band.discard(out_of_band)
             return True
         if id is not None and (self.active is None or self.active.id != id):
             return False
@@ -210,40 +210,40 @@ class Speaker:
 
     # -- answers begun before the turn is surely over
 
-    async def make_guess(self, item_id: str) -> None:
+    async def start_speculative(self, item_id: str) -> None:
         """Answer what was said so far, and tell nobody."""
-        item = await self.talk.commit(item_id, maybe=True)
+        item = await self.engine_session.commit(item_id, maybe=True)
         response = self.make(self.options())
         response.speculative = True
-        self.guess = Guess(response, item)
-        self._begin(response)
+        self.speculative = SpeculativeResponse(response, item)
+        self._run_task(response)
 
-    async def guessed(self) -> EngineItem | None:
+    async def speculative_item(self) -> EngineItem | None:
         """The turn of the guess is over: its item. None if there is no guess, or it failed."""
-        if self.guess is not None and self.guess.response.error is not None:
-            await self.drop_guess()  # it may work now
-        return self.guess.item if self.guess is not None else None
+        if self.speculative is not None and self.speculative.response.error is not None:
+            await self.cancel_speculative()  # it may work now
+        return self.speculative.item if self.speculative is not None else None
 
-    def tell_guess(self, speech_end: SpeechEnd) -> None:
+    def confirm_speculative(self, speech_end: SpeechEnd) -> None:
         """It is the answer: the client hears of it, and of what was held back."""
-        guess = self.guess
-        self.guess = None
-        assert guess is not None
+        speculative = self.speculative
+        self.speculative = None
+        assert speculative is not None
         self.service.metrics.realtime.speculations.labels("kept").inc()
-        guess.response.speech_end = speech_end
-        self._activate(guess.response)
+        speculative.response.speech_end = speech_end
+        self._announce(speculative.response)
 
-    async def drop_guess(self) -> None:
+    async def cancel_speculative(self) -> None:
         """The turn goes on: nobody hears of that answer, and the engine has the sound as if there
         had been none."""
-        guess = self.guess
-        self.guess = None
-        if guess is None:
+        speculative = self.speculative
+        self.speculative = None
+        if speculative is None:
             return
         self.service.metrics.realtime.speculations.labels("dropped").inc()
-        guess.response.cancel("turn_detected")
-        await guess.response.ended()
+        speculative.response.cancel("turn_detected")
+        await speculative.response.ended()
         for id in self.conversation.forgotten():
-            if id != guess.item.id:  # what there was of its answer
-                await self.talk.remove(id)
-        await self.talk.reopen(guess.item.id)
+            if id != speculative.item.id:  # what there was of its answer
+                await self.engine_session.remove(id)
+        await self.engine_session.reopen(speculative.item.id)

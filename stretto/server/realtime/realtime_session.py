@@ -1,9 +1,10 @@
 """A realtime session: what each event of a client means, and when the server speaks by itself.
 Asyncio.
 
-The connection's reader calls `handle` with one event after another. Responses (`speaker.py`) and
-transcriptions (`transcribe.py`) are tasks beside it; on the event loop, between two awaits, nobody
-else changes anything. An error answers the event that caused it, and the session goes on."""
+The connection's reader calls `handle` with one event after another. Responses
+(`response_manager.py`) and transcriptions (`transcribe.py`) are tasks of their own; on the event
+loop, between two awaits, nobody else changes anything. An error answers the event that caused it,
+and the session goes on."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from stretto.errors import Invalid
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime import server_events as s
+from stretto.server.realtime.audio_formats import seconds_of
+from stretto.server.realtime.audio_input import SAMPLE_BYTES, AudioInput, Turn, to_ms
 from stretto.server.realtime.items import (
     Conversation,
     DuplicateItem,
@@ -28,14 +31,12 @@ from stretto.server.realtime.items import (
     new_id,
     read_item,
 )
-from stretto.server.realtime.listener import SAMPLE_BYTES, Listener, Turn, to_ms
 from stretto.server.realtime.options import Function, Options, SessionState, read_tool, split_tools
-from stretto.server.realtime.outbox import Outbox
-from stretto.server.realtime.response import Response, SpeechEnd, clock
-from stretto.server.realtime.sound import seconds_of
-from stretto.server.realtime.speaker import MAX_BESIDE, Speaker
+from stretto.server.realtime.response import ResponseTask, SpeechEnd, clock
+from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND, ResponseManager
+from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.transcribe import Transcriber
-from stretto.server.realtime.turns import Signal
+from stretto.server.realtime.turn_detection import Signal
 from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import Holding
@@ -43,9 +44,9 @@ from stretto.server.shares import Holding
 log = logging.getLogger("stretto.realtime")
 
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
-IN_A_THREAD = 64 << 10
+THREAD_BYTES = 64 << 10
 # of an item, that are converted on the event loop: each has a resampler of its own
-SOUNDS_AT_ONCE = 4
+MAX_INLINE_SOUNDS = 4
 TOOLS_AT_ONCE = 16 << 10  # bytes of tools that are read before others have a turn
 MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
@@ -64,14 +65,14 @@ class Problem(Exception):
 class RealtimeSession:
     service: Service
     engine: EngineClient
-    talk: Session  # the engine's
-    outbox: Outbox
+    engine_session: Session
+    send_queue: SendQueue
     sender: str  # whose share of the server it uses
     state: SessionState
     held: Holding = field(init=False)  # of the memory of all sessions
     conversation: Conversation = field(init=False)
-    listener: Listener = field(init=False)
-    speaker: Speaker = field(init=False)
+    audio_input: AudioInput = field(init=False)
+    responses: ResponseManager = field(init=False)
     transcriber: Transcriber = field(init=False)
     _item_id: str = ""  # of the turn that is being spoken
     _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
@@ -84,34 +85,45 @@ class RealtimeSession:
 
     def __post_init__(self) -> None:
         self.held = Holding(self.service.sessions.memory, self.sender)
-        self.conversation = Conversation(self.talk)
-        self.listener = Listener(
-            self.talk, self.service.sessions.batcher, self.state.turns, self.state.input_format
+        self.conversation = Conversation(self.engine_session)
+        self.audio_input = AudioInput(
+            self.engine_session,
+            self.service.sessions.batcher,
+            self.state.turns,
+            self.state.input_format,
         )
-        self.speaker = Speaker(
-            self.service, self.engine, self.talk, self.outbox, self.sender, self.conversation,
-            options=lambda: self.state.answers, on_begin=self._answering, on_end=self._answered,
+        self.responses = ResponseManager(
+            self.service, self.engine, self.engine_session, self.send_queue, self.sender,
+            self.conversation, options=lambda: self.state.answers,
+            on_begin=self._on_response_begin, on_end=self._on_response_end,
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
         self.transcriber = Transcriber(
-            self.talk, self.outbox.put, lambda: self.speaker.sounded, count
+            self.engine_session, self.send_queue.put, lambda: self.responses.audio_started, count
         )
 
     @classmethod
     def open(
-        cls, service: Service, engine: EngineClient, outbox: Outbox, visit: RequestLog, model: str
+        cls,
+        service: Service,
+        engine: EngineClient,
+        send_queue: SendQueue,
+        visit: RequestLog,
+        model: str,
     ) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
-        return cls(service, engine, engine.session(owner=visit.owner), outbox, visit.sender, state)
+        return cls(
+            service, engine, engine.session(owner=visit.owner), send_queue, visit.sender, state
+        )
 
     @property
     def busy(self) -> bool:
         """Something is being said, or is about to be."""
-        return self.speaker.busy
+        return self.responses.busy
 
     def greet(self) -> None:
-        self.outbox.put(s.SessionCreated(session=self.state.told()))
+        self.send_queue.put(s.SessionCreated(session=self.state.to_wire()))
 
     async def close(self) -> None:
         """End all that runs. The engine's session goes too. Once is enough, twice does no harm."""
@@ -119,8 +131,8 @@ class RealtimeSession:
             return
         self._closed = True
         try:
-            await asyncio.gather(self.speaker.close(), self.transcriber.close())
-            await self.talk.close()
+            await asyncio.gather(self.responses.close(), self.transcriber.close())
+            await self.engine_session.close()
         finally:
             self.held.close()
 
@@ -156,19 +168,19 @@ class RealtimeSession:
     ) -> None:
         self.service.metrics.realtime.errors.labels(code).inc()
         named = event_id if event_id is not None and len(event_id) <= 512 else None
-        self.outbox.put(s.Error(error=s.ErrorInfo(kind, message[:2000], code, param, named)))
+        self.send_queue.put(s.Error(error=s.ErrorInfo(kind, message[:2000], code, param, named)))
 
     async def _handle(self, event: c.Event) -> None:
         if not isinstance(event, c.Append | c.ItemRetrieve | c.ResponseCancel | c.OutputClear):
-            await self.speaker.drop_guess()  # it was made without knowing of this
+            await self.responses.cancel_speculative()  # it was made without knowing of this
         match event:
             case c.Append():
                 await self._append(event.audio)
             case c.Commit():
                 await self._commit_by_client()
             case c.Clear():
-                await self.listener.clear()
-                self.outbox.put(s.Cleared())
+                await self.audio_input.clear()
+                self.send_queue.put(s.Cleared())
             case c.SessionUpdate():
                 await self._update(event.session)
             case c.ItemCreate():
@@ -178,11 +190,13 @@ class RealtimeSession:
             case c.ItemDelete():
                 await self._delete(event.item_id)
             case c.ItemRetrieve():
-                self.outbox.put(s.ItemRetrieved(item=self._find(event.item_id, "retrieve").item))
+                self.send_queue.put(
+                    s.ItemRetrieved(item=self._find(event.item_id, "retrieve").item)
+                )
             case c.ResponseCreate():
                 await self._create_response(event.response)
             case c.ResponseCancel():
-                if not await self.speaker.cancel(event.response_id):
+                if not await self.responses.cancel(event.response_id):
                     raise Problem(
                         "response_cancel_not_active",
                         "Cancellation failed: no active response found",
@@ -193,19 +207,19 @@ class RealtimeSession:
     async def _update(self, fields: c.SessionFields) -> None:
         tools = await self._read_tools(fields)
         state = self.state.updated(fields, self.engine.info, tools)
-        if self.speaker.spoken:
+        if self.responses.voice_locked:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
         before = self.state
         self.state = state
         answers = state.answers
         # so that sound is read ahead behind the same words as the answer's prompt begins with
-        self.talk.expect(
-            modalities=("text", "audio") if answers.spoken else ("text",),
+        self.engine_session.expect(
+            modalities=("text", "audio") if answers.has_audio else ("text",),
             instructions=answers.instructions or None,
             tools=answers.chat_tools(),
         )
-        self.listener.configure(state.turns, state.input_format)
-        self.outbox.put(s.SessionUpdated(session=state.told(since=before)))
+        self.audio_input.configure(state.turns, state.input_format)
+        self.send_queue.put(s.SessionUpdated(session=state.to_wire(before=before)))
 
     async def _read_tools(self, fields: c.Common) -> tuple[Function, ...] | None:
         """The tools of an update, in turns of the event loop; those of the update before, if they
@@ -231,76 +245,80 @@ class RealtimeSession:
         if len(data) > MAX_APPEND:
             raise Invalid(f"one event holds at most {MAX_APPEND >> 20} MiB of sound", "audio")
         coming = int(seconds_of(data, self.state.input_format) * INPUT_RATE) * SAMPLE_BYTES
-        self._make_room(coming, "input_audio_buffer_full", "audio")
-        await self.listener.hear(data, self._signal)
-        await self._look_for_idle()
+        self._reserve(coming, "input_audio_buffer_full", "audio")
+        await self.audio_input.append(data, self._on_signal)
+        await self._check_idle()
 
-    async def _signal(self, signal: Signal) -> None:
-        turn, turns = self.listener.turn, self.state.turns
+    async def _on_signal(self, signal: Signal) -> None:
+        turn, turns = self.audio_input.turn, self.state.turns
         assert turn is not None
         assert turns is not None
         match signal:
             case Signal.STARTED:
                 self._item_id = new_id("item")
                 self._idle_from = None
-                self.outbox.put(
+                self.send_queue.put(
                     s.SpeechStarted(audio_start_ms=turn.start_ms, item_id=self._item_id)
                 )
                 if turns.interrupt_response:
-                    await self.speaker.interrupt("turn_detected")
+                    await self.responses.interrupt("turn_detected")
             case Signal.PAUSED:
                 if (
                     self.service.config.realtime_speculate
                     and turns.create_response
                     and not self.busy
                 ):
-                    await self.speaker.make_guess(self._item_id)
+                    await self.responses.start_speculative(self._item_id)
             case Signal.RESUMED:
-                await self.speaker.drop_guess()
+                await self.responses.cancel_speculative()
             case Signal.STOPPED:
                 await self._stopped(turn)
 
     async def _stopped(self, turn: Turn) -> None:
         turns = self.state.turns
         assert turns is not None
-        wait = self.listener.silence_s
+        wait = self.audio_input.silence_s
         end = SpeechEnd(clock() - wait, wait)
-        self.outbox.put(s.SpeechStopped(audio_end_ms=turn.stop_ms, item_id=self._item_id))
-        guessed = await self.speaker.guessed()
-        item = guessed if guessed is not None else await self.talk.commit(self._item_id)
+        self.send_queue.put(s.SpeechStopped(audio_end_ms=turn.stop_ms, item_id=self._item_id))
+        speculative_item = await self.responses.speculative_item()
+        item = (
+            speculative_item
+            if speculative_item is not None
+            else await self.engine_session.commit(self._item_id)
+        )
         seconds = (turn.stop - turn.start) / INPUT_RATE
-        entry = self._add_spoken(self._item_id, item, seconds)
-        if guessed is not None:
-            self.speaker.tell_guess(end)
+        entry = self._add_audio_item(self._item_id, item, seconds)
+        if speculative_item is not None:
+            self.responses.confirm_speculative(end)
         elif turns.create_response:
-            self.speaker.answer(end)
+            self.responses.answer_turn(end)
         self._transcribe(entry, item, seconds)
 
     def _transcribe(self, entry: Entry, item: EngineItem, seconds: float) -> None:
         self.transcriber.begin(self.state.transcription, entry, item, seconds, self.state.logprobs)
 
-    def _add_spoken(self, id: str, item: EngineItem, seconds: float) -> Entry:
+    def _add_audio_item(self, id: str, engine_item: EngineItem, seconds: float) -> Entry:
         """What was said is part of the conversation: the engine's item is there already."""
         previous = self.conversation.last_id
-        told = s.Item(
+        item = s.Item(
             id,
             "message",
             status="completed",
             role="user",
             content=[s.Part("input_audio", transcript=None)],
         )
-        entry = Entry(told, item.id, size=int(seconds * INPUT_RATE) * SAMPLE_BYTES)
+        entry = Entry(item, engine_item.id, size=int(seconds * INPUT_RATE) * SAMPLE_BYTES)
         self.conversation.entries.append(entry)
         self.conversation.size += entry.size
-        self.outbox.put(s.Committed(previous_item_id=previous, item_id=id))
-        self.outbox.put(s.ItemAdded(previous_item_id=previous, item=told))
-        self.outbox.put(s.ItemDone(previous_item_id=previous, item=told))
+        self.send_queue.put(s.Committed(previous_item_id=previous, item_id=id))
+        self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=item))
+        self.send_queue.put(s.ItemDone(previous_item_id=previous, item=item))
         return entry
 
     async def _commit_by_client(self) -> None:
-        id = self._item_id if self.listener.turn is not None else new_id("item")
-        await self.listener.finish()
-        samples = self.talk.pending
+        id = self._item_id if self.audio_input.turn is not None else new_id("item")
+        await self.audio_input.finish()
+        samples = self.engine_session.pending
         if samples < MIN_COMMIT:
             ms = to_ms(samples)
             raise Problem(
@@ -309,52 +327,52 @@ class RealtimeSession:
                 f"of audio, but buffer "
                 f"only has {ms}ms of audio.",
             )
-        item = await self.talk.commit(id)
+        item = await self.engine_session.commit(id)
         self._committed = SpeechEnd(clock())
-        entry = self._add_spoken(id, item, samples / INPUT_RATE)
+        entry = self._add_audio_item(id, item, samples / INPUT_RATE)
         self._transcribe(entry, item, samples / INPUT_RATE)
 
-    async def _look_for_idle(self) -> None:
+    async def _check_idle(self) -> None:
         """Nobody has said anything for long: the model is asked to."""
         turns = self.state.turns
         if (
             turns is None
             or turns.idle_timeout_ms is None
-            or self.listener.turn is not None
+            or self.audio_input.turn is not None
             or self.busy
         ):
             return
         if (
             self._idle_from is None
-            or to_ms(self.listener.position - self._idle_from) < turns.idle_timeout_ms
+            or to_ms(self.audio_input.position - self._idle_from) < turns.idle_timeout_ms
         ):
             return
         start = self._idle_from
         self._idle_from = None
         id = new_id("item")
-        stop = self.listener.position
-        self.outbox.put(
+        stop = self.audio_input.position
+        self.send_queue.put(
             s.TimeoutTriggered(audio_start_ms=to_ms(start), audio_end_ms=to_ms(stop), item_id=id)
         )
-        await self.listener.finish()
-        if self.talk.pending:
-            samples = self.talk.pending
-            self._add_spoken(id, await self.talk.commit(id), samples / INPUT_RATE)
-        self.speaker.answer(None)
+        await self.audio_input.finish()
+        if self.engine_session.pending:
+            samples = self.engine_session.pending
+            self._add_audio_item(id, await self.engine_session.commit(id), samples / INPUT_RATE)
+        self.responses.answer_turn(None)
 
     # -- items
 
     async def _create_item(self, event: c.ItemCreate) -> None:
         try:
             self.conversation.check_new(event.item.id)
-            if self.listener.turn is not None and event.item.id == self._item_id:
+            if self.audio_input.turn is not None and event.item.id == self._item_id:
                 raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
             item, message, size = await self._read(event.item)
-            self._make_room(size, "conversation_full", "item")
+            self._reserve(size, "conversation_full", "item")
             entry = Entry(item, size=size)
             await self.conversation.insert(entry, message, event.previous_item_id)
             try:
-                self._make_room(0, "conversation_full", "item")  # now that its pictures are decoded
+                self._reserve(0, "conversation_full", "item")  # now that its pictures are decoded
             except Problem:
                 await self.conversation.delete(entry.id)
                 raise
@@ -365,21 +383,21 @@ class RealtimeSession:
         except Invalid as e:
             raise _named(e, "item") from None
         previous = self.conversation.before(entry)
-        self.outbox.put(s.ItemAdded(previous_item_id=previous, item=item))
-        self.outbox.put(s.ItemDone(previous_item_id=previous, item=item))
+        self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=item))
+        self.send_queue.put(s.ItemDone(previous_item_id=previous, item=item))
 
-    async def _read(self, given: c.Item) -> tuple[s.Item, Message | None, int]:
-        sounds = [len(p.audio) for p in given.content or () if p.audio]
-        if sum(sounds) > IN_A_THREAD or len(sounds) > SOUNDS_AT_ONCE:
-            return await asyncio.to_thread(read_item, given, self.state.input_format)
-        return read_item(given, self.state.input_format)
+    async def _read(self, fields: c.Item) -> tuple[s.Item, Message | None, int]:
+        sizes = [len(p.audio) for p in fields.content or () if p.audio]
+        if sum(sizes) > THREAD_BYTES or len(sizes) > MAX_INLINE_SOUNDS:
+            return await asyncio.to_thread(read_item, fields, self.state.input_format)
+        return read_item(fields, self.state.input_format)
 
     @property
     def _size(self) -> int:
         """Bytes that it holds, about."""
-        return self.listener.held + self.conversation.size
+        return self.audio_input.held_bytes + self.conversation.size
 
-    def _make_room(self, coming: int, code: str, param: str) -> None:
+    def _reserve(self, coming: int, code: str, param: str) -> None:
         """For so many bytes more, within what one session and the sessions of its sender may
         hold."""
         size, most = self._size + coming, self.service.config.realtime_held_bytes
@@ -407,11 +425,11 @@ class RealtimeSession:
         if entry.speech is not None:
             played = min(played, entry.speech.seconds)
             await self.conversation.truncate(entry, played)
-        elif (active := self.speaker.active) is not None and entry in active.writer.entries:
+        elif (active := self.responses.active) is not None and entry in active.writer.entries:
             # it is still being said; some clients truncate, then cancel
             active.cuts[entry.id] = played
         ms = round(played * 1000)
-        self.outbox.put(
+        self.send_queue.put(
             s.ItemTruncated(item_id=entry.id, content_index=event.content_index, audio_end_ms=ms)
         )
 
@@ -419,60 +437,63 @@ class RealtimeSession:
         self._find(id, "delete")
         self.transcriber.cancel(id)
         await self.conversation.delete(id)
-        self.outbox.put(s.ItemDeleted(item_id=id))
+        self.send_queue.put(s.ItemDeleted(item_id=id))
 
     # -- responses
 
-    async def _create_response(self, fields: c.ResponseFields | None) -> None:
-        fields = fields or c.ResponseFields()
+    async def _create_response(self, stated: c.ResponseFields | None) -> None:
+        fields = stated or c.ResponseFields()
         options = self.state.answers.updated(
             fields, self.engine.info, await self._read_tools(fields)
         )
-        given = await self._input(fields.input) if isinstance(fields.input, list) else None
-        beside = fields.conversation == "none"
-        if (active := self.speaker.active) is not None and not beside:
+        items = await self._input(fields.input) if isinstance(fields.input, list) else None
+        out_of_band = fields.conversation == "none"
+        if (active := self.responses.active) is not None and not out_of_band:
             message = f"Conversation already has an active response in progress: {active.id}"
             raise Problem("conversation_already_has_active_response", message)
-        if beside and len(self.speaker.beside) >= MAX_BESIDE:
+        if out_of_band and len(self.responses.out_of_band) >= MAX_OUT_OF_BAND:
             raise Problem(
-                "rate_limit_exceeded", f"{MAX_BESIDE} responses beside the conversation run already"
+                "rate_limit_exceeded",
+                f"{MAX_OUT_OF_BAND} responses beside the conversation run already",
             )
-        response = self.speaker.make(options, beside=beside, metadata=fields.metadata, items=given)
+        response = self.responses.make(
+            options, out_of_band=out_of_band, metadata=fields.metadata, items=items
+        )
         response.speech_end = self._committed
         self._committed = None
-        if beside:
-            self.speaker.say_beside(response)
+        if out_of_band:
+            self.responses.start_out_of_band(response)
         else:
-            self.speaker.say(response)
+            self.responses.start_response(response)
 
     async def _input(self, items: list[c.Item]) -> list[EngineItem]:
         """What is answered instead of the conversation."""
         out = []
-        for number, given in enumerate(items):
-            if given.type == "item_reference":
-                entry = next((e for e in self.conversation.entries if e.id == given.id), None)
+        for number, fields in enumerate(items):
+            if fields.type == "item_reference":
+                entry = next((e for e in self.conversation.entries if e.id == fields.id), None)
                 found = self.conversation.engine_item(entry) if entry is not None else None
                 if found is None:
-                    raise Invalid(f"there is no item {given.id!r}", "response.input")
+                    raise Invalid(f"there is no item {fields.id!r}", "response.input")
                 out.append(found)
             else:
-                item, message, _ = await self._read(given)
+                item, message, _ = await self._read(fields)
                 if message is None:
                     continue
                 try:
-                    out.append(await self.talk.item(message, id=item.id))
+                    out.append(await self.engine_session.item(message, id=item.id))
                 except Invalid as e:
                     raise _named(e, f"response.input[{number}]") from None
         return out
 
     # -- what the speaker tells
 
-    def _answering(self) -> None:
+    def _on_response_begin(self) -> None:
         self._idle_from = None
 
-    def _answered(self, response: Response) -> None:
+    def _on_response_end(self, response: ResponseTask) -> None:
         """Waiting for the user begins when all of it was heard."""
-        self._idle_from = self.listener.position + int(response.playback.lead * INPUT_RATE)
+        self._idle_from = self.audio_input.position + int(response.playback.lead * INPUT_RATE)
 
 
 def _named(error: Invalid, place: str) -> Invalid:

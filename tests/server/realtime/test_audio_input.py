@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import soxr
 
-from stretto.server.realtime.listener import AT_ONCE, Listener
-from stretto.server.realtime.options import Turns
-from stretto.server.realtime.sound import Float
-from stretto.server.realtime.turns import WINDOW, Signal
+from stretto.server.realtime.audio_formats import Float
+from stretto.server.realtime.audio_input import AT_ONCE, AudioInput
+from stretto.server.realtime.options import TurnSettings
+from stretto.server.realtime.turn_detection import WINDOW, Signal
 from stretto.server.realtime.vad import Batcher
 from tests.server.realtime.scripted import LoudnessVad, ScriptedSession, TalkEngine
 from tests.server.realtime.sounds import pcm, silence, speech
@@ -37,21 +37,21 @@ async def heard(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
     turn."""
     session: Any = ScriptedSession(TalkEngine())
     batcher = Batcher(LoudnessVad)
-    listener = Listener(session, batcher, Turns(), "audio/pcm")
+    audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
     log: Log = []
     turns: list[Float] = []
 
     async def on(signal: Signal) -> None:
-        assert listener.turn is not None
-        log.append((signal.value, listener.position, session.pending))
+        assert audio_input.turn is not None
+        log.append((signal.value, audio_input.position, session.pending))
         if signal is Signal.STOPPED:
             item = await session.commit()
             turns.append(item.message["content"][0]["data"])
-            assert len(turns[-1]) == listener.turn.stop - listener.turn.start
+            assert len(turns[-1]) == audio_input.turn.stop - audio_input.turn.start
 
     try:
         for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
-            await listener.hear(data[start:stop], on)
+            await audio_input.append(data[start:stop], on)
     finally:
         batcher.close()
     return log, turns
@@ -74,18 +74,18 @@ def test_a_handler_that_fails_ends_the_turn_all_the_same() -> None:
     async def run() -> None:
         batcher = Batcher(LoudnessVad)
         session: Any = ScriptedSession(TalkEngine())
-        listener = Listener(session, batcher, Turns(), "audio/pcm")
+        audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
 
         async def on(signal: Signal) -> None:
             if signal is Signal.STOPPED:
                 raise ValueError("no")
 
         with pytest.raises(ValueError, match="no"):
-            await listener.hear(pcm(speech(0.5), silence(0.8)), on)
-        assert listener.turn is None
-        before = listener.held
-        await listener.hear(pcm(silence(5.0)), on)
-        assert listener.held <= before + 24_000, "silence is not kept"
+            await audio_input.append(pcm(speech(0.5), silence(0.8)), on)
+        assert audio_input.turn is None
+        before = audio_input.held_bytes
+        await audio_input.append(pcm(silence(5.0)), on)
+        assert audio_input.held_bytes <= before + 24_000, "silence is not kept"
         batcher.close()
 
     asyncio.run(run())
@@ -99,37 +99,37 @@ def test_detection_goes_off_and_on_again_in_mid_speech() -> None:
     async def run() -> tuple[Float, Float, tuple[int, int], int]:
         batcher = Batcher(LoudnessVad)
         session: Any = ScriptedSession(TalkEngine())
-        listener = Listener(session, batcher, Turns(), "audio/pcm")
+        audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
         spans: list[tuple[int, int]] = []
 
         async def on(signal: Signal) -> None:
             if signal is Signal.STOPPED:
-                assert listener.turn is not None
-                spans.append((listener.turn.start, listener.turn.stop))
+                assert audio_input.turn is not None
+                spans.append((audio_input.turn.start, audio_input.turn.stop))
                 await session.commit()
 
-        await listener.hear(pcm(first), on)
-        assert listener.turn is not None
-        listener.configure(None, "audio/pcm")
-        assert listener.turn is None
-        before = listener.held
-        await listener.hear(b"", on)
-        assert listener.held == before
-        await listener.hear(pcm(second), on)
-        await listener.finish()
+        await audio_input.append(pcm(first), on)
+        assert audio_input.turn is not None
+        audio_input.configure(None, "audio/pcm")
+        assert audio_input.turn is None
+        before = audio_input.held_bytes
+        await audio_input.append(b"", on)
+        assert audio_input.held_bytes == before
+        await audio_input.append(pcm(second), on)
+        await audio_input.finish()
         by_hand = await session.commit()
-        await listener.finish()
+        await audio_input.finish()
         assert session.pending == 0, "what was committed is not there again"
-        await listener.hear(pcm(second), on)
-        listener.configure(Turns(), "audio/pcm")
-        await listener.hear(pcm(third, silence(0.8)), on)
+        await audio_input.append(pcm(second), on)
+        audio_input.configure(TurnSettings(), "audio/pcm")
+        await audio_input.append(pcm(third, silence(0.8)), on)
         batcher.close()
         item = session.items[-1]
         return (
             by_hand.message["content"][0]["data"],
             item.message["content"][0]["data"],
             spans[0],
-            listener.position,
+            audio_input.position,
         )
 
     by_hand, by_turn, span, position = asyncio.run(run())

@@ -16,46 +16,46 @@ import msgspec
 
 from stretto.server.realtime.server_events import ServerEvent
 
-ROOM = 512 << 10  # bytes that may lie here before a response waits
-MOST = 8 << 20
+HIGH_WATER_BYTES = 512 << 10  # bytes that may lie here before a response waits
+MAX_BYTES = 8 << 20
 _encode = msgspec.json.Encoder().encode
 
 
-class Slow(Exception):
+class SlowClient(Exception):
     """The client does not read what it is sent."""
 
 
 @dataclass(slots=True)
-class Outbox:
+class SendQueue:
     timeout: float  # seconds that one message may take
-    held: int = 0
-    sent: int = 0  # messages
-    overflown: bool = False
+    size: int = 0
+    num_sent: int = 0  # messages
+    overflowed: bool = False
     _waiting: deque[bytes] = field(default_factory=deque)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_space: asyncio.Event = field(default_factory=asyncio.Event)
     _finished: bool = False
 
     def __post_init__(self) -> None:
-        self._room.set()
+        self._has_space.set()
 
     def put(self, event: ServerEvent) -> None:
-        if self._finished or self.overflown:
+        if self._finished or self.overflowed:
             return
         event.event_id = f"event_{secrets.token_hex(10)}"
         data = _encode(event)
         self._waiting.append(data)
-        self.held += len(data)
-        if self.held > MOST:
-            self.overflown = True
+        self.size += len(data)
+        if self.size > MAX_BYTES:
+            self.overflowed = True
             self._waiting.clear()
-        if self.held > ROOM:
-            self._room.clear()
+        if self.size > HIGH_WATER_BYTES:
+            self._has_space.clear()
         self._changed.set()
 
-    async def room(self) -> None:
+    async def wait_for_space(self) -> None:
         """Until the client has taken enough of what lies here."""
-        await self._room.wait()
+        await self._has_space.wait()
 
     def finish(self) -> None:
         """Nothing more is put in; `run` ends when all has been sent."""
@@ -63,10 +63,10 @@ class Outbox:
         self._changed.set()
 
     async def run(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send until finished. Raises `Slow`."""
+        """Send until finished. Raises `SlowClient`."""
         while True:
-            if self.overflown:
-                raise Slow("too much lies here unread")
+            if self.overflowed:
+                raise SlowClient("too much lies here unread")
             if not self._waiting:
                 if self._finished:
                     return
@@ -78,8 +78,8 @@ class Outbox:
                 async with asyncio.timeout(self.timeout):
                     await send(data)
             except TimeoutError:
-                raise Slow(f"no message was taken for {self.timeout:g} s") from None
-            self.held -= len(data)
-            self.sent += 1
-            if self.held <= ROOM:
-                self._room.set()
+                raise SlowClient(f"no message was taken for {self.timeout:g} s") from None
+            self.size -= len(data)
+            self.num_sent += 1
+            if self.size <= HIGH_WATER_BYTES:
+                self._has_space.set()

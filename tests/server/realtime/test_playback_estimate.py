@@ -3,32 +3,32 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.server.realtime.heard import Playback, heard, reading_time
+from stretto.server.realtime.playback_estimate import PlaybackClock, played_text, reading_time
 
 TEXT = "one two three four five six seven eight nine ten"
 
 
 def test_a_share_of_the_sound_is_the_same_share_of_the_text_in_whole_words() -> None:
-    assert heard(TEXT, 0.0, 10.0, True) == ""
-    assert heard(TEXT, 10.0, 10.0, True) == TEXT
-    assert heard(TEXT, 99.0, 10.0, True) == TEXT
-    half = heard(TEXT, 5.0, 10.0, True)
+    assert played_text(TEXT, 0.0, 10.0, True) == ""
+    assert played_text(TEXT, 10.0, 10.0, True) == TEXT
+    assert played_text(TEXT, 99.0, 10.0, True) == TEXT
+    half = played_text(TEXT, 5.0, 10.0, True)
     assert half == "one two three four five"
-    assert heard(TEXT, 0.5, 10.0, True) == ""  # not one whole word
+    assert played_text(TEXT, 0.5, 10.0, True) == ""  # not one whole word
 
 
 def test_text_that_runs_ahead_of_its_sound_was_not_heard() -> None:
     # All the text is there, and half a second of its sound: not all of it was heard.
-    said = heard(TEXT, 0.5, 0.5, False)
+    said = played_text(TEXT, 0.5, 0.5, False)
     assert said == "one two"
     assert reading_time(said) <= 0.5
     # Slow speech: more sound than the text should take. The share is of what was made.
-    assert heard("one two", 3.0, 6.0, False) == "one"
+    assert played_text("one two", 3.0, 6.0, False) == "one"
 
 
 def test_signs_count_one_by_one() -> None:
-    assert heard("你好世界", 1.0, 2.0, True) == "你好"
-    assert heard("你好, hello there", 10.0, 10.0, True) == "你好, hello there"
+    assert played_text("你好世界", 1.0, 2.0, True) == "你好"
+    assert played_text("你好, hello there", 10.0, 10.0, True) == "你好, hello there"
 
 
 @given(st.text(max_size=200), st.floats(0, 30), st.floats(0, 30), st.booleans())
@@ -36,21 +36,24 @@ def test_always_a_beginning_and_more_with_time(
     text: str, a: float, b: float, complete: bool
 ) -> None:
     short, long = sorted((a, b))
-    first, second = heard(text, short, 20.0, complete), heard(text, long, 20.0, complete)
+    first, second = (
+        played_text(text, short, 20.0, complete),
+        played_text(text, long, 20.0, complete),
+    )
     assert text.startswith(second)
     assert second.startswith(first)
 
 
 def test_player_waits_when_it_has_nothing() -> None:
     now = 100.0
-    player = Playback(lambda: now)
-    assert (player.played, player.lead) == (0.0, 0.0)
+    player = PlaybackClock(lambda: now)
+    assert (player.played_s, player.lead) == (0.0, 0.0)
     player.add(1.0)
     now = 100.4
-    assert round(player.played, 6) == 0.4
+    assert round(player.played_s, 6) == 0.4
     now = 103.0  # dry for two seconds
-    assert player.played == 1.0
+    assert player.played_s == 1.0
     player.add(2.0)
     now = 103.5
-    assert round(player.played, 6) == 1.5
+    assert round(player.played_s, 6) == 1.5
     assert round(player.lead, 6) == 1.5

@@ -20,8 +20,8 @@ from stretto.server.loop_time import HEAVY
 from stretto.server.openai.error_body import respond
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
-from stretto.server.realtime.outbox import Outbox, Slow
-from stretto.server.realtime.session import RealtimeSession
+from stretto.server.realtime.realtime_session import RealtimeSession
+from stretto.server.realtime.send_queue import SendQueue, SlowClient
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 
@@ -30,17 +30,17 @@ SUBPROTOCOL = "realtime"
 TURN_S = 0.002  # how long one client's events may keep the event loop, and how many bytes of them
 TURN_BYTES = 64 << 10
 POLL_S = 1.0
-LAST_WORDS_S = 2.0  # for what is left to send, and for the close frame
+CLOSE_TIMEOUT_S = 2.0  # for what is left to send, and for the close frame
 GOING_AWAY, POLICY, INTERNAL, RESTART = 1001, 1008, 1011, 1012
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a session ends: as the metrics say it, and as the client is told."""
+    """Why a session ends: for the metrics, and for the close frame."""
 
     reason: str
     code: int | None = None  # None: the client has left
-    words: str = ""
+    text: str = ""
 
 
 LEFT = Ending("left")
@@ -68,9 +68,11 @@ class Realtime:
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
             with self.service.sessions.slot(visit.sender):
-                outbox = Outbox(self.service.config.send_timeout)
-                session = RealtimeSession.open(self.service, engine, outbox, visit, model)
-                connection = Connection(self.service, session, outbox, receive, send, visit.owner)
+                send_queue = SendQueue(self.service.config.send_timeout)
+                session = RealtimeSession.open(self.service, engine, send_queue, visit, model)
+                connection = RealtimeConnection(
+                    self.service, session, send_queue, receive, send, visit.owner
+                )
                 try:
                     await connection.run(
                         SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None
@@ -84,15 +86,15 @@ class Realtime:
 
 
 @dataclass(slots=True)
-class Connection:
+class RealtimeConnection:
     service: Service
     session: RealtimeSession
-    outbox: Outbox
+    send_queue: SendQueue
     receive: Receive
     send: Send
     owner: str = ""
     ending: Ending = LEFT
-    heard: float = field(default_factory=time.monotonic)  # when the client last sent something
+    last_received: float = field(default_factory=time.monotonic)
 
     async def run(self, subprotocol: str | None) -> None:
         metrics = self.service.metrics.realtime
@@ -122,19 +124,19 @@ class Connection:
             task.cancel()
         await asyncio.wait((read, watch))
         await self.session.close()
-        self.outbox.finish()
+        self.send_queue.finish()
         if self.ending.code is not None:
-            await asyncio.wait([write], timeout=LAST_WORDS_S)
+            await asyncio.wait([write], timeout=CLOSE_TIMEOUT_S)
         write.cancel()
         await asyncio.wait([write])
         if self.ending.code is not None:
             close = {
                 "type": "websocket.close",
                 "code": self.ending.code,
-                "reason": self.ending.words,
+                "reason": self.ending.text,
             }
             with contextlib.suppress(TimeoutError, OSError, RuntimeError):
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self.send(close)
 
     async def _write(self) -> Ending:
@@ -147,8 +149,8 @@ class Connection:
                 raise ConnectionError("the client is leaving") from e
 
         try:
-            await self.outbox.run(send)
-        except Slow:
+            await self.send_queue.run(send)
+        except SlowClient:
             return SLOW
         except OSError:  # the server's word for a client that has gone
             return LEFT
@@ -162,7 +164,7 @@ class Connection:
                 return LEFT
             if not self.service.keys.still_valid(self.owner):
                 return REVOKED
-            self.heard = time.monotonic()
+            self.last_received = time.monotonic()
             data = message.get("bytes")
             data = bytes(data) if data is not None else message["text"].encode()
             size += len(data)
@@ -195,18 +197,18 @@ class Connection:
                 return REVOKED
             now = time.monotonic()
             if now >= ends:
-                words = (
+                text = (
                     f"Your session hit the maximum duration of {config.realtime_minutes:g} minutes."
                 )
-                told = s.ErrorInfo("invalid_request_error", words, "session_expired")
-                self.outbox.put(s.Error(error=told))
+                error = s.ErrorInfo("invalid_request_error", text, "session_expired")
+                self.send_queue.put(s.Error(error=error))
                 return EXPIRED
             if self.session.busy:
-                self.heard = now  # whoever listens need not speak
+                self.last_received = now  # whoever listens need not speak
                 await asyncio.sleep(POLL_S / 10 if draining.is_set() else 0)
             elif draining.is_set():
                 return DRAINING
-            elif now - self.heard > config.realtime_idle:
+            elif now - self.last_received > config.realtime_idle:
                 return IDLE
 
 

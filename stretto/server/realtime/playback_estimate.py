@@ -1,5 +1,5 @@
-"""How much of a spoken answer was heard, and which words that is. Pure, but for a clock that is
-given.
+"""How much of a spoken answer was played, and which words that is. Pure, but for a clock that its
+caller passes.
 
 The model gives no alignment of words and sound, so this is an estimate: a share of the sound is the
 same share of the text. While an answer is being made its text runs ahead of its sound, so the share
@@ -17,15 +17,15 @@ SECONDS_A_SIGN = 0.22  # signs that are a syllable: Chinese, Japanese, Korean
 _SIGN = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
 
 
-def heard(text: str, played: float, made: float, complete: bool) -> str:
-    """The words of `text` that were heard whole after `played` seconds. `made`: seconds of sound
+def played_text(text: str, played_s: float, generated_s: float, complete: bool) -> str:
+    """The words of `text` that are whole within `played_s` seconds. `generated_s`: seconds of sound
     there are, all of the answer's if `complete`."""
-    whole = made if complete else max(made, reading_time(text))
-    if whole <= 0 or played <= 0:
+    total_s = generated_s if complete else max(generated_s, reading_time(text))
+    if total_s <= 0 or played_s <= 0:
         return ""
-    if played >= whole:
+    if played_s >= total_s:
         return text
-    budget = reading_time(text) * played / whole + 1e-9
+    budget = reading_time(text) * played_s / total_s + 1e-9
     end = 0
     for word_end in _word_ends(text):
         budget -= reading_time(text[end:word_end])
@@ -46,7 +46,7 @@ def _word_ends(text: str) -> list[int]:
 
 
 @dataclass(slots=True)
-class Playback:
+class PlaybackClock:
     """The clock of a player that plays what it gets at once, and waits when it has nothing."""
 
     clock: Callable[[], float]
@@ -61,10 +61,10 @@ class Playback:
         self.sent += seconds
 
     @property
-    def played(self) -> float:
+    def played_s(self) -> float:
         return 0.0 if self._started is None else min(self.sent, self.clock() - self._started)
 
     @property
     def lead(self) -> float:
         """Seconds of sound that the player has not played yet."""
-        return self.sent - self.played
+        return self.sent - self.played_s

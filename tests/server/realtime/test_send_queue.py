@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from stretto.server.realtime import outbox as module
-from stretto.server.realtime.outbox import Outbox, Slow
+from stretto.server.realtime import send_queue as module
+from stretto.server.realtime.send_queue import SendQueue, SlowClient
 from stretto.server.realtime.server_events import Cleared, ItemDeleted
 
 
 def test_everything_in_order_with_ids_of_their_own() -> None:
     async def main() -> None:
-        box, got = Outbox(5.0), []
+        box, got = SendQueue(5.0), []
 
         async def send(data: bytes) -> None:
             got.append(json.loads(data))
@@ -26,20 +26,20 @@ def test_everything_in_order_with_ids_of_their_own() -> None:
         await task
         assert [e["item_id"] for e in got] == list("01234")
         assert len({e["event_id"] for e in got}) == 5
-        assert box.held == 0
+        assert box.size == 0
 
     asyncio.run(main())
 
 
 def test_a_client_that_takes_nothing() -> None:
     async def main() -> None:
-        box = Outbox(0.01)
+        box = SendQueue(0.01)
         box.put(Cleared())
 
         async def never(data: bytes) -> None:
             await asyncio.Event().wait()
 
-        with pytest.raises(Slow):
+        with pytest.raises(SlowClient):
             await box.run(never)
 
     asyncio.run(main())
@@ -47,9 +47,9 @@ def test_a_client_that_takes_nothing() -> None:
 
 def test_a_client_that_asks_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(module, "ROOM", 500)
-        monkeypatch.setattr(module, "MOST", 1000)
-        box, hold = Outbox(60.0), asyncio.Event()
+        monkeypatch.setattr(module, "HIGH_WATER_BYTES", 500)
+        monkeypatch.setattr(module, "MAX_BYTES", 1000)
+        box, hold = SendQueue(60.0), asyncio.Event()
 
         async def send(data: bytes) -> None:
             await hold.wait()
@@ -57,15 +57,15 @@ def test_a_client_that_asks_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -
         task = asyncio.create_task(box.run(send))
         for _ in range(5):
             box.put(ItemDeleted(item_id="x" * 100))
-        waiting = asyncio.create_task(box.room())
+        waiting = asyncio.create_task(box.wait_for_space())
         await asyncio.sleep(0)
         assert not waiting.done()
         for _ in range(100):
             box.put(ItemDeleted(item_id="x" * 100))
-        assert box.overflown
+        assert box.overflowed
         assert not box._waiting  # what was there is given up
         hold.set()
-        with pytest.raises(Slow):
+        with pytest.raises(SlowClient):
             await task
         waiting.cancel()
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.server.realtime.options import Turns
-from stretto.server.realtime.turns import Pauses, Signal, TurnDetector
+from stretto.server.realtime.options import TurnSettings
+from stretto.server.realtime.turn_detection import Pauses, Signal, TurnDetector
 
 S, Q = 0.9, 0.0
 
@@ -36,16 +36,17 @@ def test_speech_goes_on_somewhat_below_the_threshold() -> None:
 
 
 def test_pauses_of_settings() -> None:
-    pauses = Turns().pauses
+    pauses = TurnSettings().pauses
     assert (pauses.threshold, pauses.prefix, pauses.short, pauses.end) == (0.5, 4800, 7, 16)
-    assert Turns(silence_duration_ms=0).pauses.end == 1
+    assert TurnSettings(silence_duration_ms=0).pauses.end == 1
     assert (
-        Turns(silence_duration_ms=100).pauses.short
-        == Turns(silence_duration_ms=100).pauses.end
+        TurnSettings(silence_duration_ms=100).pauses.short
+        == TurnSettings(silence_duration_ms=100).pauses.end
         == 4
     )
     ends = [
-        Turns("semantic_vad", eagerness=e).pauses.end for e in ("high", "auto", "medium", "low")
+        TurnSettings("semantic_vad", eagerness=e).pauses.end
+        for e in ("high", "auto", "medium", "low")
     ]  # type: ignore[arg-type]
     assert ends == [13, 25, 25, 50]
 

@@ -14,7 +14,7 @@ from stretto.server.shares import Shares
 
 
 @dataclass(slots=True)
-class Sessions:
+class SessionSlots:
     """`limit_per_owner`: 0 lets each owner have its share, at most half. `memory`: bytes of what
     all sessions hold and of messages that are still arriving."""
 
@@ -40,10 +40,10 @@ class Sessions:
         ended."""
         if self.running >= self.limit:
             raise _full(f"{self.limit} realtime sessions are open already", "server_busy")
-        mine = self._open.of(owner)
-        if mine >= self.limit_per_owner if self.limit_per_owner else not self._open.fits(owner, 1):
+        own = self._open.of(owner)
+        if own >= self.limit_per_owner if self.limit_per_owner else not self._open.fits(owner, 1):
             raise _full(
-                f"{mine} realtime sessions of this client are open already", "rate_limit_exceeded"
+                f"{own} realtime sessions of this client are open already", "rate_limit_exceeded"
             )
         self._open.add(owner, 1)
         self.idle.clear()
