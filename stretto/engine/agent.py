@@ -38,7 +38,7 @@ from stretto.engine.invitation import (
     Invitation,
 )
 from stretto.errors import StageDead
-from stretto.transport.curve import encrypt, key_of
+from stretto.transport.zmq_auth import encrypt, key_of
 
 DIAL_S = 10.0
 LAST_WORDS_MS = 2000

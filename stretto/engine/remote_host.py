@@ -41,8 +41,7 @@ from stretto.engine.invitation import (
 from stretto.errors import StageDead
 from stretto.messages.hosts import Quit, Stats
 from stretto.preprocess.packed_prompt import Bytes
-from stretto.transport.curve import encrypt, key_of
-from stretto.transport.pending import PendingConnections
+from stretto.transport.zmq_auth import PendingConnections, encrypt, key_of
 
 log = logging.getLogger(__name__)
 

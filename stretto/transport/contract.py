@@ -28,7 +28,7 @@ sent. Chunks are never dropped and never buffered beyond the credits. Only the r
 **Purge.** `purge(request)` drops the chunks of `request`, those not yet taken and those still to
 come. The receiver skips them inside `take` and returns their credits; the sender's `put` discards
 them (releases the chunk, returns True). The inbox ignores those already taken. Each end is told by
-its own control message, so a purge never waits behind data. See `Fences`.
+its own control message, so a purge never waits behind data. See `PurgedRequests`.
 
 **Closing.** After the sender's `close`, the receiver takes what was put and then gets `LinkClosed`
 from every call. After the receiver's `close`, the sender gets `LinkClosed` at once. A blocked `put`
@@ -329,21 +329,21 @@ class Connector(Protocol):
 
 
 @dataclass(slots=True)
-class Fences:
-    """Which requests are no longer wanted: the memory of `purge`, for all connectors.
+class PurgedRequests:
+    """The requests whose chunks an end drops: what `purge` remembers, for all connectors.
 
     Bounded; the oldest entry is removed first. A removed entry costs only a late chunk, which the
     inbox ignores. `stale` is one dict lookup, so a courier may call it while another thread
     purges."""
 
     limit: int = 4096
-    over: OrderedDict[RequestId, None] = field(default_factory=OrderedDict)
+    ids: OrderedDict[RequestId, None] = field(default_factory=OrderedDict)
 
     def purge(self, request: RequestId) -> None:
-        self.over[request] = None
-        self.over.move_to_end(request)
-        while len(self.over) > self.limit:
-            self.over.popitem(last=False)
+        self.ids[request] = None
+        self.ids.move_to_end(request)
+        while len(self.ids) > self.limit:
+            self.ids.popitem(last=False)
 
     def stale(self, header: ChunkHeader) -> bool:
-        return header.request in self.over
+        return header.request in self.ids

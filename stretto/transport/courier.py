@@ -10,32 +10,35 @@ its request, and the link goes on. A dead or closed peer ends the link."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from stretto.errors import Bug, StrettoError, WireError
+from stretto.errors import Bug, Gone, StrettoError, WireError
 from stretto.observe.recorder import Histogram, Recorder
 from stretto.transport import wire
+from stretto.transport.bounded_queue import BoundedQueue
 from stretto.transport.contract import (
     Chunk,
     ChunkRefused,
-    Fences,
     LinkClosed,
     OnLink,
     PeerDead,
+    PurgedRequests,
     PutFailed,
     Receiver,
     Sender,
 )
-from stretto.transport.handoff import Faults, Handoff
-from stretto.transport.metrics import LinkMetrics
 from stretto.types import RequestId
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 0.002
 """How long the receiving courier waits for the next chunk while uploads hold a few slots."""
@@ -64,6 +67,68 @@ class Uploader(Protocol):
     def wait(self) -> None:
         """Until all uploads are done and their sources released."""
         ...
+
+
+@dataclass(slots=True)
+class LinkMetrics:
+    """Metrics of one end of a link, which the host reads. The sending end fills `put`, the
+    receiving one `take`, both the rest.
+
+    Every number has one writing thread (the courier's, or the stage loop's for queues), so plain
+    integers suffice; readers on other threads see a value that is at most one update old."""
+
+    link: str
+    chunks: int = 0
+    bytes: int = 0  # of payload
+    put: Histogram = field(
+        default_factory=Histogram
+    )  # from the first attempt to the end of the put, credits included
+    take: Histogram = field(
+        default_factory=Histogram
+    )  # from a chunk's arrival to its hand-over, upload included
+    queue: Histogram = field(default_factory=Histogram)  # between stage loop and courier
+    # Of chunks with rows on a GPU: from the start of their copy until it was found to be done.
+    # Sending: device to host, and the sending behind it; receiving: host to device.
+    copy: Histogram = field(default_factory=Histogram)
+    credits: int = 0  # when last read
+    queued: int = 0  # chunks now between stage loop and courier
+    stalls: int = 0  # chunks that found no credit (receiving: no room in the queue)
+    purged: int = 0  # chunks dropped because their request was over
+    errors: Counter[str] = field(default_factory=Counter)  # by class name
+    recorder: Recorder = field(default_factory=Recorder)  # of spans
+
+    def hop(self, what: str, start: float, stop: float, size: int) -> None:
+        """A chunk was put or taken; seconds of the monotonic clock."""
+        self.recorder.span(
+            f"{self.link} {what}", f"{size} bytes", int(1e9 * start), int(1e9 * stop)
+        )
+
+    def error(self, error: Exception) -> None:
+        self.errors[type(error).__name__] += 1
+
+
+@dataclass(slots=True)
+class ErrorQueue:
+    """Errors for the stage loop. Each is counted and logged, and wakes the loop."""
+
+    metrics: LinkMetrics
+    wake: Callable[[], None]
+    _queue: deque[StrettoError] = field(default_factory=deque)
+
+    def add(self, error: StrettoError) -> None:
+        # A close in good order is reported too, since requests may depend on the link, but it is
+        # not worth a warning.
+        level = logging.INFO if isinstance(error, Gone) else logging.WARNING
+        log.log(level, "link %s: %s: %s", self.metrics.link, type(error).__name__, error)
+        self.metrics.error(error)
+        self._queue.append(error)
+        self.wake()
+
+    def take(self) -> list[StrettoError]:
+        taken: list[StrettoError] = []
+        while self._queue:
+            taken.append(self._queue.popleft())
+        return taken
 
 
 class Outgoing:
@@ -96,11 +161,11 @@ class Outgoing:
         )  # put, but not sent: since when, bytes, ...
         self._wake = wake
         self._clock = clock
-        self._queue: Handoff[tuple[float, Chunk]] = Handoff(capacity)
-        self._faults = Faults(self.metrics, wake)
-        self._fences = Fences()
+        self._queue: BoundedQueue[tuple[float, Chunk]] = BoundedQueue(capacity)
+        self._faults = ErrorQueue(self.metrics, wake)
+        self._purged = PurgedRequests()
         self._polled = clock()
-        self._wake_wanted = False  # the loop waits for room
+        self._wake_requested = False  # the loop waits for room
         self._abandon = False  # closing, and the rest is not to be sent
         # A daemon, so that a host whose loop died exits and is restarted; in good order `close`
         # joins it.
@@ -126,18 +191,18 @@ class Outgoing:
         if not accepted:
             # Ask for a wake-up first and then try again: the courier may have emptied the queue in
             # between, and would then have nothing left to wake the loop for.
-            self._wake_wanted = True
+            self._wake_requested = True
             accepted = self._queue.offer(item)
         self.metrics.queued = len(self._queue)
         return accepted
 
     def wake_when_sent(self) -> None:
         """Wake the loop once after the next chunk has left the queue."""
-        self._wake_wanted = True
+        self._wake_requested = True
 
     def purge(self, request: RequestId) -> None:
         """Do not send chunks of `request`, neither those that wait here nor those to come."""
-        self._fences.purge(request)
+        self._purged.purge(request)
         self._sender.purge(request)
 
     def faults(self) -> list[StrettoError]:
@@ -164,7 +229,7 @@ class Outgoing:
         except (PeerDead, LinkClosed) as error:
             if not self._abandon:
                 self._end(error)
-        except Exception as error:  # noqa: BLE001  a courier that dies in silence would hang its requests
+        except Exception as error:  # noqa: BLE001  a silent death would hang its requests
             self._end(CourierBug(repr(error), link=self.metrics.link))
         self._queue.close()
         self._drop_rest()
@@ -185,19 +250,18 @@ class Outgoing:
         if item is None:
             if not self._queue.closed:
                 self._sender.check()
-            return (
-                not self._queue.closed or len(self._queue) > 0
-            )  # asked second: what came before the end is sent
+            # the length second, so that what came before the end is sent
+            return not self._queue.closed or len(self._queue) > 0
         since, chunk = item
         self.metrics.queued = len(self._queue)
         self.metrics.queue.observe(now - since)
-        if self._abandon or self._fences.stale(chunk.header):
+        if self._abandon or self._purged.stale(chunk.header):
             chunk.release()
             self.metrics.purged += 1
         else:
             self._send(chunk)
-        if self._wake_wanted:
-            self._wake_wanted = False
+        if self._wake_requested:
+            self._wake_requested = False
             self._wake()
         return True
 
@@ -207,7 +271,7 @@ class Outgoing:
             self._put(chunk)
         except PutFailed as error:
             chunk.release()
-            self._fences.purge(request)  # its later chunks would only be gaps at the other end
+            self._purged.purge(request)  # its later chunks would only be gaps at the other end
             self._faults.add(PutFailed(error.message, link=self.metrics.link, request=request))
         except (PeerDead, LinkClosed) as error:
             chunk.release()
@@ -288,15 +352,15 @@ class Incoming:
         recorder: Recorder | None = None,
         copy: Histogram | None = None,
     ) -> None:
-        """`copy`: where the uploader notes how long its copies take."""
+        """`copy`: where the uploader records how long its copies take."""
         self.metrics = LinkMetrics(link, copy=copy or Histogram(), recorder=recorder or Recorder())
         self._receiver = receiver
         self._wake = wake
         self._clock = clock
         self._uploader = uploader
-        self._queue: Handoff[tuple[float, Chunk]] = Handoff(capacity)
-        self._faults = Faults(self.metrics, wake)
-        self._fences = Fences()
+        self._queue: BoundedQueue[tuple[float, Chunk]] = BoundedQueue(capacity)
+        self._faults = ErrorQueue(self.metrics, wake)
+        self._purged = PurgedRequests()
         self._closing = False
         self._polled = clock()
         self._thread = threading.Thread(
@@ -317,7 +381,7 @@ class Incoming:
             since, chunk = item
             self.metrics.queued = len(self._queue)
             self.metrics.queue.observe(self._clock() - since)
-            if not self._fences.stale(chunk.header):
+            if not self._purged.stale(chunk.header):
                 return chunk
             chunk.release()
             self.metrics.purged += 1
@@ -325,7 +389,7 @@ class Incoming:
 
     def purge(self, request: RequestId) -> None:
         """Drop chunks of `request`, both those that wait here and those to come."""
-        self._fences.purge(request)
+        self._purged.purge(request)
         self._receiver.purge(request)
 
     def faults(self) -> list[StrettoError]:
@@ -350,7 +414,7 @@ class Incoming:
         except (PeerDead, LinkClosed) as error:
             if not self._closing:
                 self._faults.add(type(error)(error.message, link=self.metrics.link))
-        except Exception as error:  # noqa: BLE001  a courier that dies in silence would hang its requests
+        except Exception as error:  # noqa: BLE001  a silent death would hang its requests
             self._faults.add(CourierBug(repr(error), link=self.metrics.link))
         self._queue.close()
         self._uploader.wait()
@@ -407,9 +471,9 @@ class Incoming:
 
 def _move_to_host(chunk: Chunk) -> None:
     """Replace a chunk's device tensors by copies on the host. Waits for them."""
-    far = [tensor for tensor in chunk.tensors.values() if not tensor.is_cpu]
-    if far:
+    on_device = [tensor for tensor in chunk.tensors.values() if not tensor.is_cpu]
+    if on_device:
         if chunk.event is not None:
-            torch.cuda.current_stream(far[0].device).wait_event(chunk.event)
+            torch.cuda.current_stream(on_device[0].device).wait_event(chunk.event)
         chunk.tensors = {name: tensor.cpu() for name, tensor in chunk.tensors.items()}
         chunk.event = None

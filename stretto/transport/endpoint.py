@@ -19,7 +19,7 @@ from stretto.transport.contract import Corrupt, Endpoint, LinkOptions
 from stretto.types import SECRET_BYTES
 
 MAX_SLOTS = 256
-"""So that the notes in flight fit the smallest queue that carries them (a unix socket's send
+"""So that the messages in flight fit the smallest queue that carries them (a unix socket's send
 buffer)."""
 
 
@@ -93,7 +93,7 @@ def hello_of(endpoint: Endpoint, secret: bytes) -> bytes:
 
 def _seal_of(endpoint: Endpoint, secret: bytes) -> str:
     details = {name: text for name, text in endpoint.details.items() if name != "seal"}
-    said = msgspec.msgpack.encode(
+    encoded = msgspec.msgpack.encode(
         msgspec.structs.replace(endpoint, details=dict(sorted(details.items())))
     )
-    return hmac.digest(secret, said, "sha256").hex()
+    return hmac.digest(secret, encoded, "sha256").hex()

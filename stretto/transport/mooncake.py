@@ -4,9 +4,9 @@ receiver's memory.
 Called by the two courier threads of a link; the engine's own threads (one engine per process, for
 all links) move the bytes. The receiver registers memory for its slots and puts the address into its
 endpoint. The sender encodes into a slot of its own, registered too, writes it into the same slot of
-the receiver, and announces it on the link's ZeroMQ connection (`zmqsocket`), which also returns the
-credits, reports a death and authenticates the peer. The engine's own notifications are polled and
-cost about a millisecond; a note wakes the receiver at once.
+the receiver, and announces it on the link's ZeroMQ connection (`zmq_socket`), which also returns
+the credits, reports a death and authenticates the peer. The engine's own notifications are polled
+and cost about a millisecond; a message wakes the receiver at once.
 
 `details`: `protocol` (`tcp`, the default, or `rdma`) and `device` (names of RDMA devices, empty for
 all). The engine itself has no authentication: whoever reaches its port can write to registered
@@ -29,9 +29,15 @@ from stretto.errors import Invalid
 from stretto.transport import wire
 from stretto.transport.contract import Endpoint, LinkOptions, PutFailed
 from stretto.transport.endpoint import check_endpoint, check_options, make_endpoint, new_nonce
-from stretto.transport.notes import Hangup, Kind, Note, split_slots, stride_of
+from stretto.transport.slot_transport import (
+    Hangup,
+    LinkMessage,
+    MessageKind,
+    split_slots,
+    stride_of,
+)
 from stretto.transport.slots import SlotReceiver, SlotSender
-from stretto.transport.zmqsocket import ZmqDialer, ZmqListener
+from stretto.transport.zmq_socket import ZmqDialer, ZmqListener
 
 if TYPE_CHECKING:
     from mooncake.engine import TransferEngine
@@ -54,7 +60,7 @@ class MooncakeConnector:
         nonce = new_nonce()
         address = listener.bind(nonce)
         try:
-            memory = _SlotMemory(options.slots, options.slot_bytes, _wanted(options))
+            memory = _SlotMemory(options.slots, options.slot_bytes, _engine_options(options))
         except Invalid:
             listener.close()
             raise
@@ -70,7 +76,7 @@ class MooncakeConnector:
         check_endpoint(self.name, endpoint, options)
         dialer = ZmqDialer(endpoint, options)
         try:
-            memory = _SlotMemory(endpoint.slots, endpoint.slot_bytes, _wanted(options))
+            memory = _SlotMemory(endpoint.slots, endpoint.slot_bytes, _engine_options(options))
         except Invalid:
             dialer.close()
             raise
@@ -80,7 +86,7 @@ class MooncakeConnector:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class EngineOptions:
     """The settings of an engine. Links with the same settings share one."""
 
     host: str
@@ -88,9 +94,10 @@ class _Wanted:
     device: str
 
 
-def _wanted(options: LinkOptions) -> _Wanted:
+def _engine_options(options: LinkOptions) -> EngineOptions:
     host = options.details.get("advertise", options.host)
-    return _Wanted(host, options.details.get("protocol", "tcp"), options.details.get("device", ""))
+    protocol = options.details.get("protocol", "tcp")
+    return EngineOptions(host, protocol, options.details.get("device", ""))
 
 
 def _import_engine() -> Callable[[], TransferEngine]:
@@ -105,16 +112,27 @@ def _import_engine() -> Callable[[], TransferEngine]:
     return cast(Callable[[], TransferEngine], TransferEngine)
 
 
-def _check_devices(wanted: _Wanted) -> None:
+def check_devices(options: EngineOptions) -> None:
     """The engine itself takes tcp, with a line in its log, where it finds no RDMA device."""
     there = sorted(p.name for p in DEVICES.glob("*"))
-    if wanted.protocol == "rdma" and (not there or wanted.device not in ("", *there)):
-        what = f"no RDMA device {wanted.device!r}" if there and wanted.device else "no RDMA device"
+    if options.protocol == "rdma" and (not there or options.device not in ("", *there)):
+        missing = f"no RDMA device {options.device!r}" if options.device else "no RDMA device"
+        found = ", ".join(there) or "none"
         raise Invalid(
-            f"connector 'mooncake' with protocol=rdma: this machine has {what} (found: "
-            f"{', '.join(there) or 'none'})",
+            f"connector 'mooncake' with protocol=rdma: this machine has {missing} (found: {found})",
             param="link_details",
         )
+
+
+def _start_engine(options: EngineOptions) -> TransferEngine:
+    # Read by the engine when it starts. Its own default lets a write to a frozen peer wait for
+    # 30 s.
+    os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    check_devices(options)
+    engine = _import_engine()()
+    if engine.initialize(options.host, _HANDSHAKE, options.protocol, options.device) != 0:
+        raise Invalid(f"Mooncake's transfer engine does not start: {options}", param="connector")
+    return engine
 
 
 @dataclass(slots=True)
@@ -122,30 +140,22 @@ class _Engines:
     """The process's engines, each kept as long as a link uses it. An engine owns threads and a
     port."""
 
-    _engines: dict[_Wanted, tuple[TransferEngine, int]] = field(default_factory=dict)
+    _engines: dict[EngineOptions, tuple[TransferEngine, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def acquire(self, wanted: _Wanted) -> TransferEngine:
+    def acquire(self, options: EngineOptions) -> TransferEngine:
         with self._lock:
-            engine, users = self._engines.get(wanted, (None, 0))
+            engine, users = self._engines.get(options, (None, 0))
             if engine is None:
-                # Read by the engine when it starts. Its own default lets a write to a frozen peer
-                # wait for 30 s.
-                os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
-                _check_devices(wanted)
-                engine = _import_engine()()
-                if engine.initialize(wanted.host, _HANDSHAKE, wanted.protocol, wanted.device) != 0:
-                    raise Invalid(
-                        f"Mooncake's transfer engine does not start: {wanted}", param="connector"
-                    )
-            self._engines[wanted] = (engine, users + 1)
+                engine = _start_engine(options)
+            self._engines[options] = (engine, users + 1)
             return engine
 
-    def release(self, wanted: _Wanted) -> None:
+    def release(self, options: EngineOptions) -> None:
         with self._lock:
-            engine, users = self._engines.pop(wanted)
+            engine, users = self._engines.pop(options)
             if users > 1:
-                self._engines[wanted] = (engine, users - 1)
+                self._engines[options] = (engine, users - 1)
 
 
 _engines = _Engines()
@@ -154,15 +164,15 @@ _engines = _Engines()
 class _SlotMemory:
     """Registered memory for the slots of one end."""
 
-    def __init__(self, slots: int, slot_bytes: int, wanted: _Wanted) -> None:
-        self._wanted = wanted
-        self.engine = _engines.acquire(wanted)
+    def __init__(self, slots: int, slot_bytes: int, options: EngineOptions) -> None:
+        self._engine_options = options
+        self.engine = _engines.acquire(options)
         self.stride = stride_of(slot_bytes)
         memory = mmap.mmap(-1, slots * self.stride)
         self.slots = split_slots(memory, slots, slot_bytes)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if self.engine.register_memory(self.base, slots * self.stride) != 0:
-            _engines.release(wanted)
+            _engines.release(options)
             raise Invalid(
                 f"Mooncake cannot register {slots * self.stride} bytes", param="slot_bytes"
             )
@@ -177,11 +187,11 @@ class _SlotMemory:
         self.engine.unregister_memory(self.base)
         del self.engine
         self.slots = []
-        _engines.release(self._wanted)
+        _engines.release(self._engine_options)
 
 
 class _MooncakeSendTransport:
-    """`notes.SendTransport`."""
+    """`slot_transport.SendTransport`."""
 
     detects_hangup = False
 
@@ -191,7 +201,7 @@ class _MooncakeSendTransport:
         self._session = endpoint.details["session"]
         self._remote = int(endpoint.details["base"])
         self.pages = memory.slots
-        self.notes = dialer.notes
+        self.messages = dialer.messages
         self.wake = dialer.wake
 
     def send_chunk(self, slot: int, seq: int, size: int) -> None:
@@ -204,7 +214,7 @@ class _MooncakeSendTransport:
             != 0
         ):
             raise PutFailed("Mooncake could not write the chunk")
-        self._dialer.send_note(Kind.CHUNK, slot, seq, size)
+        self._dialer.send_message(MessageKind.CHUNK, slot, seq, size)
 
     def close(self) -> None:
         self._dialer.close()
@@ -212,7 +222,7 @@ class _MooncakeSendTransport:
 
 
 class _MooncakeReceiveTransport:
-    """`notes.ReceiveTransport`."""
+    """`slot_transport.ReceiveTransport`."""
 
     def __init__(self, listener: ZmqListener, memory: _SlotMemory) -> None:
         self._listener = listener
@@ -220,14 +230,15 @@ class _MooncakeReceiveTransport:
         self.reply = listener.reply
         self.wake = listener.wake
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        return [(note, self._page_of(note)) for note, _frame in self._listener.arrivals(timeout)]
+    def arrivals(self, timeout: float) -> list[tuple[LinkMessage, wire.Page]]:
+        arrivals = self._listener.arrivals(timeout)
+        return [(message, self._page_of(message)) for message, _frame in arrivals]
 
-    def _page_of(self, note: Note) -> wire.Page:
+    def _page_of(self, message: LinkMessage) -> wire.Page:
         try:
-            return self._memory.slots[note[1]]
+            return self._memory.slots[message[1]]
         except IndexError:
-            raise Hangup(f"the peer named slot {note[1]}: there is none") from None
+            raise Hangup(f"the peer named slot {message[1]}: there is none") from None
 
     def close(self) -> None:
         self._listener.close()

@@ -1,11 +1,12 @@
-"""The connector between processes of one machine: slots in shared memory, notes on a unix socket.
+"""The connector between processes of one machine: slots in shared memory, messages on a unix
+socket.
 
 Called by the two courier threads of a link; starts no thread. One memory file and one connection
 per link:
 
     sender                       memfd, slots x slot_bytes                      receiver
       encode chunk ───────────▶ [ slot 0 | slot 1 | ... ] ◀─────────── tensors are views
-      CHUNK slot seq size ──────▶ unix stream socket ──▶ recv: note, or end of file
+      CHUNK slot seq size ──────▶ unix stream socket ──▶ recv: message, or end of file
       slot is free again ◀───── unix stream socket ◀── RELEASE slot ── chunk.release()
 
 **No leftovers.** The memory is a `memfd` and the listening socket has an abstract address: neither
@@ -13,29 +14,37 @@ has a name in a file system, so there is nothing to unlink. The memory file is p
 descriptor on the connection (SCM_RIGHTS); in transit the kernel owns it and frees it with the
 socket. When both processes are gone, so is everything.
 
-**Wake-up.** A note is 32 bytes on the socket, and the other side waits in `recv`: one system call
-per side and chunk, no polling, no CPU time when idle. The death of the peer is the end of file of
-the same `recv`. In measurements the socket woke a process faster than an event fd (which also needs
-a poll to see a death) and than a futex. The kernel's queue lock orders the slot's bytes before the
-note on any processor, and a note is whole or absent, even if its writer is killed. The sender reads
-returned slots many at a time, when it has no free one left.
+**Wake-up.** A message is 32 bytes on the socket, and the other side waits in `recv`: one system
+call per side and chunk, no polling, no CPU time when idle. The death of the peer is the end of file
+of the same `recv`. In measurements the socket woke a process faster than an event fd (which also
+needs a poll to see a death) and than a futex. The kernel's queue lock orders the slot's bytes
+before the message on any processor, and a message is whole or absent, even if its writer is killed.
+The sender reads returned slots many at a time, when it has no free one left.
 
 **Trust.** Both sides accept only a process of the same user (SO_PEERCRED, checked before anything
 is sent), and the receiver only a sender with the endpoint's hello. A connection of another user is
 closed at once, one of the same user after `_HELLO_S` without a hello; nothing is mapped for either.
-The memory file's size is sealed, so that a peer cannot shrink it (which would be a SIGBUS here)."""
+The memory file's size is sealed, so that a peer cannot shrink it (which would be a SIGBUS here).
+
+**Page locks.** In a process that uses CUDA the slots are page-locked for as long as their mapping
+lives, so that a GPU copies to and from them at full speed. Otherwise a device copy would go through
+the driver's staging buffer, at a fraction of the speed, and block the calling thread."""
 
 from __future__ import annotations
 
 import array
 import fcntl
 import hmac
+import logging
+import mmap
 import os
 import secrets
 import socket
 import struct
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from stretto.transport import wire
 from stretto.transport.contract import Corrupt, Endpoint, LinkOptions, PeerDead
@@ -47,10 +56,11 @@ from stretto.transport.endpoint import (
     new_nonce,
     secret_of,
 )
-from stretto.transport.notes import Hangup, Note, split_slots, stride_of
-from stretto.transport.notesocket import NoteSocket, set_connect_timeout, set_timeout, shut_down
-from stretto.transport.pinned import map_shared
+from stretto.transport.slot_transport import Hangup, LinkMessage, split_slots, stride_of
 from stretto.transport.slots import SlotReceiver, SlotSender
+from stretto.transport.unix_socket import MessageSocket, set_connect_timeout, set_timeout, shut_down
+
+log = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -94,7 +104,8 @@ class ShmConnector:
 
 
 class ShmSendTransport:
-    """`notes.SendTransport`: makes the memory, connects, and passes it along with the hello."""
+    """`slot_transport.SendTransport`: makes the memory, connects, and passes it along with the
+    hello."""
 
     detects_hangup = True
 
@@ -112,10 +123,10 @@ class ShmSendTransport:
             _send_hello(sock, hello, memory)
         finally:
             os.close(memory)
-        self.socket = NoteSocket(sock, endpoint)
+        self.socket = MessageSocket(sock, endpoint)
         self.pages = self._slots
         self.send_chunk = self.socket.send_chunk
-        self.notes = self.socket.notes
+        self.messages = self.socket.messages
         self.wake = self.socket.wake
 
     def close(self) -> None:
@@ -124,8 +135,8 @@ class ShmSendTransport:
 
 
 class ShmReceiveTransport:
-    """`notes.ReceiveTransport`: accepts connections until the invited sender is there, then reads
-    its notes.
+    """`slot_transport.ReceiveTransport`: accepts connections until the invited sender is there,
+    then reads its messages.
 
     Three states: listening; a pending connection that has not sent its hello; open (`socket` is
     set)."""
@@ -136,15 +147,15 @@ class ShmReceiveTransport:
         self._listener = listener
         self._pending: socket.socket | None = None
         self._pending_until = 0.0
-        self.socket: NoteSocket | None = None
+        self.socket: MessageSocket | None = None
         self._slots: list[wire.Page] = []
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
+    def arrivals(self, timeout: float) -> list[tuple[LinkMessage, wire.Page]]:
         if self.socket is None:
             self._authenticate(timeout)
             return []  # the caller comes again with the time that is left
         try:
-            return [(note, self._slots[note[1]]) for note in self.socket.notes(timeout)]
+            return [(message, self._slots[message[1]]) for message in self.socket.messages(timeout)]
         except IndexError:
             raise Hangup("the peer named a slot that does not exist") from None
 
@@ -175,7 +186,7 @@ class ShmReceiveTransport:
         finally:
             for fd in fds:
                 os.close(fd)
-        self.socket = NoteSocket(sock, self._endpoint)
+        self.socket = MessageSocket(sock, self._endpoint)
         self._pending = None
         self._listener.close()
 
@@ -213,7 +224,7 @@ class ShmReceiveTransport:
             sock = self._pending or self._listener.accept()[0]
         except OSError:
             return
-        waiting = NoteSocket(sock, self._endpoint)
+        waiting = MessageSocket(sock, self._endpoint)
         waiting.wake()
         waiting.close()
 
@@ -253,3 +264,41 @@ def _map_slots(memory: int, endpoint: Endpoint) -> list[wire.Page]:
     ):
         raise ConnectionRefusedError("memory of another size, or unsealed")
     return split_slots(map_shared(memory, size), endpoint.slots, endpoint.slot_bytes)
+
+
+class SharedMap(mmap.mmap):
+    """A shared mapping of a file, page-locked where there is CUDA. Views of it (a slot, a taken
+    chunk's tensors) keep it, and its registration."""
+
+    _address: int | None = None  # where it is registered, if it is
+
+    def register(self) -> bool:
+        """Lock and register the pages if this process uses CUDA. False: it does not, or the driver
+        refused."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return False
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        error = int(_driver().cudaHostRegister(address, len(self), 0))
+        if error:
+            # Copies still work, slower: a limit on locked memory must not fail a request.
+            log.warning("could not page-lock %d bytes of a link: CUDA error %d", len(self), error)
+            return False
+        self._address = address
+        return True
+
+    def __del__(self) -> None:
+        # Before the pages are unmapped: the address may soon belong to another mapping.
+        if self._address is not None:
+            _driver().cudaHostUnregister(self._address)
+            self._address = None
+
+
+def map_shared(fd: int, size: int) -> SharedMap:
+    """Map `size` bytes of `fd`, ready for device copies where there is a device."""
+    mapping = SharedMap(fd, size)
+    mapping.register()
+    return mapping
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

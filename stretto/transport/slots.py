@@ -1,15 +1,15 @@
-"""Slots, credits and notes: the half of the contract that shm, tcp and mooncake have in common.
+"""Slots, credits and messages: the half of the contract that shm, tcp and mooncake have in common.
 
 An end of a link is one `SlotSender` or `SlotReceiver` over a *transport*, which moves the bytes and
-the notes. The sender owns the free slots: a credit is a free slot. A chunk is encoded into one and
-announced by a CHUNK note. RELEASE (or REFUSE) comes back when the receiver is done with it, and
-only then is the slot used again. So a slot in flight is never overwritten, and at most slots + 1
-notes are queued in one direction. The slot that was freed last is used first: it is warm in the
-cache, and slots beyond the peak traffic are never touched.
+the messages. The sender owns the free slots: a credit is a free slot. A chunk is encoded into one
+and announced by a CHUNK message. RELEASE (or REFUSE) comes back when the receiver is done with it,
+and only then is the slot used again. So a slot in flight is never overwritten, and at most slots +
+1 messages are queued in one direction. The slot that was freed last is used first: it is warm in
+the cache, and slots beyond the peak traffic are never touched.
 
 Threads: `put` and `take` hold `_mutex` for as long as they run or wait. Every other method that
 reads from the transport only tries to acquire it: if another thread holds it, that thread reads the
-notes itself."""
+messages itself."""
 
 from __future__ import annotations
 
@@ -32,26 +32,32 @@ from stretto.transport.contract import (
     CopyEvent,
     Corrupt,
     Endpoint,
-    Fences,
     LinkClosed,
     LinkOptions,
     PeerDead,
+    PurgedRequests,
     PutFailed,
     VersionMismatch,
 )
-from stretto.transport.notes import Hangup, Kind, Note, ReceiveTransport, SendTransport
+from stretto.transport.slot_transport import (
+    Hangup,
+    LinkMessage,
+    MessageKind,
+    ReceiveTransport,
+    SendTransport,
+)
 from stretto.types import RequestId
 
 LARGE = 64 << 10
 """Bytes of a chunk from which it pays to reuse a slot while it is still in the caches."""
-_CAUSE_S = 0.2  # how long a failed transfer waits for a note that explains it
+_CAUSE_S = 0.2  # how long a failed transfer waits for a message that explains it
 
 # Plain integers: an enum's comparison is a call, and each chunk makes several.
 _CHUNK, _RELEASE, _REFUSE, _CLOSE = (
-    int(Kind.CHUNK),
-    int(Kind.RELEASE),
-    int(Kind.REFUSE),
-    int(Kind.CLOSE),
+    int(MessageKind.CHUNK),
+    int(MessageKind.RELEASE),
+    int(MessageKind.REFUSE),
+    int(MessageKind.CLOSE),
 )
 _NOTHING_SENT = (-1, RequestId(""))
 _device_copies = wire.DeviceCopies()
@@ -120,7 +126,7 @@ class SlotSender(_End):
         self._detects_hangup = transport.detects_hangup
         self._pages = transport.pages
         self._send_chunk = transport.send_chunk
-        self._notes = transport.notes
+        self._messages = transport.messages
         self._most_copies = options.copies
         self._checksum = checksum if options.checksum is None else options.checksum
         self._zero_copy = options.zero_copy
@@ -128,8 +134,7 @@ class SlotSender(_End):
         self._pending: deque[Pending] = deque()
         self._flight: dict[int, tuple[int, RequestId]] = {}  # slot -> seq and request of its chunk
         self._refused: deque[ChunkRefused] = deque()
-        self._fences = Fences()
-        self._over = self._fences.over
+        self._purged = PurgedRequests()
         self._seq = 0
 
     def put(self, chunk: Chunk, timeout: float) -> bool:
@@ -139,7 +144,7 @@ class SlotSender(_End):
     def _put(self, chunk: Chunk, timeout: float) -> bool:
         header = chunk.header
         self._await_slot(chunk, timeout)
-        if not self._fences.stale(header):
+        if not self._purged.stale(header):
             if not self._free:
                 return False
             slot = self._free[-1]
@@ -178,7 +183,7 @@ class SlotSender(_End):
             self._send_copied(wait=True)
         deadline = monotonic() + timeout
         left = timeout
-        while not self._free and not self._fences.stale(chunk.header):
+        while not self._free and not self._purged.stale(chunk.header):
             while self._pending and left > 0:
                 self._send_copied(wait=True)  # a slot that was not sent cannot be returned
             # Sending reads returned slots too: wait for one only if there was none.
@@ -216,7 +221,7 @@ class SlotSender(_End):
             self._raise_if_ended(header.request)
             self._pending.popleft()
             try:
-                if self._fences.stale(header):
+                if self._purged.stale(header):
                     self._free.append(first.slot)
                 else:
                     size = wire.write_head(first.page, header, checksum=self._checksum)
@@ -251,7 +256,7 @@ class SlotSender(_End):
             self._hung_up(failed)
             self._raise_if_ended(request)
             raise Bug(f"link {self.link}: hung up and yet open") from failed
-        # To the transport, a peer that left looks like a failed transfer. A note that tells them
+        # To the transport, a peer that left looks like a failed transfer. A message that tells them
         # apart comes soon.
         self._await_end(_CAUSE_S)
         self._raise_if_ended(request)
@@ -260,23 +265,23 @@ class SlotSender(_End):
         raise failed
 
     def _pump(self, timeout: float) -> bool:
-        """Read and handle notes. Whether any came: there may be more."""
+        """Read and handle messages. Whether any came: there may be more."""
         try:
-            notes = self._notes(timeout)
-            self._handle(notes)
+            messages = self._messages(timeout)
+            self._handle(messages)
         except Hangup as hangup:
             self._finish(EndState.DEAD, str(hangup))
             return False
-        return bool(notes)
+        return bool(messages)
 
-    def _handle(self, notes: Sequence[Note]) -> None:
-        for note in notes:
-            kind, slot, seq, _size, generation = note
+    def _handle(self, messages: Sequence[LinkMessage]) -> None:
+        for message in messages:
+            kind, slot, seq, _size, generation = message
             sent, request = self._flight.pop(slot, _NOTHING_SENT)
             if kind == _RELEASE and sent == seq and generation == self._generation:
                 self._free.append(slot)
             else:
-                self._handle_other(note, sent, request)
+                self._handle_other(message, sent, request)
 
     def _await_end(self, timeout: float) -> None:
         deadline = monotonic() + timeout
@@ -284,15 +289,15 @@ class SlotSender(_End):
             self._pump(left)
 
     def _hung_up(self, hangup: Hangup) -> None:
-        # A CLOSE note may still be unread before the hang-up: read it, or a close would look like a
-        # death.
+        # A CLOSE message may still be unread before the hang-up: read it, or a close would look
+        # like a death.
         self._pump_all()
         self._finish(EndState.DEAD, str(hangup))
 
-    def _handle_other(self, note: Note, sent: int, request: RequestId) -> None:
-        """Any note but the release of the chunk in its slot, whose sequence number and request are
-        given."""
-        kind, slot, seq, _size, generation = note
+    def _handle_other(self, message: LinkMessage, sent: int, request: RequestId) -> None:
+        """Any message but the release of the chunk in its slot, whose sequence number and request
+        are given."""
+        kind, slot, seq, _size, generation = message
         if generation != self._generation:
             raise Hangup(
                 f"the peer speaks as generation {generation}, this link is {self._generation}"
@@ -327,7 +332,7 @@ class SlotSender(_End):
         return [self._refused.popleft() for _ in range(len(self._refused))]
 
     def purge(self, request: RequestId) -> None:
-        self._fences.purge(request)
+        self._purged.purge(request)
 
     def check(self) -> None:
         self._poll()
@@ -378,8 +383,7 @@ class SlotReceiver(_End):
         self._held: dict[
             int, int
         ] = {}  # seq -> slot, from arrival to release; popping makes a second release harmless
-        self._fences = Fences()
-        self._over = self._fences.over
+        self._purged = PurgedRequests()
         self._next = 0
 
     def take(self, timeout: float) -> Chunk | None:
@@ -396,7 +400,7 @@ class SlotReceiver(_End):
         while True:
             while self._arrived:
                 chunk = self._open(*self._arrived.popleft())
-                if not self._fences.stale(chunk.header):
+                if not self._purged.stale(chunk.header):
                     return chunk
                 chunk.release()
             self._raise_if_ended()
@@ -421,10 +425,10 @@ class SlotReceiver(_End):
         except Hangup as hangup:
             self._finish(EndState.DEAD, str(hangup))
 
-    def _accept(self, arrivals: Sequence[tuple[Note, wire.Page]]) -> None:
+    def _accept(self, arrivals: Sequence[tuple[LinkMessage, wire.Page]]) -> None:
         held = self._held
-        for note, page in arrivals:
-            kind, slot, seq, size, generation = note
+        for message, page in arrivals:
+            kind, slot, seq, size, generation = message
             if (
                 seq == self._next
                 and kind == _CHUNK
@@ -435,11 +439,11 @@ class SlotReceiver(_End):
                 held[seq] = slot
                 self._arrived.append((seq, page, size))
             else:
-                self._handle_other(note)
+                self._handle_other(message)
 
-    def _handle_other(self, note: Note) -> None:
-        """Any note but that of the next chunk."""
-        kind, _slot, seq, _size, generation = note
+    def _handle_other(self, message: LinkMessage) -> None:
+        """Any message but that of the next chunk."""
+        kind, _slot, seq, _size, generation = message
         if generation != self._generation:
             raise Hangup(
                 f"the peer speaks as generation {generation}, this link is {self._generation}"
@@ -472,7 +476,7 @@ class SlotReceiver(_End):
         return self.endpoint.slots - len(self._held)
 
     def purge(self, request: RequestId) -> None:
-        self._fences.purge(request)
+        self._purged.purge(request)
 
     def check(self) -> None:
         self._poll()

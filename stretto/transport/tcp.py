@@ -5,7 +5,7 @@ Called by the two courier threads of a link; ZeroMQ's I/O thread sends and recei
 encoded into one of the sender's slots and sent from there without another copy. The slot is used
 again only when the receiver has released the chunk, which it cannot do before it has all bytes, so
 no slot is overwritten while it is sent. The receiver's tensors are views of the received message.
-Blob checksums are on. See `zmqsocket` for death and authentication."""
+Blob checksums are on. See `zmq_socket` for death and authentication."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ import zmq
 from stretto.transport import wire
 from stretto.transport.contract import Endpoint, LinkOptions
 from stretto.transport.endpoint import check_endpoint, check_options, make_endpoint, new_nonce
-from stretto.transport.notes import Hangup, Kind, Note, split_slots, stride_of
+from stretto.transport.slot_transport import (
+    Hangup,
+    LinkMessage,
+    MessageKind,
+    split_slots,
+    stride_of,
+)
 from stretto.transport.slots import SlotReceiver, SlotSender
-from stretto.transport.zmqsocket import ZmqDialer, ZmqListener
+from stretto.transport.zmq_socket import ZmqDialer, ZmqListener
 
 _NOTHING = memoryview(b"")
 _ELEMENT = 8  # bytes of the widest element: what a tensor's address must be a multiple of
@@ -48,7 +54,8 @@ class TcpConnector:
 
 
 class _TcpSendTransport:
-    """`notes.SendTransport`. Its slots are plain memory, touched only as far as chunks need it."""
+    """`slot_transport.SendTransport`. Its slots are plain memory, touched only as far as chunks
+    need it."""
 
     detects_hangup = False
 
@@ -56,11 +63,12 @@ class _TcpSendTransport:
         memory = mmap.mmap(-1, endpoint.slots * stride_of(endpoint.slot_bytes))
         self.pages = split_slots(memory, endpoint.slots, endpoint.slot_bytes)
         self._dialer = dialer
-        self.notes = dialer.notes
+        self.messages = dialer.messages
         self.wake = dialer.wake
 
     def send_chunk(self, slot: int, seq: int, size: int) -> None:
-        self._dialer.send_note(Kind.CHUNK, slot, seq, size, self.pages[slot].memory[:size])
+        blob = self.pages[slot].memory[:size]
+        self._dialer.send_message(MessageKind.CHUNK, slot, seq, size, blob)
 
     def close(self) -> None:
         self._dialer.close()
@@ -68,7 +76,7 @@ class _TcpSendTransport:
 
 
 class _TcpReceiveTransport:
-    """`notes.ReceiveTransport`."""
+    """`slot_transport.ReceiveTransport`."""
 
     def __init__(self, listener: ZmqListener) -> None:
         self._listener = listener
@@ -76,14 +84,15 @@ class _TcpReceiveTransport:
         self.wake = listener.wake
         self.close = listener.close
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, wire.Page]]:
-        return [(note, _page_of(note, frame)) for note, frame in self._listener.arrivals(timeout)]
+    def arrivals(self, timeout: float) -> list[tuple[LinkMessage, wire.Page]]:
+        arrivals = self._listener.arrivals(timeout)
+        return [(message, _page_of(message, frame)) for message, frame in arrivals]
 
 
-def _page_of(note: Note, frame: zmq.Frame | None) -> wire.Page:
+def _page_of(message: LinkMessage, frame: zmq.Frame | None) -> wire.Page:
     memory = _bytes_of(frame)
-    if len(memory) != note[3]:
-        raise Hangup(f"the peer announced {note[3]} bytes and sent {len(memory)}")
+    if len(memory) != message[3]:
+        raise Hangup(f"the peer announced {message[3]} bytes and sent {len(memory)}")
     return wire.Page(memory)
 
 

@@ -7,9 +7,9 @@ table with another layout, non-minimal integers, padding that is not zero), so w
 encodes to the same bytes again. Nothing in a chunk is executed.
 
 The prefix holds what changes from chunk to chunk; the header (request and tensor table) is the same
-for many. So a header is encoded once and checked once, and then kept as a `_Form`, which is found
-by its bytes (decoding) or by its content (encoding). Any thread; the caches of forms are bounded,
-and what they lose is made again."""
+for many. So a header is encoded and checked once, then kept as a `_CheckedHeader` and looked up by
+its bytes (decoding) or by its content (encoding). The caches are bounded, and what they lose is
+made again. Any thread."""
 
 from __future__ import annotations
 
@@ -53,36 +53,23 @@ MAX_TENSORS = 16
 MAX_DIMS = 8
 MAX_BYTES = 1 << 30
 
-_START = struct.Struct(
-    "<4sHHI"
-)  # magic, version, zero, checksum of what follows up to the first blob
-_REST = struct.Struct(
-    "<HHIIQQQQ"
-)  # flags, mark, header bytes, blob crc32, blob bytes, seq, start, stop
+# magic, version, zero, checksum of what follows up to the first blob
+_START = struct.Struct("<4sHHI")
+# flags, mark, header bytes, blob crc32, blob bytes, seq, start, stop
+_REST = struct.Struct("<HHIIQQQQ")
 _PREFIX = struct.Struct(_START.format + _REST.format[1:])
 PREFIX_BYTES = _PREFIX.size
 _REST_AT = _START.size
 
-DTYPES: Mapping[Dtype, torch.dtype] = {
-    Dtype.BFLOAT16: torch.bfloat16,
-    Dtype.FLOAT16: torch.float16,
-    Dtype.FLOAT32: torch.float32,
-    Dtype.FLOAT64: torch.float64,
-    Dtype.INT8: torch.int8,
-    Dtype.INT16: torch.int16,
-    Dtype.INT32: torch.int32,
-    Dtype.INT64: torch.int64,
-    Dtype.UINT8: torch.uint8,
-    Dtype.BOOL: torch.bool,
-}
+DTYPES: Mapping[Dtype, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in Dtype}
 _NAMES: Mapping[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _MARKS = tuple(Mark(value) for value in range(len(Mark)))
 _LAST_MARK = len(Mark) - 1
 _ZEROS = bytes(ALIGN)
 _COUNT_BITS = MAX_COUNT.bit_length() - 1
-_FORMS = 1024  # known headers, of each kind
-_FORM_BYTES = 2048  # larger headers are not remembered
+_MAX_CACHED = 1024  # headers, of each kind
+_MAX_CACHED_BYTES = 2048  # larger headers are not cached
 _VIEWS = 64  # layouts that a page knows its views for
 
 _unpack_prefix = _PREFIX.unpack_from
@@ -139,7 +126,7 @@ class _Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Form:
+class _CheckedHeader:
     """A header that was checked: its content, its encoding, and the layout that follows from
     them."""
 
@@ -154,19 +141,19 @@ class _Form:
 
 class Page:
     """Memory that holds one chunk at a time: a slot. Keeps its address, the views made of it, and
-    the form of the chunk that is being written to it.
+    the header of the chunk that is being written to it.
 
     Every chunk of the same layout gets the same views. That is safe for the reason that the memory
     can be reused: nobody uses a chunk's tensors after its release."""
 
-    __slots__ = ("address", "form", "memory", "size", "views")
+    __slots__ = ("address", "checked", "memory", "size", "views")
 
     def __init__(self, memory: bytearray | memoryview) -> None:
         self.memory = memoryview(memory)
         self.size = len(self.memory)
         self.address = 0 if self.memory.readonly or not len(memory) else _address_of(self.memory)
         self.views: dict[_Layout, Mapping[str, torch.Tensor]] = {}
-        self.form: _Form | None = None
+        self.checked: _CheckedHeader | None = None
 
 
 def _address_of(memory: memoryview) -> int:
@@ -240,33 +227,37 @@ def blob_bytes(header: ChunkHeader) -> int:
 
 
 @dataclass(slots=True)
-class _Known:
-    """Forms by their bytes (decoding), and by their content (encoding: request, and the table's
+class _HeaderCache:
+    """Headers by their bytes (decoding), and by their content (encoding: request, and the table's
     identity)."""
 
-    by_bytes: dict[bytes, _Form] = field(default_factory=dict)
-    by_meaning: dict[tuple[str, int, int], _Form] = field(default_factory=dict)
+    by_bytes: dict[bytes, _CheckedHeader] = field(default_factory=dict)
+    by_content: dict[tuple[str, int, int], _CheckedHeader] = field(default_factory=dict)
 
-    def read(self, head: bytes, length: int) -> _Form:
+    def read(self, head: bytes, length: int) -> _CheckedHeader:
         """Check a header that is not known yet, and the zeros behind it."""
         try:
-            said = _decoder.decode(head[:length])
+            content = _decoder.decode(head[:length])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Corrupt(f"header: {error}") from error
-        request = RequestId(said.request)
-        if said.version != WIRE_VERSION:
-            raise VersionMismatch(f"header version {said.version}, this end speaks {WIRE_VERSION}")
-        if _encoder.encode(said) != head[:length]:
+        request = RequestId(content.request)
+        if content.version != WIRE_VERSION:
+            raise VersionMismatch(
+                f"header version {content.version}, this end speaks {WIRE_VERSION}"
+            )
+        if _encoder.encode(content) != head[:length]:
             raise Corrupt("header is not in its one form", request=request)
         if any(head[length:]):
             raise Corrupt("padding is not zero", request=request)
-        _check_table(said.tensors, request)
-        plan = _laid_out(said.tensors, PREFIX_BYTES + len(head))
-        form = _Form(request, said.version, said.tensors, head, length, plan, allowed=True)
-        _remember(self.by_bytes, head, form)
-        return form
+        _check_table(content.tensors, request)
+        plan = _laid_out(content.tensors, PREFIX_BYTES + len(head))
+        checked = _CheckedHeader(
+            request, content.version, content.tensors, head, length, plan, allowed=True
+        )
+        _remember(self.by_bytes, head, checked)
+        return checked
 
-    def write(self, header: ChunkHeader) -> _Form:
+    def write(self, header: ChunkHeader) -> _CheckedHeader:
         """Encode a header that is not known yet."""
         table = header.tensors
         raw = _encoder.encode(_Head(header.version, header.request, table))
@@ -274,36 +265,35 @@ class _Known:
         at = _aligned(end) if blob_bytes(header) else end
         plan = _laid_out(table, at)
         allowed = plan.size <= MAX_BYTES and len(raw) <= MAX_HEADER and len(table) <= MAX_TENSORS
-        form = _Form(
+        checked = _CheckedHeader(
             header.request, header.version, table, raw + bytes(at - end), len(raw), plan, allowed
         )
-        # By identity, since comparing tables costs as much as encoding them. The form keeps the
+        # By identity, since comparing tables costs as much as encoding them. The checked keeps the
         # table alive, so its id is not reused.
-        _remember(self.by_meaning, (header.request, id(table), header.version), form)
-        return form
+        _remember(self.by_content, (header.request, id(table), header.version), checked)
+        return checked
 
 
-def _remember(forms: dict[_Key, _Form], key: _Key, form: _Form) -> None:
-    if len(form.head) <= _FORM_BYTES:
-        if len(forms) >= _FORMS:
-            forms.clear()
-        forms[key] = form
+def _remember(cache: dict[_Key, _CheckedHeader], key: _Key, checked: _CheckedHeader) -> None:
+    if len(checked.head) <= _MAX_CACHED_BYTES:
+        if len(cache) >= _MAX_CACHED:
+            cache.clear()
+        cache[key] = checked
 
 
-_known = _Known()
-_by_meaning = _known.by_meaning
-_by_bytes = _known.by_bytes
+_headers = _HeaderCache()
+_by_content = _headers.by_content
+_by_bytes = _headers.by_bytes
 
 
 def encoded_size(chunk: Chunk) -> int:
     """Bytes that `encode_into` will write."""
-    return _form_of(chunk.header).layout.size
+    return _checked_header(chunk.header).layout.size
 
 
-def _form_of(header: ChunkHeader) -> _Form:
-    return _by_meaning.get((header.request, id(header.tensors), header.version)) or _known.write(
-        header
-    )
+def _checked_header(header: ChunkHeader) -> _CheckedHeader:
+    key = (header.request, id(header.tensors), header.version)
+    return _by_content.get(key) or _headers.write(header)
 
 
 def encode(chunk: Chunk, *, checksum: bool = False) -> bytearray:
@@ -377,44 +367,39 @@ def write_blobs(page: Page, chunk: Chunk, copies: Copies = _device_copies) -> Co
     """The first half of encoding: all but prefix and header. Device tensors are still being copied
     when this returns an event: neither the page nor the chunk may change until it has fired."""
     header = chunk.header
-    page.form = form = _by_meaning.get(
-        (header.request, id(header.tensors), header.version)
-    ) or _known.write(header)
-    plan = form.layout
-    if plan.size > page.size or not form.allowed:
+    page.checked = checked = _checked_header(header)
+    plan = checked.layout
+    if plan.size > page.size or not checked.allowed:
         raise _does_not_fit(chunk, plan.size, page.size)
     if not page.address:
         raise ValueError("memory that cannot be written")
     for start, stop in plan.gaps:
         page.memory[start:stop] = _ZEROS[: stop - start]
-    far: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    on_device: list[tuple[torch.Tensor, torch.Tensor]] = []
     tensors = chunk.tensors
     for name, dtype, shape, start, nbytes in plan.blobs:
         tensor = tensors[name]
         if tensor.dtype is not dtype or tensor.shape != shape:
-            raise ValueError(
-                f"tensor {name!r} is not the one in the header"
-            )  # copy_ would convert or broadcast
+            # copy_ would convert or broadcast
+            raise ValueError(f"tensor {name!r} is not the one in the header")
         if not nbytes:
             continue
         if not tensor.is_cpu:
-            far = far or []
-            far.append((_views(page, plan)[name], tensor))
+            on_device.append((_views(page, plan)[name], tensor))
         elif tensor.is_contiguous():
+            # most rows: one plain copy, no views
             copy = _memmove_small if nbytes <= _SMALL else _memmove
-            copy(
-                page.address + start, tensor.data_ptr(), nbytes
-            )  # most rows: one plain copy, no views
+            copy(page.address + start, tensor.data_ptr(), nbytes)
         else:
             _views(page, plan)[name].copy_(tensor)
-    return None if far is None else copies.start(far, chunk.event)
+    return copies.start(on_device, chunk.event) if on_device else None
 
 
 def write_head(page: Page, header: ChunkHeader, *, checksum: bool = False) -> int:
     """The second half, when all blobs of the chunk are written. Returns the chunk's size."""
-    form = page.form
-    assert form is not None, "the blobs come first"
-    plan = form.layout
+    checked = page.checked
+    assert checked is not None, "the blobs come first"
+    plan = checked.layout
     crc = flags = 0
     if checksum:
         flags = BLOB_CHECKSUM
@@ -422,14 +407,14 @@ def write_head(page: Page, header: ChunkHeader, *, checksum: bool = False) -> in
     rest = _pack_rest(
         flags,
         header.mark,
-        form.length,
+        checked.length,
         crc,
         plan.blob_bytes,
         header.seq,
         header.start,
         header.stop,
     )
-    rest += form.head
+    rest += checked.head
     page.memory[: plan.at] = _pack_start(MAGIC, WIRE_VERSION, 0, _crc32(rest)) + rest
     return plan.size
 
@@ -469,11 +454,11 @@ def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
     if _crc32(rest) != head_crc:
         raise Corrupt("header checksum does not match")
     head = rest[_REST.size :]
-    form = _by_bytes.get(head)
-    if form is None or form.length != length:
-        form = _known.read(head, length)
-    plan = form.layout
-    request = form.request
+    checked = _by_bytes.get(head)
+    if checked is None or checked.length != length:
+        checked = _headers.read(head, length)
+    plan = checked.layout
+    request = checked.request
     if plan.blob_bytes != blobs or plan.at != at:
         raise Corrupt("the tensor table does not describe the blobs", request=request)
     if zero or flags > BLOB_CHECKSUM or mark > _LAST_MARK or (crc and not flags):
@@ -488,14 +473,18 @@ def read(page: Page, size: int, lease: Lease | None = None) -> Chunk:
             raise Corrupt(f"tensor {blob.name!r}: a bool that is neither", request=request)
     if flags and _crc32(memory[at:size]) != crc:
         raise Corrupt("blob checksum does not match", request=request)
-    header = ChunkHeader(WIRE_VERSION, request, seq, start, stop, _MARKS[mark], form.tensors)
+    header = ChunkHeader(WIRE_VERSION, request, seq, start, stop, _MARKS[mark], checked.tensors)
     return Chunk(header, page.views.get(plan) or _views(page, plan), lease)
 
 
 def _foreign(magic: bytes, version: int) -> Corrupt | VersionMismatch:
     if magic != MAGIC:
         return Corrupt("not a chunk: no magic")
-    return VersionMismatch(f"wire version {version}, this end speaks {WIRE_VERSION}")
+    return _other_version(version, "wire")
+
+
+def _other_version(version: int, what: str) -> VersionMismatch:
+    return VersionMismatch(f"{what} version {version}, this end speaks {WIRE_VERSION}")
 
 
 def _check_table(table: tuple[TensorMeta, ...], request: RequestId) -> None:

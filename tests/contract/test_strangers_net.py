@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import zmq
 
-from stretto.transport import pending, zmqsocket
+from stretto.transport import zmq_auth, zmq_socket
 from stretto.transport.contract import Corrupt, Endpoint, LinkClosed, PeerDead, Receiver
 from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
-from stretto.transport.notes import Kind, pack_note
+from stretto.transport.slot_transport import MessageKind, pack_message
 from stretto.transport.slots import SlotReceiver
 from stretto.transport.tcp import TcpConnector
 from tests.contract.links import (
@@ -49,14 +49,14 @@ _SHUT = (
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is let go for being silent, neither by us nor by ZeroMQ (after half a minute without a
     handshake), so that it is for something else; a test may shorten our time."""
-    encrypt = zmqsocket.encrypt
+    encrypt = zmq_socket.encrypt
 
     def without_an_end(socket: zmq.Socket[bytes], key: bytes, **kind: bool) -> None:
         socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
         encrypt(socket, key, **kind)
 
-    monkeypatch.setattr(zmqsocket, "encrypt", without_an_end)
-    monkeypatch.setattr(pending, "HELLO_S", FOR_EVER)
+    monkeypatch.setattr(zmq_socket, "encrypt", without_an_end)
+    monkeypatch.setattr(zmq_auth, "HELLO_S", FOR_EVER)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ class Stranger:
         self.socket.linger = 0
         self.socket.reconnect_ivl = -1
         if secret is not None:
-            zmqsocket.encrypt(self.socket, zmqsocket.key_of(secret, f"receiver {endpoint.nonce}"))
+            zmq_socket.encrypt(self.socket, zmq_socket.key_of(secret, f"receiver {endpoint.nonce}"))
         self.monitor = self.socket.get_monitor_socket(_SHUT)
         self.socket.connect(f"tcp://{endpoint.address}")
 
@@ -133,13 +133,16 @@ def is_shut(sock: socket.socket) -> bool:
     return True
 
 
-def listener_of(receiver: SlotReceiver) -> zmqsocket.ZmqListener:
-    listener: zmqsocket.ZmqListener = receiver.transport._listener  # type: ignore[attr-defined]
+def listener_of(receiver: SlotReceiver) -> zmq_socket.ZmqListener:
+    listener: zmq_socket.ZmqListener = receiver.transport._listener  # type: ignore[attr-defined]
     return listener
 
 
 def hello(endpoint: Endpoint, secret: bytes = SECRET) -> list[bytes]:
-    return [pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation), hello_of(endpoint, secret)]
+    return [
+        pack_message(MessageKind.HELLO, 0, 0, 0, endpoint.generation),
+        hello_of(endpoint, secret),
+    ]
 
 
 def other_hello(endpoint: Endpoint, what: str) -> list[bytes]:
@@ -147,7 +150,7 @@ def other_hello(endpoint: Endpoint, what: str) -> list[bytes]:
     if what == "silence about the secret":
         return hello(endpoint)[:1]
     if what == "a chunk":
-        return [pack_note(Kind.CHUNK, 0, 0, 100, endpoint.generation), bytes(100)]
+        return [pack_message(MessageKind.CHUNK, 0, 0, 100, endpoint.generation), bytes(100)]
     if what == "more":
         return [*hello(endpoint), b""]
     generation = endpoint.generation + (what == "generation")
@@ -204,12 +207,12 @@ def test_a_peer_of_an_older_protocol_is_refused(
     receiver: SlotReceiver, street: Street, version: int
 ) -> None:
     """ZeroMQ would still speak its first two versions, which know neither keys nor encryption."""
-    note, digest = hello(receiver.endpoint)
+    message, digest = hello(receiver.endpoint)
     caller = street.caller(receiver.endpoint)
     if (
         version == 1
     ):  # frames: length with the flags, flags, data; the first is a name, of no length
-        caller.sendall(b"\x01\x00" + b"\x21\x01" + note + b"\x21\x00" + digest)
+        caller.sendall(b"\x01\x00" + b"\x21\x01" + message + b"\x21\x00" + digest)
     else:  # a signature, the version, a dealer; frames: flags, length, data
         caller.sendall(
             b"\xff"
@@ -217,7 +220,7 @@ def test_a_peer_of_an_older_protocol_is_refused(
             + b"\x7f\x01\x05"
             + b"\x00\x00"
             + b"\x01\x20"
-            + note
+            + message
             + b"\x00\x20"
             + digest
         )
@@ -233,17 +236,17 @@ def test_who_never_says_hello_is_let_go_after_a_while(
     silent = street.caller(receiver.endpoint)
     stranger = street.stranger(receiver.endpoint)
     eventually(lambda: receiver.take(0.0) is None and len(listener_of(receiver)._pending) == 2)
-    monkeypatch.setattr(pending, "HELLO_S", 0.02)
+    monkeypatch.setattr(zmq_auth, "HELLO_S", 0.02)
     eventually(lambda: receiver.take(0.0) is None and is_shut(silent) and stranger.shut())
     assert not len(listener_of(receiver)._pending)
-    monkeypatch.setattr(pending, "HELLO_S", FOR_EVER)
+    monkeypatch.setattr(zmq_auth, "HELLO_S", FOR_EVER)
     check_invited(KIT, receiver)
 
 
 def test_a_take_that_waits_lets_the_silent_go_too(
     receiver: SlotReceiver, street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "HELLO_S", 0.02)
+    monkeypatch.setattr(zmq_auth, "HELLO_S", 0.02)
     silent = street.caller(receiver.endpoint)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(receiver.take, 10 * LONG_S)
@@ -258,11 +261,11 @@ def test_a_take_that_waits_lets_the_silent_go_too(
 def test_a_crowd_is_bounded_and_does_not_keep_the_sender_out(
     receiver: SlotReceiver, street: Street
 ) -> None:
-    crowd = [street.caller(receiver.endpoint) for _ in range(3 * pending.MAX_PENDING)]
+    crowd = [street.caller(receiver.endpoint) for _ in range(3 * zmq_auth.MAX_PENDING)]
     eventually(
-        lambda: receiver.take(0.0) is None and sum(map(is_shut, crowd)) == 2 * pending.MAX_PENDING
+        lambda: receiver.take(0.0) is None and sum(map(is_shut, crowd)) == 2 * zmq_auth.MAX_PENDING
     )
-    assert len(listener_of(receiver)._pending) <= pending.MAX_PENDING
+    assert len(listener_of(receiver)._pending) <= zmq_auth.MAX_PENDING
     check_invited(KIT, receiver)
     eventually(lambda: all(map(is_shut, crowd)))
 
@@ -286,8 +289,8 @@ def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(
     take(receiver).release()
     late = street.stranger(receiver.endpoint)
     late.says(*hello(receiver.endpoint))
-    late.says(pack_note(Kind.CHUNK, 0, 1, 100, receiver.endpoint.generation), bytes(100))
-    eventually(lambda: zmqsocket._readable(listener_of(receiver)._socket))
+    late.says(pack_message(MessageKind.CHUNK, 0, 1, 100, receiver.endpoint.generation), bytes(100))
+    eventually(lambda: zmq_socket._readable(listener_of(receiver)._socket))
     eventually(lambda: pumped(receiver, late))
     assert sender.put(numbered(1), LONG_S)
     check_numbered(take(receiver), 1)
@@ -312,7 +315,7 @@ def test_a_message_larger_than_a_slot_is_refused_by_its_length(
     """Before any of it has come, and before its sender could prove anything."""
     caller = street.caller(receiver.endpoint)
     caller.sendall(
-        _GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmqsocket._SLACK_BYTES + 1)
+        _GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmq_socket._SLACK_BYTES + 1)
     )
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
     check_invited(KIT, receiver)
@@ -387,7 +390,7 @@ def test_a_sender_that_said_hello_and_died_at_once_is_dead(
             receiver.take(LONG_S)
 
 
-# --- the link's notes
+# --- the link's messages
 # --------------------------------------------------------------------------------------------
 
 
@@ -425,7 +428,7 @@ def test_a_listener_that_is_not_the_invited_one_is_told_nothing(
     street.made.append(impostor)
     impostor.linger = 0
     if secret is not None:
-        zmqsocket.encrypt(impostor, zmqsocket.key_of(secret, f"receiver {nonce}"), listens=True)
+        zmq_socket.encrypt(impostor, zmq_socket.key_of(secret, f"receiver {nonce}"), listens=True)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
     endpoint = make_endpoint("tcp", "test-link.0", KIT.options, f"127.0.0.1:{port}", nonce)
     with pytest.raises((Corrupt, PeerDead)):

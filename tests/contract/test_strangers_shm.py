@@ -24,7 +24,7 @@ import pytest
 from stretto.transport import shm
 from stretto.transport.contract import Corrupt, Endpoint, PeerDead
 from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
-from stretto.transport.notes import Kind, pack_note
+from stretto.transport.slot_transport import MessageKind, pack_message
 from stretto.transport.slots import SlotReceiver, SlotSender
 from tests.contract.links import (
     KITS,
@@ -272,7 +272,7 @@ def test_a_chunk_of_another_generation_ends_the_link(
     stranger.says(other_hello(receiver.endpoint, "nothing"), right_memory(receiver.endpoint))
     assert receiver.take(0.0) is None
     assert is_open(receiver)
-    stranger.sock.send(pack_note(Kind.CHUNK, 0, 0, 64, receiver.endpoint.generation + 1))
+    stranger.sock.send(pack_message(MessageKind.CHUNK, 0, 0, 64, receiver.endpoint.generation + 1))
     with pytest.raises(PeerDead, match="generation 1, this link is 0"):
         receiver.take(LONG_S)
 

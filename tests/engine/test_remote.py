@@ -40,7 +40,7 @@ from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
-from stretto.transport.curve import encrypt, key_of
+from stretto.transport.zmq_auth import encrypt, key_of
 from stretto.types import RequestId
 from tests.engine.agents import SECRET, ProcessAgent, ProcessStarter, children, gone
 from tests.engine.common import CHATS, collect, expected, run, same

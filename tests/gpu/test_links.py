@@ -18,8 +18,7 @@ from stretto.stage.links.outbox import Outbox
 from stretto.stage.payload import unpack
 from stretto.transport import wire
 from stretto.transport.contract import Chunk, LinkOptions
-from stretto.transport.pinned import map_shared
-from stretto.transport.shm import ShmConnector
+from stretto.transport.shm import ShmConnector, map_shared
 from stretto.transport.slots import SlotReceiver, SlotSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,14 @@ def test_a_trace_is_json_while_it_grows_and_in_the_end(
     trace.close()
     whole = json.loads(trace.path.read_text())
     assert len(whole) == len(so_far) + 1
+
+
+def test_durations_fall_into_their_buckets() -> None:
+    rng, histogram = random.Random(1), Histogram()
+    durations = sorted(10 ** rng.uniform(-6.5, 1.2) for _ in range(999))
+    for duration in durations:
+        histogram.observe(duration)
+    upto = [sum(d <= bound for d in durations) for bound in (*BUCKETS_S, float("inf"))]
+    assert list(accumulate(histogram.buckets)) == upto
+    assert histogram.count == 999
+    assert abs(histogram.total_s - sum(durations)) < 1e-6

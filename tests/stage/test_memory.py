@@ -15,7 +15,7 @@ from stretto.messages.requests import Admit, Cancel, Ended, Failed
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.transport import wire
-from stretto.transport.contract import Fences
+from stretto.transport.contract import PurgedRequests
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import HandDriven
 from tests.pipeline import STAGES, announcement
@@ -73,10 +73,10 @@ def growth(tiny_dir: Path) -> int:
     """Blocks more after COUNTED requests, when WARM have filled what fills."""
     t = OmniConfig.read(tiny_dir).tokens
     ids = (t.im_start, t.user, 11, 12, 13, t.im_end, t.im_start, t.assistant, 10)
-    wire._FORMS = FEW  # type: ignore[misc]
+    wire._MAX_CACHED = FEW  # type: ignore[misc]
     driven = HandDriven(tiny_dir, SETTINGS)
     for found in gc.get_objects():
-        if type(found) is Fences:
+        if type(found) is PurgedRequests:
             found.limit = FEW
     del found
     for number in range(WARM):

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from stretto.errors import StrettoError
+from stretto.errors import Gone, StrettoError, WireError
 from stretto.stage.links.copies import HostToDevice
 from stretto.transport import wire
+from stretto.transport.bounded_queue import AutoResetEvent
 from stretto.transport.contract import (
     Chunk,
     ChunkRefused,
@@ -24,8 +25,7 @@ from stretto.transport.contract import (
     PutFailed,
     VersionMismatch,
 )
-from stretto.transport.courier import CourierBug, Incoming, Outgoing
-from stretto.transport.handoff import AutoResetEvent
+from stretto.transport.courier import CourierBug, Incoming, LinkMetrics, Outgoing
 from stretto.transport.shm import ShmConnector, ShmReceiveTransport, ShmSendTransport
 from stretto.transport.slots import SlotReceiver, SlotSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
@@ -92,7 +92,7 @@ def uploads() -> HostToDevice:
 
 
 def hang_up(end: SlotSender | SlotReceiver) -> None:
-    """End the connection as the kernel does for a process that died: without a CLOSE note."""
+    """End the connection as the kernel does for a process that died: without a CLOSE message."""
     assert isinstance(end.transport, ShmSendTransport | ShmReceiveTransport)
     assert end.transport.socket is not None
     end.transport.socket.hang_up()
@@ -550,3 +550,10 @@ def test_an_idle_courier_gives_uploaded_slots_back() -> None:
     out.close()
     into.close()
     assert all(lease.released == 1 for _, lease in chunks)
+
+
+def test_errors_by_kind() -> None:
+    metrics = LinkMetrics("a-b")
+    for error in (WireError("x"), Gone("y"), WireError("z")):
+        metrics.error(error)
+    assert metrics.errors == {"WireError": 2, "Gone": 1}

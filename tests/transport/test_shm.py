@@ -3,13 +3,15 @@ back."""
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 import torch
 
-from stretto.transport import notesocket, shm, wire
+from stretto.transport import shm, unix_socket, wire
 from stretto.transport.contract import Chunk, LinkOptions
+from stretto.transport.shm import map_shared
 from stretto.types import Mark, RequestId, Span
 from tests.contract.links import SECRET
 
@@ -20,7 +22,7 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(
     """The socket's own timeout is set only when it changes: it must be the one of this call, also
     after a wait of another length that brought nothing."""
     bounds: list[float] = []
-    set_timeout = notesocket.set_timeout
+    set_timeout = unix_socket.set_timeout
 
     def record(sock: object, timeout: float) -> None:
         bounds.append(timeout)
@@ -30,7 +32,7 @@ def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(
     connector = shm.ShmConnector()
     receiver = connector.listen("a-b", options)
     sender = connector.connect(receiver.endpoint, options)
-    monkeypatch.setattr(notesocket, "set_timeout", record)
+    monkeypatch.setattr(unix_socket, "set_timeout", record)
     chunk = wire.chunk(RequestId("r"), Span(0, 1), Mark.MORE, {"rows": torch.ones(1)})
 
     def take(timeout: float, sends: bool) -> float:
@@ -111,3 +113,29 @@ def test_a_slot_is_used_again_only_when_it_is_back(seed: int, slots: int) -> Non
     finally:
         sender.close()
         receiver.close()
+
+
+# --- page-locked memory
+
+
+@pytest.fixture
+def file() -> int:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 1 << 16)
+    return fd
+
+
+def test_two_mappings_share_their_bytes(file: int) -> None:
+    ours, theirs = map_shared(file, 1 << 16), map_shared(file, 1 << 16)
+    os.close(file)
+    tensor = torch.frombuffer(memoryview(theirs)[4096:], dtype=torch.int32, count=4)
+    ours[4096:4100] = b"\x07\0\0\0"
+    del ours, theirs
+    assert tensor.tolist() == [7, 0, 0, 0], "the view keeps the mapping"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_without_cuda_nothing_is_registered(file: int) -> None:
+    mapping = map_shared(file, 1 << 16)
+    os.close(file)
+    assert not mapping.register()

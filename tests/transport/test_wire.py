@@ -288,7 +288,7 @@ def test_what_is_remembered_is_bounded() -> None:
                 wire.chunk(RequestId(f"r-{n}"), Span(0, 1), Mark.MORE, {"x": torch.zeros(1)})
             )
         )
-    assert max(len(wire._known.by_bytes), len(wire._known.by_meaning)) <= 1024
+    assert max(len(wire._headers.by_bytes), len(wire._headers.by_content)) <= 1024
 
 
 def test_memory_that_cannot_be_written() -> None:

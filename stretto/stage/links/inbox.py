@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 from stretto.errors import Bug, WireError
 from stretto.transport import wire
-from stretto.transport.contract import Chunk, ChunkHeader, Fences, OnLink
+from stretto.transport.contract import Chunk, ChunkHeader, OnLink, PurgedRequests
 from stretto.types import Mark, RequestId, Span
 
 
@@ -125,7 +125,7 @@ class Inboxes:
     _early: dict[RequestId, list[Chunk]] = field(default_factory=dict)
     _num_early: int = 0
     _early_size: int = 0
-    _over: Fences = field(default_factory=Fences)
+    _over: PurgedRequests = field(default_factory=PurgedRequests)
 
     def __getitem__(self, request: RequestId) -> Inbox:
         return self._open[request]

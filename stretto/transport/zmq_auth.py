@@ -1,20 +1,30 @@
-"""Connections to a network listener that have not sent their hello: few, for a short time, and then
-shut down.
+"""Authentication of ZeroMQ sockets: CURVE keys from a shared secret, and connections that have not
+sent their hello.
 
-ZeroMQ accepts every connection and has no call that closes one of many. But it reports the
-descriptor of each, and closes a connection that was shut down underneath. A descriptor may be
-closed and reused for another connection at any moment, so it is shut down only if its peer's
-address is still the one that connected.
+Used by links between machines (`zmq_socket`, on its courier's thread) and by the control channel to
+hosts there (`engine/remote_host.py`).
 
-Used by `zmqsocket.ZmqListener`, on its courier's thread."""
+**Keys.** Both ends derive the listener's key from their secret, so that connections are encrypted
+and nobody else can answer.
+
+**Pending connections** are few, for a short time, and then shut down. ZeroMQ accepts every
+connection and has no call that closes one of many. But it reports the descriptor of each, and
+closes a connection that was shut down underneath. A descriptor may be closed and reused for another
+connection at any moment, so it is shut down only if its peer's address is still the one that
+connected."""
 
 from __future__ import annotations
 
+import hmac
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils import z85
 
 MAX_PENDING = 16
 """At a time. The oldest is shut down for the next, so that many silent ones do not keep the invited
@@ -22,6 +32,23 @@ sender out."""
 HELLO_S = 5.0
 """For a connection to send its hello. The sender does so right after the handshake, but a busy
 machine may pause it."""
+
+
+def key_of(secret: bytes, purpose: str) -> bytes:
+    """The listener's CURVE secret key, which only the two ends can derive. Any 32 bytes are a valid
+    key. `purpose` holds a nonce, so that no two listeners have the same."""
+    return z85.encode(hmac.digest(secret, f"stretto curve {purpose}".encode(), "sha256"))
+
+
+def encrypt(socket: zmq.Socket[Any], key: bytes, *, listens: bool = False) -> None:
+    """With the listener's secret key. A dialer has it too, and uses only its public half. The
+    dialer's own key pair is random: its hello authenticates it."""
+    if listens:
+        socket.curve_server = True
+        socket.curve_secretkey = key
+    else:
+        socket.curve_serverkey = zmq.curve_public(key)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
 @dataclass(slots=True)

@@ -1,19 +1,10 @@
-"""What passes between a stage loop and a courier: a bounded queue of chunks, and a queue of
-errors."""
+"""The queue between a stage loop and a courier, and the event that it waits with."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
-
-from stretto.errors import Gone, StrettoError
-from stretto.transport.metrics import LinkMetrics
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -43,7 +34,7 @@ class AutoResetEvent:
         return self._clear.acquire(timeout=timeout)
 
 
-class Handoff(Generic[T]):
+class BoundedQueue(Generic[T]):
     """A bounded queue between one producer and one consumer thread. Only methods with `wait` in the
     name wait.
 
@@ -104,27 +95,3 @@ class Handoff(Generic[T]):
         self._closed = True
         self._filled.set()
         self._emptied.set()
-
-
-@dataclass(slots=True)
-class Faults:
-    """Errors for the stage loop. Each is counted and logged, and wakes the loop."""
-
-    metrics: LinkMetrics
-    wake: Callable[[], None]
-    _queue: deque[StrettoError] = field(default_factory=deque)
-
-    def add(self, error: StrettoError) -> None:
-        # A close in good order is reported too, since requests may depend on the link, but it is
-        # not worth a warning.
-        level = logging.INFO if isinstance(error, Gone) else logging.WARNING
-        log.log(level, "link %s: %s: %s", self.metrics.link, type(error).__name__, error)
-        self.metrics.error(error)
-        self._queue.append(error)
-        self.wake()
-
-    def take(self) -> list[StrettoError]:
-        taken: list[StrettoError] = []
-        while self._queue:
-            taken.append(self._queue.popleft())
-        return taken

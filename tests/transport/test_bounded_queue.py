@@ -7,43 +7,43 @@ import threading
 
 import pytest
 
-from stretto.transport.handoff import AutoResetEvent, Handoff
+from stretto.transport.bounded_queue import AutoResetEvent, BoundedQueue
 
 PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_everything_passes_in_order(capacity: int) -> None:
-    handoff: Handoff[int] = Handoff(capacity)
+    queue: BoundedQueue[int] = BoundedQueue(capacity)
     got: list[int] = []
     most = 0
 
     def consume() -> None:
         while len(got) < 5000:
-            item = handoff.wait_item(PATIENCE_S)
+            item = queue.wait_item(PATIENCE_S)
             assert item is not None, "a wake-up was lost"
             got.append(item)
 
     thread = threading.Thread(target=consume)
     thread.start()
     for item in range(5000):
-        while not handoff.offer(item):
-            handoff.wait_room(PATIENCE_S)
-        most = max(most, len(handoff))
+        while not queue.offer(item):
+            queue.wait_room(PATIENCE_S)
+        most = max(most, len(queue))
     thread.join(PATIENCE_S)
     assert got == list(range(5000))
     assert most <= capacity
 
 
 def test_closing_wakes_and_keeps_what_is_inside() -> None:
-    handoff: Handoff[int] = Handoff(4)
+    queue: BoundedQueue[int] = BoundedQueue(4)
     results: list[int | None] = []
-    thread = threading.Thread(target=lambda: results.append(handoff.wait_item(PATIENCE_S)))
+    thread = threading.Thread(target=lambda: results.append(queue.wait_item(PATIENCE_S)))
     thread.start()
-    handoff.close()
+    queue.close()
     thread.join(PATIENCE_S)
     assert results == [None]
-    full: Handoff[int] = Handoff(1)
+    full: BoundedQueue[int] = BoundedQueue(1)
     assert full.offer(1)
     assert not full.offer(2)
     full.close()

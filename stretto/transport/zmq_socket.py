@@ -1,5 +1,5 @@
-"""The connection of a link between machines: one ZeroMQ socket per end. `mooncake` sends its notes
-on it, `tcp` its chunks too.
+"""The connection of a link between machines: one ZeroMQ socket per end. `mooncake` sends its
+messages on it, `tcp` its chunks too.
 
 The receiver binds a ROUTER, the sender connects a DEALER, once. There is no reconnection: a link
 that broke starts again with a new generation. ZeroMQ's own I/O thread does the handshake, the
@@ -8,12 +8,12 @@ other.
 
 **Death.** The end of a connection is an event of the socket's monitor: immediate when the peer's
 kernel closes it (the process died), after `heartbeat_s` without an answer when the machine or the
-network is gone. A CLOSE note precedes the end of a connection that is closed in good order.
+network is gone. A CLOSE message precedes the end of a connection that is closed in good order.
 
 **Authentication.** The connection is CURVE: encrypted and authenticated. The receiver's key pair is
 derived from the link's secret and the endpoint's nonce, so only the invited listener can answer,
 and a peer without the secret does not complete the handshake, during which at most one message of
-it is held. The sender's first note then carries the endpoint's hello. Until then a connection is
+it is held. The sender's first message then carries the endpoint's hello. Until then a connection is
 pending (`pending`): few at a time, shut down when it sends anything else or nothing for too long,
 or when the sender is connected.
 
@@ -38,10 +38,16 @@ from dataclasses import dataclass, field
 import zmq
 
 from stretto.transport.contract import Corrupt, Endpoint, LinkOptions, PeerDead
-from stretto.transport.curve import encrypt, key_of
 from stretto.transport.endpoint import hello_of, secret_of
-from stretto.transport.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_note
-from stretto.transport.pending import PendingConnections
+from stretto.transport.slot_transport import (
+    MESSAGE_BYTES,
+    Hangup,
+    LinkMessage,
+    MessageKind,
+    pack_message,
+    unpack_message,
+)
+from stretto.transport.zmq_auth import PendingConnections, encrypt, key_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +59,7 @@ _NEVER_MS = (
 _TERM_S = _LINGER_MS / 1000 + 1.0
 _UNBIND_S = 0.5
 _LAST_HELLO_S = 0.1  # for a hello in transit when its listener closes
-_SLACK_BYTES = 4096  # for a note and a hello beside a chunk, in the bound on a message's size
+_SLACK_BYTES = 4096  # for a message and a hello beside a chunk, in the bound on a message's size
 _EVENT = struct.Struct("<HI")
 # Plain integers: operations on ZeroMQ's enums cost a microsecond each.
 _EVENTS, _POLLIN, _NOBLOCK, _MORE = (
@@ -175,8 +181,8 @@ class _ZmqSocket:
     def _read_events(self) -> list[tuple[int, int]]:
         events = []
         while _readable(self._monitor):
-            said, _address = self._monitor.recv_multipart(_NOBLOCK)
-            events.append(_EVENT.unpack(said))
+            event, _address = self._monitor.recv_multipart(_NOBLOCK)
+            events.append(_EVENT.unpack(event))
         return events
 
     def _may_linger(self) -> bool:
@@ -210,7 +216,7 @@ class _ZmqSocket:
 
 
 class ZmqDialer(_ZmqSocket):
-    """The sender's side: connects, sends the hello, then sends notes and reads those that come
+    """The sender's side: connects, sends the hello, then sends messages and reads those that come
     back."""
 
     def __init__(self, endpoint: Endpoint, options: LinkOptions) -> None:
@@ -222,7 +228,10 @@ class ZmqDialer(_ZmqSocket):
             self._socket.connect(f"tcp://{endpoint.address}")
             self._await_handshake(endpoint, options.connect_timeout_s)
             self._send(
-                [pack_note(Kind.HELLO, 0, 0, 0, self._generation), hello_of(endpoint, secret)]
+                [
+                    pack_message(MessageKind.HELLO, 0, 0, 0, self._generation),
+                    hello_of(endpoint, secret),
+                ]
             )
         except (zmq.ZMQError, Hangup) as error:
             self._lost = str(error)
@@ -244,43 +253,43 @@ class ZmqDialer(_ZmqSocket):
                 raise PeerDead("nobody listens", link=endpoint.link)
         raise PeerDead(f"no answer within {timeout} s", link=endpoint.link)
 
-    def send_note(
+    def send_message(
         self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None
     ) -> None:
-        note = pack_note(kind, slot, seq, size, self._generation)
-        self._send([note] if blob is None else [note, blob])
+        message = pack_message(kind, slot, seq, size, self._generation)
+        self._send([message] if blob is None else [message, blob])
 
-    def notes(self, timeout: float) -> list[Note]:
+    def messages(self, timeout: float) -> list[LinkMessage]:
         self._raise_if_lost()
         messages, events = self._receive(timeout)
         if any(event & (_GONE | _REFUSED) for event, _fd in events):
-            self._lost = "the connection ended without a CLOSE note"
+            self._lost = "the connection ended without a CLOSE message"
         if not messages:
             self._raise_if_lost()
-        return [self._note_of(frames) for frames in messages]
+        return [self._parse(frames) for frames in messages]
 
-    def _note_of(self, frames: list[zmq.Frame]) -> Note:
-        if len(frames) != 1 or len(frames[0]) != NOTE_BYTES:
-            raise Hangup("the peer sent something that is not a note")
-        note = unpack_note(frames[0].buffer)
-        if note[0] == Kind.CLOSE:
+    def _parse(self, frames: list[zmq.Frame]) -> LinkMessage:
+        if len(frames) != 1 or len(frames[0]) != MESSAGE_BYTES:
+            raise Hangup("the peer sent something that is not a message")
+        message = unpack_message(frames[0].buffer)
+        if message[0] == MessageKind.CLOSE:
             self._lost = "the listener closed"
-        return note
+        return message
 
     def wake(self) -> None:
         if not self._lost:
             with suppress(Hangup):
-                self.send_note(Kind.CLOSE)
+                self.send_message(MessageKind.CLOSE)
         self._wake()
 
     def close(self) -> None:
         with suppress(Hangup):
-            self.notes(0.0)  # do not linger for a peer that is gone
+            self.messages(0.0)  # do not linger for a peer that is gone
         super().close()
 
 
 class ZmqListener(_ZmqSocket):
-    """The receiver's side: binds, waits for the invited sender's hello, then reads its notes and
+    """The receiver's side: binds, waits for the invited sender's hello, then reads its messages and
     chunks."""
 
     def __init__(self, link: str, options: LinkOptions, most_bytes: int) -> None:
@@ -316,11 +325,11 @@ class ZmqListener(_ZmqSocket):
         """Sets the hello to wait for. Called once, before anything is received."""
         self._generation = endpoint.generation
         self._hello = [
-            pack_note(Kind.HELLO, 0, 0, 0, endpoint.generation),
+            pack_message(MessageKind.HELLO, 0, 0, 0, endpoint.generation),
             hello_of(endpoint, self._secret),
         ]
 
-    def arrivals(self, timeout: float) -> list[tuple[Note, zmq.Frame | None]]:
+    def arrivals(self, timeout: float) -> list[tuple[LinkMessage, zmq.Frame | None]]:
         self._raise_if_lost()
         arrived = [self._open(frames) for frames in self._poll_peer(timeout)]
         if not arrived:
@@ -349,18 +358,18 @@ class ZmqListener(_ZmqSocket):
                 left = left or fd == self._peer_fd
                 self._pending.remove(fd)
         if left:
-            self._lost = "the connection ended without a CLOSE note"
+            self._lost = "the connection ended without a CLOSE message"
 
     def _is_peer(self, frames: list[zmq.Frame]) -> bool:
         who = frames[0].bytes
         if self._peer:
             return who == self._peer
         fd = frames[-1].get(zmq.SRCFD)
-        said = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
+        hello = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
         if (
             len(frames) == 3
-            and len(said) == 2
-            and hmac.compare_digest(b"".join(said), b"".join(self._hello))
+            and len(hello) == 2
+            and hmac.compare_digest(b"".join(hello), b"".join(self._hello))
         ):
             self._peer = who
             self._peer_fd = fd
@@ -369,16 +378,16 @@ class ZmqListener(_ZmqSocket):
             self._pending.refuse(fd)
         return False
 
-    def _open(self, frames: list[zmq.Frame]) -> tuple[Note, zmq.Frame | None]:
-        if len(frames) not in (2, 3) or len(frames[1]) != NOTE_BYTES:
-            raise Hangup("the peer sent something that is not a note")
-        note = unpack_note(frames[1].buffer)
-        if note[0] == Kind.CLOSE:
+    def _open(self, frames: list[zmq.Frame]) -> tuple[LinkMessage, zmq.Frame | None]:
+        if len(frames) not in (2, 3) or len(frames[1]) != MESSAGE_BYTES:
+            raise Hangup("the peer sent something that is not a message")
+        message = unpack_message(frames[1].buffer)
+        if message[0] == MessageKind.CLOSE:
             self._lost = "the sender closed"
-        return note, frames[2] if len(frames) == 3 else None
+        return message, frames[2] if len(frames) == 3 else None
 
     def reply(self, kind: int, slot: int = 0, seq: int = 0) -> None:
-        self._send([self._peer, pack_note(kind, slot, seq, 0, self._generation)])
+        self._send([self._peer, pack_message(kind, slot, seq, 0, self._generation)])
 
     def wake(self) -> None:
         self._send_close()
@@ -409,7 +418,7 @@ class ZmqListener(_ZmqSocket):
     def _send_close(self) -> None:
         if self._peer and not self._lost:
             with suppress(Hangup):
-                self.reply(Kind.CLOSE)
+                self.reply(MessageKind.CLOSE)
 
     def _await_hello(self) -> None:
         """Send CLOSE also to a sender that has connected and was not accepted yet: it must not see

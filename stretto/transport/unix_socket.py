@@ -1,7 +1,7 @@
-"""The shm connector's notes: a connected unix socket that carries them both ways.
+"""The shm connector's messages: a connected unix socket that carries them both ways.
 
-One system call per note and side. Called by the courier's thread, except `NoteSocket.reply`, `wake`
-and `close`."""
+One system call per message and side. Called by the courier's thread, except `MessageSocket.reply`,
+`wake` and `close`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ import threading
 from contextlib import suppress
 
 from stretto.transport.contract import Endpoint
-from stretto.transport.notes import NOTE_BYTES, Hangup, Kind, Note, pack_note, unpack_notes
+from stretto.transport.slot_transport import (
+    MESSAGE_BYTES,
+    Hangup,
+    LinkMessage,
+    MessageKind,
+    pack_message,
+    unpack_messages,
+)
 
 _TIMEVAL = struct.Struct("@ll")
-_CHUNK = int(Kind.CHUNK)
+_CHUNK = int(MessageKind.CHUNK)
 _SEND_FLAGS = int(
     socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 )  # plain integers: an enum's `|` costs a microsecond
 _NO_WAIT = int(socket.MSG_DONTWAIT)
-_BATCH = 64  # notes read by one system call
+_BATCH = 64  # messages read by one system call
 
 
-class NoteSocket:
-    """Notes on one connected socket, both ways."""
+class MessageSocket:
+    """Messages on one connected socket, both ways."""
 
     def __init__(self, sock: socket.socket, endpoint: Endpoint) -> None:
         sock.setblocking(True)
-        # A queued note costs about 1 KiB of the buffer; ask for room for all that credits allow,
-        # and the CLOSE note.
+        # A queued message costs about 1 KiB of the buffer; ask for room for all that credits allow,
+        # and the CLOSE message.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, endpoint.slots * 1024 + 16384)
         self._sock = sock
         self._receive = sock.recv_into  # waits for as long as the socket's own timeout
         self._generation = endpoint.generation
-        self._buffer = bytearray(_BATCH * NOTE_BYTES)
+        self._buffer = bytearray(_BATCH * MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
-        self._rest = 0  # bytes of an incomplete note at the start of the buffer
+        self._rest = 0  # bytes of an incomplete message at the start of the buffer
         self._timeout = -1.0  # the socket's own
         self._sending = (
             threading.Lock()
@@ -45,27 +52,27 @@ class NoteSocket:
         """For the courier only, which holds the end's mutex: nobody closes the descriptor
         meanwhile."""
         try:
-            self._sock.send(pack_note(_CHUNK, slot, seq, size, self._generation), _SEND_FLAGS)
+            self._sock.send(pack_message(_CHUNK, slot, seq, size, self._generation), _SEND_FLAGS)
         except OSError as error:
             raise _gone(error) from error
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
         """For any thread."""
-        data = pack_note(kind, slot, seq, 0, self._generation)
+        data = pack_message(kind, slot, seq, 0, self._generation)
         with self._sending:
             try:
                 self._sock.send(data, _SEND_FLAGS)
             except OSError as error:
                 raise _gone(error) from error
 
-    def notes(self, timeout: float) -> list[Note]:
+    def messages(self, timeout: float) -> list[LinkMessage]:
         """One read, so at most one wait; the caller comes again."""
         try:
             return self._split(self._read(timeout))
         except BlockingIOError:
             return []
         except OSError as error:
-            # ECONNRESET: it ended with our notes unread
+            # ECONNRESET: it ended with our messages unread
             raise Hangup(f"the connection broke: {error.strerror}") from error
 
     def _read(self, timeout: float) -> int:
@@ -78,19 +85,19 @@ class NoteSocket:
             self._timeout = timeout
         return self._receive(room)
 
-    def _split(self, got: int) -> list[Note]:
+    def _split(self, got: int) -> list[LinkMessage]:
         if not got:
-            raise Hangup("the connection ended without a CLOSE note")
+            raise Hangup("the connection ended without a CLOSE message")
         stop = self._rest + got
-        self._rest = stop % NOTE_BYTES
+        self._rest = stop % MESSAGE_BYTES
         whole = stop - self._rest
-        notes = list(unpack_notes(self._view[:whole]))
+        messages = list(unpack_messages(self._view[:whole]))
         self._buffer[: self._rest] = self._buffer[whole:stop]
-        return notes
+        return messages
 
     def wake(self) -> None:
         with suppress(Hangup):  # the peer went first
-            self.reply(Kind.CLOSE, 0, 0)
+            self.reply(MessageKind.CLOSE, 0, 0)
         self.hang_up()
 
     def hang_up(self) -> None:

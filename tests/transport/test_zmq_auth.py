@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.transport.pending import HELLO_S, MAX_PENDING, PendingConnections
+from stretto.transport.zmq_auth import HELLO_S, MAX_PENDING, PendingConnections
 
 
 class Door:

@@ -1,7 +1,7 @@
-"""Notes and transports: what `slots` needs from shm, tcp and mooncake, and how slots are laid out
-in memory.
+"""Messages and transports: what `slots` needs from shm, tcp and mooncake, and how slots are laid
+out in memory.
 
-A note is a small control message beside the data: a chunk lies in this slot, this slot is free
+A message is a small control message beside the data: a chunk lies in this slot, this slot is free
 again, closing. Called by the ends of a link, on their courier's thread unless a method says
 otherwise."""
 
@@ -16,24 +16,24 @@ from typing import Protocol
 from stretto.transport import wire
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     CHUNK = 1  # sender -> receiver
     RELEASE = 2  # receiver -> sender
     REFUSE = 3  # receiver -> sender: the chunk is corrupt, the slot is free again
-    CLOSE = 4  # both ways: the last note
-    HELLO = 5  # sender -> receiver, first note, where the transport needs one
+    CLOSE = 4  # both ways: the last message
+    HELLO = 5  # sender -> receiver, first message, where the transport needs one
 
 
-Note = tuple[int, int, int, int, int]
-"""Kind, slot, seq, size, generation: 32 bytes. A bare tuple, since one is made and read for every
-chunk. Its transport (a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at all;
-the chunk's checksum is in its prefix."""
+LinkMessage = tuple[int, int, int, int, int]
+"""MessageKind, slot, seq, size, generation: 32 bytes. A bare tuple, since one is made and read for
+every chunk. Its transport (a unix socket, a ZeroMQ frame) delivers it whole and unchanged or not at
+all; the chunk's checksum is in its prefix."""
 
-_NOTE = struct.Struct("<IIQQQ")
-NOTE_BYTES = _NOTE.size
-pack_note = _NOTE.pack
-unpack_note = _NOTE.unpack_from
-unpack_notes = _NOTE.iter_unpack
+_MESSAGE = struct.Struct("<IIQQQ")
+MESSAGE_BYTES = _MESSAGE.size
+pack_message = _MESSAGE.pack
+unpack_message = _MESSAGE.unpack_from
+unpack_messages = _MESSAGE.iter_unpack
 
 
 class Hangup(Exception):
@@ -58,7 +58,7 @@ class SendTransport(Protocol):
     """What a `SlotSender` sends with."""
 
     detects_hangup: bool
-    """Whether `send_chunk` itself fails when the peer has left; if not, notes are read before
+    """Whether `send_chunk` itself fails when the peer has left; if not, messages are read before
     each."""
 
     @property
@@ -71,13 +71,13 @@ class SendTransport(Protocol):
         `PutFailed`."""
         ...
 
-    def notes(self, timeout: float) -> list[Note]:
-        """Notes from the receiver; waits for the first at most `timeout`. `Hangup` after the
+    def messages(self, timeout: float) -> list[LinkMessage]:
+        """Messages from the receiver; waits for the first at most `timeout`. `Hangup` after the
         last."""
         ...
 
     def wake(self) -> None:
-        """Send CLOSE to the peer and make a waiting `notes` return. Any thread; only before
+        """Send CLOSE to the peer and make a waiting `messages` return. Any thread; only before
         `close`."""
         ...
 
@@ -88,9 +88,9 @@ class ReceiveTransport(Protocol):
     """What a `SlotReceiver` receives with."""
 
     @property
-    def arrivals(self) -> Callable[[float], Sequence[tuple[Note, wire.Page]]]:
-        """Called with a timeout: notes, each with the memory of its chunk; waits for the first at
-        most that long. `Hangup` after the last."""
+    def arrivals(self) -> Callable[[float], Sequence[tuple[LinkMessage, wire.Page]]]:
+        """Called with a timeout: messages, each with the memory of its chunk; waits for the first
+        at most that long. `Hangup` after the last."""
         ...
 
     def reply(self, kind: int, slot: int, seq: int) -> None:
