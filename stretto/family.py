@@ -16,12 +16,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from stretto.errors import Bug
-from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
+from stretto.params import Capability, Params, RequestOptions
 
-Capability = Literal["text", "speech", "reading", "enrolment", "text_ahead", "speech_ahead"]
-"""What a request can want: an answer in words, an answer in words and speech, a given text read
-aloud, or a voice made of a clip. Or nothing but that the beginning of a prompt is read ahead of its
-end, so that the caches have it: for an answer in words, or in words and speech."""
 OutputKind = Literal["text", "audio"]
 
 
@@ -57,7 +53,7 @@ class PipelineSpec:
     build: str
     stages: tuple[StageSpec, ...]
     links: tuple[LinkSpec, ...]
-    paths: Mapping[Capability, tuple[str, ...]]  # which stages a request needs, by what it wants
+    paths: Mapping[Capability, tuple[str, ...]]  # which stages a request needs
     # "module:function" of (directory) -> GrammarCompiler, if answers may have to follow a grammar
     grammars: str = ""
 
@@ -68,9 +64,9 @@ class PipelineSpec:
         for link in self.links:
             if order.get(link.sender, len(order)) >= order.get(link.receiver, -1):
                 raise Bug(f"link {link.name} does not go from a stage to a later one")
-        for wanted, path in self.paths.items():
+        for capability, path in self.paths.items():
             if not path or not set(path) <= set(order):
-                raise Bug(f"{wanted} needs stages {path}, but there are {self.names}")
+                raise Bug(f"{capability} needs stages {path}, but there are {self.names}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,19 +128,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """One request, as a family makes its stages' parameters of it."""
-
-    capability: Capability
-    params: Params
-    seed: int
-    voice: str | None = None
-    spoken: tuple[int, ...] | None = None  # the tokens that are to be read aloud
-    manner: SpeechStyle = DEFAULT_STYLE  # how
-    live: bool = False  # `spoken` is where they begin; the others follow
-
-
-@dataclass(frozen=True, slots=True)
 class MediaTokens:
     """The ids that stand for media in a prompt."""
 
@@ -165,8 +148,8 @@ class Model(Protocol):
         """Raises `Invalid` for a voice that it does not have."""
         ...
 
-    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        """What each stage on the request's path is told, in types that the stages' nodes know."""
+    def stage_params(self, options: RequestOptions) -> dict[str, msgspec.Struct]:
+        """The parameters of each stage on the request's path, in types that the stages know."""
         ...
 
 

@@ -1,11 +1,14 @@
-"""How a request is answered: what its caller may choose. Imports no torch."""
+"""What a request asks for beside its prompt: how its outputs are drawn and cut (`Params`), how a
+text is spoken (`SpeechStyle`), and all of it in one record (`RequestOptions`). Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from stretto.errors import Invalid
+from stretto.errors import Bug, Invalid
+from stretto.types import RequestId
 
 MAX_GRAMMAR = 1 << 17
 """Letters."""
@@ -114,3 +117,43 @@ class Params:
                 "a grammar says where the text ends: leave out min_tokens and ignore_eos",
                 "response_format",
             )
+
+
+Capability = Literal["text", "speech", "tts", "enrolment", "text_prefill", "speech_prefill"]
+"""What a request asks for: an answer in words, an answer in words and speech, a given text read
+aloud, or a voice made of a clip. Or the prefill of a prompt's beginning alone, so that the caches
+have it: for an answer in words, or in words and speech."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """All that a request asks for beside its prompt. The engine's methods make it of what they are
+    called with. On admission `params` get limits that fit the prompt, and a seed; then the family
+    makes its stages' parameters of it (`Model.stage_params`)."""
+
+    capability: Capability
+    params: Params = field(default_factory=Params)
+    voice: str | None = None
+    style: SpeechStyle = DEFAULT_STYLE
+    tts_ids: tuple[int, ...] | None = None  # of the text to be read aloud
+    tts_streaming: bool = False  # `tts_ids` is where that text begins; the rest follows
+    request_id: RequestId | None = None  # the caller's
+    session: str | None = None  # requests of a session go to the same pipeline
+    owner: str = ""  # shares prefix caches with requests of the same owner only
+    sender: str = ""  # takes turns with other senders where requests wait
+
+    @property
+    def speaks(self) -> bool:
+        """Whether speech is made, or prepared."""
+        return self.capability in ("speech", "tts", "speech_prefill")
+
+    @property
+    def prefill_only(self) -> bool:
+        return self.capability in ("text_prefill", "speech_prefill")
+
+    @property
+    def seed(self) -> int:
+        """Of all that the request's stages draw."""
+        if self.params.seed is None:
+            raise Bug("a request has no seed before it is admitted")
+        return self.params.seed

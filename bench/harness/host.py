@@ -15,7 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import msgspec
 from bench.harness.workload import Workload
 from stretto.config.engine import HostSettings
 from stretto.errors import StageDead
-from stretto.family import Wanted
 from stretto.kernels.triton import dtypes
 from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Sample
@@ -34,6 +33,7 @@ from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import RequestOptions
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.host.channel import Channel
@@ -52,10 +52,10 @@ def configure(model: str, stages: Sequence[str], settings: HostSettings) -> Conf
     return Configure(model, PIPELINE.build, tuple(stages), settings.as_dict(), links)
 
 
-def admission(id: RequestId, prompt: Prompt, wanted: Wanted) -> Question:
+def admission(id: RequestId, prompt: Prompt, options: RequestOptions) -> Question:
     """A request as the engine announces it to a host that has all stages."""
     packed = pack(prompt)
-    told = stage_params(wanted).items()
+    told = stage_params(options).items()
     stages = {stage: msgspec.Raw(msgspec.msgpack.encode(params)) for stage, params in told}
     return Admit(id, packed.for_host(with_features=True), stages), packed.feature_bytes()
 
@@ -174,8 +174,8 @@ class Asker:
         messages = workload.messages(
             number, lambda text: len(self.builder.tokenizer.encode(text)) if text else 0
         )
-        wanted = Wanted("speech", workload.params(number), seed=number)
-        return admission(RequestId(f"a{number}"), self.builder.build(messages), wanted)
+        options = RequestOptions("speech", replace(workload.params(number), seed=number))
+        return admission(RequestId(f"a{number}"), self.builder.build(messages), options)
 
 
 # ---- what is switched while a host stands

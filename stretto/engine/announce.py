@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
 
@@ -15,52 +15,23 @@ import msgspec
 from stretto.engine.pipeline import PIECE
 from stretto.engine.request import Ticket
 from stretto.errors import Bug, Invalid, TooLong
-from stretto.family import Capability, Wanted
 from stretto.messages.requests import Admit
-from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
+from stretto.params import Params, RequestOptions
 from stretto.types import RequestId
 
-_GIVEN = re.compile(
-    r"[A-Za-z0-9_.:-]{1,48}"
-)  # what a link carries as a request's name, less room for a number
+# what a link carries as a request's id, less room for a number
+_CALLERS_ID = re.compile(r"[A-Za-z0-9_.:-]{1,48}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a caller wants, but for the prompt."""
-
-    speak: bool
-    voice: str | None
-    params: Params
-    id: RequestId | None
-    spoken: tuple[int, ...] | None = None  # tokens to be read aloud: there is no answer to be made
-    session: str | None = None
-    manner: SpeechStyle = DEFAULT_STYLE  # of reading aloud
-    live: bool = False  # the text that is read aloud is still being written
-    enrols: bool = False  # wants a voice, not an answer
-    sender: str = ""  # whose turn it is when many ask at once
-    owner: str = ""  # whose prompts its own may be found among; all that name none share theirs
-    # the beginning of a prompt, to be read ahead of its end: there is no answer yet
-    prefill_only: bool = False
-
-    @property
-    def capability(self) -> Capability:
-        """What its stages have to do."""
-        if self.prefill_only:
-            return "speech_ahead" if self.speak else "text_ahead"
-        if self.enrols:
-            return "enrolment"
-        if not self.speak:
-            return "text"
-        return "speech" if self.spoken is None else "reading"
-
-
-def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
-    """The parameters, with limits that the model has room for beside a prompt of `num_prompt`
-    tokens."""
-    params = ask.params
+def clamp_params(
+    options: RequestOptions, num_prompt: int, max_positions: int, vocab: int
+) -> Params:
+    """The request's parameters, with limits that the model has room for beside a prompt of
+    `num_prompt` tokens, and with a seed."""
+    params = options.params
     room = max_positions - num_prompt
-    if ask.spoken is None and not ask.enrols and params.max_text_tokens > room:
+    writes_text = options.capability not in ("tts", "enrolment")
+    if writes_text and params.max_text_tokens > room:
         if room < 1:
             raise TooLong(
                 f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages"
@@ -73,6 +44,7 @@ def fitted(ask: Ask, num_prompt: int, max_positions: int, vocab: int) -> Params:
         params,
         max_frames=min(params.max_frames, longest),
         min_frames=min(params.min_frames, longest),
+        seed=seed_of(params),
     )
     if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
         raise Invalid(
@@ -90,39 +62,40 @@ def fresh_seed() -> int:
     return secrets.randbits(53)
 
 
-class Names:
-    """The ids that all stages know requests by. None comes twice: stages remember those of requests
-    that are over, and ignore what comes for them."""
+class RequestIds:
+    """Makes the ids that all stages know requests by. None comes twice: stages remember those of
+    requests that are over, and ignore what comes for them."""
 
     def __init__(self) -> None:
         self._numbers = count()
 
-    def new(self, given: RequestId | None, running: Iterable[Ticket]) -> RequestId:
+    def mint(self, callers_id: RequestId | None, running: Iterable[Ticket]) -> RequestId:
         """The caller's id and a number that makes it unique, so that earlier ids need not be
         remembered."""
-        if given is None:
+        if callers_id is None:
             return RequestId(f"r-{secrets.token_hex(8)}")
-        if not _GIVEN.fullmatch(given):
+        if not _CALLERS_ID.fullmatch(callers_id):
             raise Invalid("request_id must be 1 to 48 letters, digits, _ . : or -", "request_id")
-        if any(t.given == given for t in running):
-            raise Invalid(f"request {given} is running already", "request_id")
-        return RequestId(f"{given}.{next(self._numbers)}")
+        if any(t.callers_id == callers_id for t in running):
+            raise Invalid(f"request {callers_id} is running already", "request_id")
+        return RequestId(f"{callers_id}.{next(self._numbers)}")
 
 
-async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
+async def announce(t: Ticket, options: RequestOptions, shared: bool) -> None:
     """Tell all stages of a request at once, so that each is ready before its first input comes.
     Features go only to hosts whose stages encode them, large ones ahead and piece by piece.
     `shared`: prompts of all owners are one in the prefix caches."""
-    wanted = Wanted(ask.capability, t.params, t.seed, ask.voice, ask.spoken, ask.manner, ask.live)
-    told = {
+    stage_params = {
         stage: msgspec.Raw(_encode(params))
-        for stage, params in t.model.stage_params(wanted).items()
+        for stage, params in t.model.stage_params(options).items()
     }
-    if set(told) != set(t.stages):
+    if set(stage_params) != set(t.stages):
         raise Bug(
-            f"a request for {ask.capability} tells stages {sorted(told)} and needs {t.stages}"
+            f"a request for {options.capability} has parameters for stages {sorted(stage_params)} "
+            f"and needs {t.stages}"
         )
-    root, sender = b"" if shared else cache_root(ask.owner), digest_of(ask.sender, b"sender")
+    root = b"" if shared else cache_root(options.owner)
+    sender = digest_of(options.sender, b"sender")
     features = t.prompt.features.data if t.prompt.features is not None else b""
     encoding = [s.name for s in t.model.pipeline.stages if s.encodes_media and s.name in t.stages]
     blob = b""
@@ -132,7 +105,7 @@ async def announce(t: Ticket, ask: Ask, shared: bool) -> None:
         await t.pipeline.send_features(encoding, t.id, features)
     for host in t.pipeline.hosts_of(t.stages):
         encodes = any(stage in host for stage in encoding)
-        here = {stage: params for stage, params in told.items() if stage in host}
+        here = {stage: params for stage, params in stage_params.items() if stage in host}
         prompt = t.prompt.for_host(with_features=encodes)
         elsewhere = tuple(stage for stage in t.stages if stage not in here)
         message = Admit(t.id, prompt, here, t.params.priority, root, sender, elsewhere)

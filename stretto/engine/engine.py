@@ -26,7 +26,7 @@ from stretto._imports import load
 from stretto.config.engine import EngineConfig, check_model
 from stretto.config.placement import check_cards
 from stretto.embedded import is_random
-from stretto.engine.announce import Ask, Names, announce, fitted, seed_of
+from stretto.engine.announce import RequestIds, announce, clamp_params
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress
 from stretto.engine.gpu_sharing import Cards
 from stretto.engine.host_handle import Launcher, StagesLost
@@ -40,7 +40,7 @@ from stretto.engine.stall_watch import Watch
 from stretto.engine.status import numbers_of, open_files, progress_of
 from stretto.engine.tts import Reader
 from stretto.errors import Busy, Invalid, StageDead, StrettoError
-from stretto.family import Capability, ModelInfo
+from stretto.family import ModelInfo
 from stretto.hardware import cards
 from stretto.messages.requests import (
     Cancel,
@@ -55,7 +55,7 @@ from stretto.messages.requests import (
     Working,
 )
 from stretto.observe.trace import TraceWriter
-from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
+from stretto.params import DEFAULT_STYLE, Capability, Params, RequestOptions, SpeechStyle
 from stretto.preprocess.build import Builder
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation, Outlined, Windows
@@ -102,7 +102,7 @@ class PipelineEngine:
         self._accepted = 0
         self._tickets: dict[RequestId, Ticket] = {}
         self._router = Router(self._pipelines, config)
-        self._names = Names()
+        self._ids = RequestIds()
         self._reader = Reader(self.run, self.prompts, self._info, self.builder.tokenizer.encode)
         self.watch = Watch(self._tickets, self._pipelines, config)
         kinds = (
@@ -187,18 +187,25 @@ class PipelineEngine:
         allow_paths: bool = False,
         use_audio_in_video: bool = False,
     ) -> AsyncIterator[Event]:
-        speak = self.check(modalities, voice)
-        asked = params or self._info.defaults
-        sender = messages.sender if isinstance(messages, Conversation) else ""
+        speaks = self.check(modalities, voice)
+        options = RequestOptions(
+            "speech" if speaks else "text",
+            params or self._info.defaults,
+            voice,
+            request_id=request_id,
+            session=session,
+            owner=owner,
+            sender=messages.sender if isinstance(messages, Conversation) else "",
+        )
 
         async def build() -> PackedPrompt:
             if isinstance(messages, Conversation):
                 try:
-                    await self.prompts.check(asked.grammar, sender)
+                    await self.prompts.check(options.params.grammar, options.sender)
                     return await self.prompts.build(messages, use_audio_in_video)
                 finally:
                     messages.close()
-            await self.prompts.check(asked.grammar, sender)
+            await self.prompts.check(options.params.grammar, options.sender)
             given = (
                 [dict(m) for m in messages],
                 [dict(t) for t in tools] if tools else None,
@@ -206,8 +213,7 @@ class PipelineEngine:
             )
             return await self.threads.build_local(*given, allow_paths=allow_paths)
 
-        ask = Ask(speak, voice, asked, request_id, session=session, owner=owner, sender=sender)
-        return self.run(build, ask)
+        return self.run(build, options)
 
     def speak(
         self,
@@ -221,10 +227,15 @@ class PipelineEngine:
         sender: str = "",
     ) -> AsyncIterator[Event]:
         self.check(("audio",), voice)
-        ask = Ask(
-            True, voice, params or self._info.defaults, request_id, manner=manner, owner=owner
+        options = RequestOptions(
+            "tts",
+            params or self._info.defaults,
+            voice,
+            style=manner,
+            request_id=request_id,
+            owner=owner,
         )
-        return self._reader.read(text, ask, sender)
+        return self._reader.read(text, options, sender)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
         self._check_open()
@@ -265,7 +276,7 @@ class PipelineEngine:
     async def run(
         self,
         build: Callable[[], Awaitable[PackedPrompt]],
-        ask: Ask,
+        options: RequestOptions,
         writes: Callable[[Ticket], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Event]:
         """A request, from its prompt to its last event. `writes` goes on beside it: it tells it
@@ -273,12 +284,13 @@ class PipelineEngine:
         with self._place():
             arrived = time.monotonic()
             prompt = await build()
-            ask = replace(ask, spoken=prompt.tts_ids)
-            ticket = self._admit(prompt, ask, arrived)
+            options = replace(options, tts_ids=prompt.tts_ids)
+            ticket = self._admit(prompt, options, arrived)
+            options = replace(options, params=ticket.params)
             del prompt  # its features go as soon as they are sent
             beside: asyncio.Task[None] | None = None
             try:
-                await announce(ticket, ask, self.config.share_prefix_cache)
+                await announce(ticket, options, self.config.share_prefix_cache)
                 if writes is not None:
                     beside = asyncio.ensure_future(writes(ticket))
                 while not ticket.over:
@@ -312,36 +324,38 @@ class PipelineEngine:
             if not self._accepted:
                 self._idle.set()
 
-    def _admit(self, prompt: PackedPrompt, ask: Ask, arrived: float) -> Ticket:
+    def _admit(self, prompt: PackedPrompt, options: RequestOptions, arrived: float) -> Ticket:
         if self._closed:
             raise errors.Gone("the engine was closed")
-        params = fitted(ask, prompt.num_tokens, self._info.max_positions, self.model.vocab_size)
-        stages = self._path(ask.capability)
-        pipeline = self._choose(stages, ask.speak, ask.session)
-        id = self._names.new(ask.id, self._tickets.values())
+        params = clamp_params(
+            options, prompt.num_tokens, self._info.max_positions, self.model.vocab_size
+        )
+        stages = self._path(options.capability)
+        pipeline = self._choose(stages, options.speaks, options.session)
+        id = self._ids.mint(options.request_id, self._tickets.values())
         now = time.monotonic()
         words = TextStream(self.builder.tokenizer)
         ticket = Ticket(
             id,
-            ask.id,
+            options.request_id,
             pipeline,
             self.model,
             stages,
             prompt,
             params,
-            seed_of(params),
+            replace(options, params=params).seed,
             words,
             arrived,
             progressed=now,
         )
-        ticket.prefill_only = ask.prefill_only
+        ticket.prefill_only = options.prefill_only
         if prompt.features is not None:
             ticket.media = prompt.features.on_demand
         ticket.said = (
-            len(ask.spoken or ()) if self._info.live_text else 0
+            len(options.tts_ids or ()) if self._info.live_text else 0
         )  # else it is in the prompt
         self._tickets[id] = ticket
-        self.counts["ahead" if ask.prefill_only else "requests"] += 1
+        self.counts["ahead" if options.prefill_only else "requests"] += 1
         pipeline.active += 1
         return ticket
 

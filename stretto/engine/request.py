@@ -46,7 +46,7 @@ class Ticket:
     """One request, from admission to its last event."""
 
     id: RequestId
-    given: RequestId | None  # by the caller
+    callers_id: RequestId | None
     pipeline: Pipeline
     model: Model
     stages: tuple[str, ...]

@@ -27,11 +27,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stretto.engine.announce import Ask
 from stretto.engine.protocol import Event, Message, Modality, TextDelta, Usage
 from stretto.engine.request import prompt_usage
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.preprocess.live_audio import Hearing
 from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.packed_prompt import PackedPrompt, pack
@@ -295,8 +294,14 @@ class Session:
                 on_prompt(prompt_usage(prompt.ids, self._engine.model.media_tokens))
             return self._built(prompt)
 
-        ask = Ask(setting.speak, voice, params, None, session=self._name, owner=self._owner)
-        return self._answer(self._engine.run(build, ask), remember)
+        options = RequestOptions(
+            "speech" if setting.speak else "text",
+            params,
+            voice,
+            session=self._name,
+            owner=self._owner,
+        )
+        return self._answer(self._engine.run(build, options), remember)
 
     async def _answer(self, events: AsyncIterator[Event], remember: bool) -> AsyncGenerator[Event]:
         said: list[str] = []
@@ -384,16 +389,13 @@ class Session:
 
     async def _read_up_to(self, heard: AudioClip) -> None:
         setting, model = self._setting, self._engine.model
-        ask = Ask(
-            setting.speak,
-            None,
+        options = RequestOptions(
+            "speech_prefill" if setting.speak else "text_prefill",
             Params(max_text_tokens=1),
-            None,
             session=self._name,
             owner=self._owner,
-            prefill_only=True,
         )
-        if ask.capability not in model.pipeline.paths:
+        if options.capability not in model.pipeline.paths:
             return
         speaking = Item("", {"role": "user", "content": [{"type": "audio", "data": heard}]})
 
@@ -402,7 +404,7 @@ class Session:
             pads = [i for i, id in enumerate(prompt.ids) if id in model.media_tokens.audio]
             return self._built(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))
 
-        events = self._engine.run(build, ask)
+        events = self._engine.run(build, options)
         async with aclosing(events):  # type: ignore[type-var]
             async for _ in events:
                 pass

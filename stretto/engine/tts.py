@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
-from stretto.engine.announce import Ask, seed_of
+from stretto.engine.announce import seed_of
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
 from stretto.engine.request import Ticket
 from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
 from stretto.messages.requests import Say
-from stretto.params import Params, SpeechStyle
+from stretto.params import RequestOptions, SpeechStyle
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.threads import Prompts
@@ -41,7 +41,7 @@ class Run(Protocol):
     def __call__(
         self,
         build: Callable[[], Awaitable[PackedPrompt]],
-        ask: Ask,
+        options: RequestOptions,
         writes: Callable[[Ticket], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Event]: ...
 
@@ -55,32 +55,35 @@ class Reader:
     info: ModelInfo
     encode: Callable[[str], list[int]]
 
-    def read(self, text: str | AsyncIterator[str], ask: Ask, sender: str) -> AsyncIterator[Event]:
-        check_manner(ask.manner, self.info)
-        how = ask.manner.instructions
+    def read(
+        self, text: str | AsyncIterator[str], options: RequestOptions, sender: str
+    ) -> AsyncIterator[Event]:
+        check_style(options.style, self.info)
+        instructions = options.style.instructions
         if not isinstance(text, str):
             if not self.info.live_text:
                 raise Invalid("this model reads whole texts alone", "input")
-            return self._live(text, replace(ask, live=True), sender)
+            return self._live(text, replace(options, tts_streaming=True), sender)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
 
-        def speak(passage: str, ask: Ask = ask) -> AsyncIterator[Event]:
-            return self.run(partial(self.prompts.read, passage, sender, how), ask)
+        def speak(passage: str, options: RequestOptions = options) -> AsyncIterator[Event]:
+            return self.run(partial(self.prompts.read, passage, sender, instructions), options)
 
         found = passages(text, self.info.passage) if self.info.passage else [text]
         if len(found) == 1:
             return speak(found[0])
-        one = seeded(ask)
-        return read_passages(in_turn(found), lambda passage: speak(passage, one))
+        one_voice = with_seed(options)
+        return read_passages(in_turn(found), lambda passage: speak(passage, one_voice))
 
-    def _live(self, text: AsyncIterator[str], ask: Ask, sender: str) -> AsyncIterator[Event]:
-        build = partial(self.prompts.read, "", sender, ask.manner.instructions)
-
-        one = seeded(ask)
+    def _live(
+        self, text: AsyncIterator[str], options: RequestOptions, sender: str
+    ) -> AsyncIterator[Event]:
+        build = partial(self.prompts.read, "", sender, options.style.instructions)
+        one_voice = with_seed(options)
 
         def speak(pieces: Callable[[], AsyncIterator[str]]) -> AsyncIterator[Event]:
-            return self.run(build, one, lambda t: write(t, pieces(), Writing(self.encode)))
+            return self.run(build, one_voice, lambda t: write(t, pieces(), Writing(self.encode)))
 
         return read_passages(Coming(text, self.info.passage or MAX_PASSAGE).passages(), speak)
 
@@ -95,17 +98,15 @@ class Reader:
                 clip.close()
 
         made = b""
-        async for event in self.run(
-            build, Ask(False, None, Params(), None, enrols=True, owner=owner)
-        ):
+        async for event in self.run(build, RequestOptions("enrolment", owner=owner)):
             if isinstance(event, Product):
                 made = event.data
         return made
 
 
-def seeded(ask: Ask) -> Ask:
+def with_seed(options: RequestOptions) -> RequestOptions:
     """With a seed for all passages: one voice throughout."""
-    return replace(ask, params=replace(ask.params, seed=seed_of(ask.params)))
+    return replace(options, params=replace(options.params, seed=seed_of(options.params)))
 
 
 async def in_turn(passages: Sequence[P]) -> AsyncIterator[P]:
@@ -165,13 +166,13 @@ def joined(ends: Sequence[Finished]) -> Finished:
     )
 
 
-def check_manner(manner: SpeechStyle, info: ModelInfo) -> None:
-    if manner.instructions and not info.instructions:
+def check_style(style: SpeechStyle, info: ModelInfo) -> None:
+    if style.instructions and not info.instructions:
         raise Invalid("this model follows no instructions", "instructions")
-    if manner.language is not None and manner.language.lower() not in info.languages:
+    if style.language is not None and style.language.lower() not in info.languages:
         known = ", ".join(info.languages) or "none to choose from"
-        raise Invalid(f"unknown language {manner.language!r}; this model has {known}", "language")
-    if manner.voice and not info.cloning:
+        raise Invalid(f"unknown language {style.language!r}; this model has {known}", "language")
+    if style.voice and not info.cloning:
         raise Invalid("this model has no voices but its own", "voice")
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import Event
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.server.realtime.audio_formats import AudioDecoder
 from tests.engine.common import Answer, collect, expected, same
 from tests.engine.test_sessions import heard, speak, voice
@@ -69,12 +68,14 @@ class Recorder(PipelineEngine):
 
     answers: list[Answer]
 
-    async def run(self, build: Any, ask: Ask, writes: Any = None) -> AsyncIterator[Event]:
+    async def run(
+        self, build: Any, options: RequestOptions, writes: Any = None
+    ) -> AsyncIterator[Event]:
         answer = Answer()
-        if not ask.prefill_only:
+        if not options.prefill_only:
             self.answers.append(answer)
-            ask = replace(ask, params=replace(ask.params, want_codes=True))
-        async for event in super().run(build, ask, writes):
+            options = replace(options, params=replace(options.params, want_codes=True))
+        async for event in super().run(build, options, writes):
             answer.take(event)
             yield event
 

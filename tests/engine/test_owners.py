@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import HostSettings
-from stretto.engine.announce import Ask, announce
+from stretto.engine.announce import announce
 from stretto.engine.request import Ticket
 from stretto.messages.requests import Admit, encode
 from stretto.models.qwen3_omni.bridge import talker_prompt
@@ -20,7 +20,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import RESIDUAL, stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.types import GREEDY, RequestId
@@ -114,38 +114,41 @@ class Line:
 
 
 def told(
-    owner: str, shared: bool = False, spoken: tuple[int, ...] | None = None, sender: str = ""
+    owner: str, shared: bool = False, tts_ids: tuple[int, ...] | None = None, sender: str = ""
 ) -> Admit:
-    line, params, ask = (
-        Line(),
-        Params(),
-        Ask(True, None, Params(), None, spoken, owner=owner, sender=sender),
+    line, params = Line(), Params(seed=7)
+    options = RequestOptions(
+        "speech" if tts_ids is None else "tts",
+        params,
+        tts_ids=tts_ids,
+        owner=owner,
+        sender=sender,
     )
-    none, stages = SimpleNamespace(), PIPELINE.paths[ask.capability]
+    none, stages = SimpleNamespace(), PIPELINE.paths[options.capability]
     model = SimpleNamespace(pipeline=PIPELINE, stage_params=stage_params)
     t = Ticket(
         RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0
     )  # type: ignore[arg-type]
-    asyncio.run(announce(t, ask, shared))
+    asyncio.run(announce(t, options, shared))
     [message] = line.sent
     assert isinstance(message, Admit)
     return message
 
 
-@pytest.mark.parametrize("spoken", [None, (3, 4)], ids=["answered", "read aloud"])
+@pytest.mark.parametrize("tts_ids", [None, (3, 4)], ids=["answered", "read aloud"])
 def test_owners_have_roots_of_their_own_which_do_not_name_them(
-    spoken: tuple[int, ...] | None,
+    tts_ids: tuple[int, ...] | None,
 ) -> None:
     owners = ["key1", "key2", "key11", "a key that should not have come here", "\udc80"]
-    roots = [told(owner, spoken=spoken).cache_root for owner in owners]
+    roots = [told(owner, tts_ids=tts_ids).cache_root for owner in owners]
     assert len({*roots, b""}) == len(owners) + 1
     assert all(
-        told(owner, spoken=spoken).cache_root == root
+        told(owner, tts_ids=tts_ids).cache_root == root
         for owner, root in zip(owners, roots, strict=True)
     )
-    assert not any(o.encode() in encode(told(o, spoken=spoken)) for o in owners[:-1])
-    assert told("", spoken=spoken).cache_root == b"", "nobody in particular"
-    assert {told(owner, shared=True, spoken=spoken).cache_root for owner in owners} == {b""}
+    assert not any(o.encode() in encode(told(o, tts_ids=tts_ids)) for o in owners[:-1])
+    assert told("", tts_ids=tts_ids).cache_root == b"", "nobody in particular"
+    assert {told(owner, shared=True, tts_ids=tts_ids).cache_root for owner in owners} == {b""}
 
 
 def test_hosts_learn_whose_turn_it_is_but_not_who_that_is() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.protocol import Event, Finished
 from stretto.errors import Busy, Gone
 from stretto.messages.requests import Ended
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.preprocess.packed_prompt import PackedPrompt
 from tests.engine.common import CHATS, collect, run
 
@@ -27,12 +26,14 @@ class Engine(PipelineEngine):
         super().__init__(model, EngineConfig(**config))
         self.go = asyncio.Event()
 
-    def run(self, build: Callable[[], Awaitable[PackedPrompt]], ask: Ask) -> AsyncIterator[Event]:
+    def run(
+        self, build: Callable[[], Awaitable[PackedPrompt]], options: RequestOptions
+    ) -> AsyncIterator[Event]:
         async def wait() -> PackedPrompt:
             await self.go.wait()
             return await build()
 
-        return super().run(wait, ask)
+        return super().run(wait, options)
 
     def ask(self) -> Any:
         return self.generate(CHATS["text"], modalities=["text"], params=Params(max_text_tokens=4))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings, PoolSettings
-from stretto.engine.announce import Ask, fitted
+from stretto.engine.announce import clamp_params
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.protocol import AudioChunk, Event
 from stretto.engine.session import INPUT_RATE, Session, oldest_turn
@@ -27,7 +27,7 @@ from stretto.errors import Gone, Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.preprocess import messages as messages_module
 from stretto.preprocess.media import MediaLimits
 from tests.engine.common import (
@@ -338,8 +338,10 @@ def test_an_answer_waits_for_what_is_being_read(
     async def work(s: Session) -> None:
         go, asked = asyncio.Event(), asyncio.Event()
 
-        async def requests(build: Callable[[], Any], ask: Ask) -> AsyncIterator[Event]:
-            if ask.prefill_only:
+        async def requests(
+            build: Callable[[], Any], options: RequestOptions
+        ) -> AsyncIterator[Event]:
+            if options.prefill_only:
                 sent.append(sum(p.offset is not None for p in (await build()).pieces()))
                 await go.wait()
                 order.append("read")
@@ -395,7 +397,7 @@ def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
         prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
         assert [i.id for i in s.items] == ["system", "long"]
         with pytest.raises(TooLong):
-            fitted(Ask(False, None, Params(), None), len(prompt.ids), 256, 1000)
+            clamp_params(RequestOptions("text"), len(prompt.ids), 256, 1000)
 
     alone(tiny_dir, work, host=HostSettings(max_context=256))
 

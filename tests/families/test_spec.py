@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from stretto.engine.announce import Ask, announce
+from stretto.engine.announce import announce
 from stretto.engine.request import Ticket
 from stretto.errors import Bug
 from stretto.family import LinkSpec, PipelineSpec, StageSpec
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.types import RequestId
@@ -60,7 +60,7 @@ def test_a_family_tells_exactly_the_stages_on_the_way() -> None:
         hosts_of=lambda stages: [stages], send=lambda *message: sent.append(message)
     )
     for told in ({}, {"a": Params(), "b": Params()}):
-        model: Any = SimpleNamespace(pipeline=spec(), stage_params=lambda wanted, told=told: told)
+        model: Any = SimpleNamespace(pipeline=spec(), stage_params=lambda options, told=told: told)
         words: Any = None
         t = Ticket(
             RequestId("r"),
@@ -74,6 +74,6 @@ def test_a_family_tells_exactly_the_stages_on_the_way() -> None:
             words,
             0.0,
         )
-        with pytest.raises(Bug, match="tells stages"):
-            asyncio.run(announce(t, Ask(False, None, Params(), None), False))
+        with pytest.raises(Bug, match="has parameters for stages"):
+            asyncio.run(announce(t, RequestOptions("text"), False))
     assert not sent

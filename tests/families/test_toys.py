@@ -66,7 +66,7 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
             assert isinstance(end, Finished)
             assert end.audio is None
             assert [i for e in text if isinstance(e, TextDelta) for i in e.ids] == ids
-            with pytest.raises(Invalid, match="does not offer reading"):
+            with pytest.raises(Invalid, match="does not offer tts"):
                 _ = [e async for e in engine.speak("aloud")]
             await engine.drain(10)
             metrics = engine.metrics()

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from stretto.errors import Invalid
-from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec
 from stretto.messages.requests import Admit, Pcm, Text
+from stretto.params import RequestOptions
 from stretto.preprocess.prompt import Prompt
 from stretto.preprocess.template import Tokenizer
 from stretto.stage.host.context import StageContext
@@ -213,10 +214,10 @@ class ToyModel:
         if voice not in self.info.voices:
             raise Invalid(f"unknown voice {voice!r}", "voice")
 
-    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        path = self.pipeline.paths[wanted.capability]
+    def stage_params(self, options: RequestOptions) -> dict[str, msgspec.Struct]:
+        path = self.pipeline.paths[options.capability]
         return {
-            stage: ToyParams(wanted.params.max_text_tokens, stage != path[-1]) for stage in path
+            stage: ToyParams(options.params.max_text_tokens, stage != path[-1]) for stage in path
         }
 
 

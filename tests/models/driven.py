@@ -12,11 +12,10 @@ from PIL import Image
 
 from stretto._imports import load
 from stretto.config.engine import HostSettings
-from stretto.family import Capability, Wanted
 from stretto.messages.hosts import Configure
 from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, Text
 from stretto.models.qwen3_tts.params import ClonedVoice
-from stretto.params import Params, SpeechStyle
+from stretto.params import Capability, Params, RequestOptions, SpeechStyle
 from stretto.preprocess import build as work
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
@@ -65,7 +64,7 @@ class Driven:
 
     def ask(self, question: Question, id: str = "a") -> dict[str, Any]:
         """A request that draws from a seed; all that is said of it."""
-        capability, prompt, spoken, manner = question
+        capability, prompt, tts_ids, style = question
         params = Params(
             temperature=1.0,
             max_text_tokens=6,
@@ -73,8 +72,10 @@ class Driven:
             max_frames=5,
             min_frames=5,
             want_codes=True,
+            seed=7,
         )
-        told = self.model.stage_params(Wanted(capability, params, 7, None, spoken, manner))
+        options = RequestOptions(capability, params, style=style, tts_ids=tts_ids)
+        told = self.model.stage_params(options)
         packed = pack(prompt)
         raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items()}
         self.reports.clear()
@@ -98,19 +99,19 @@ class Driven:
         return found
 
     def question(self, wants: str) -> Question:
-        builder, manner = self.builder, SpeechStyle()
+        builder, style = self.builder, SpeechStyle()
         if wants in ("reading", "cloned"):
             if wants == "cloned":
                 talker = self.model.config.talker  # type: ignore[attr-defined]
                 rng = np.random.default_rng(1)
                 vector = rng.standard_normal(talker.decoder.hidden_size, dtype=np.float32)
                 codes = rng.integers(0, 2048, (5, talker.num_code_groups)).astype(np.int16)
-                manner = SpeechStyle(
+                style = SpeechStyle(
                     voice=msgspec.msgpack.encode(
                         ClonedVoice(vector.tobytes(), codes.tobytes(), (5, 6, 7))
                     )
                 )
-            return "reading", *work.read_aloud(builder, "Good morning to all."), manner
+            return "tts", *work.read_aloud(builder, "Good morning to all."), style
         parts: list[Any] = [{"type": "text", "text": "What is this?"}]
         match wants:
             case "sound":
@@ -119,4 +120,4 @@ class Driven:
                 parts.append(noise(0.1))
             case "picture":
                 parts.append({"type": "image", "data": Image.new("RGB", (64, 96))})
-        return "speech", builder.build([{"role": "user", "content": parts}]), None, manner
+        return "speech", builder.build([{"role": "user", "content": parts}]), None, style

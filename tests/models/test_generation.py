@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import CheckpointError
-from stretto.family import Wanted
-from stretto.params import Params
+from stretto.params import Params, RequestOptions
 from stretto.registry import open_model, write_tiny
 
 
@@ -40,7 +39,7 @@ def test_the_checkpoints_own_sampling_is_the_default(changed: tuple[Path, Path])
     text = (defaults.temperature, defaults.top_p, defaults.top_k, defaults.max_text_tokens)
     assert text == (0.6, 0.95, 20, 2048)
     assert defaults.max_frames == 99
-    told = model.stage_params(Wanted("speech", defaults, 3))
+    told = model.stage_params(RequestOptions("speech", replace(defaults, seed=3)))
     code0 = told["talker"].code0  # type: ignore[attr-defined]
     assert (code0.temperature, code0.top_k, code0.top_p, code0.repetition_penalty) == (
         0.5,
@@ -60,6 +59,10 @@ def test_a_checkpoint_that_does_not_draw(changed: tuple[Path, Path]) -> None:
         open_model(directory)
 
 
+def talker_params(model: Any, params: Params) -> Any:
+    return model.stage_params(RequestOptions("tts", replace(params, seed=3)))["talker"]
+
+
 def test_a_model_that_reads_has_its_own_sampling_too(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tts", 0, "qwen3-tts")
     file = tmp_path / "tts" / "generation_config.json"
@@ -72,18 +75,18 @@ def test_a_model_that_reads_has_its_own_sampling_too(tmp_path: Path) -> None:
     }))  # fmt: skip
     model = open_model(tmp_path / "tts")
     assert model.info.defaults.max_frames == 99
-    talker: Any = model.stage_params(Wanted("reading", model.info.defaults, 3))["talker"]
+    talker: Any = talker_params(model, model.info.defaults)
     drawn = [
         (s.temperature, s.top_k, s.top_p, s.repetition_penalty)
         for s in (talker.code0, talker.residual)
     ]
     assert drawn == [(0.5, 7, 0.8, 1.2), (0.4, 3, 1.0, 1.0)]
     stated = replace(model.info.defaults, speech_temperature=0.3)  # as a request does
-    talker = model.stage_params(Wanted("reading", stated, 3))["talker"]
+    talker = talker_params(model, stated)
     assert talker.code0.temperature == 0.3
     file.write_text(json.dumps({"do_sample": False, "subtalker_dosample": False}))
     model = open_model(tmp_path / "tts")
-    talker = model.stage_params(Wanted("reading", model.info.defaults, 3))["talker"]
+    talker = talker_params(model, model.info.defaults)
     assert (talker.code0.temperature, talker.residual.temperature) == (0.0, 0.0)
     file.write_text(json.dumps({"subtalker_top_p": 3}))
     with pytest.raises(CheckpointError, match="top_p must be"):

@@ -19,13 +19,13 @@ from stretto.family import (
     ModelInfo,
     PipelineSpec,
     StageSpec,
-    Wanted,
 )
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.generation import read_defaults
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.transcription import TRANSCRIPTION
+from stretto.params import RequestOptions
 
 PIPELINE = PipelineSpec(
     build="stretto.models.qwen3_omni.host:build",
@@ -45,9 +45,9 @@ PIPELINE = PipelineSpec(
     paths={
         "text": ("thinker",),
         "speech": ("thinker", "talker", "code2wav"),
-        "reading": ("talker", "code2wav"),
-        "text_ahead": ("thinker",),
-        "speech_ahead": ("thinker", "talker"),
+        "tts": ("talker", "code2wav"),
+        "text_prefill": ("thinker",),
+        "speech_prefill": ("thinker", "talker"),
     },
     grammars="stretto.models.qwen3_omni.grammars:open_grammars",
 )
@@ -65,8 +65,8 @@ class Qwen3Omni:
     def check_voice(self, voice: str) -> None:
         self.config.talker.speaker_id(voice)
 
-    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        return stage_params(wanted)
+    def stage_params(self, options: RequestOptions) -> dict[str, msgspec.Struct]:
+        return stage_params(options)
 
 
 def open_model(directory: Path) -> Qwen3Omni:

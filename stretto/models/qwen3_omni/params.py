@@ -9,10 +9,9 @@ from typing import Annotated
 import msgspec
 
 from stretto.errors import Bug
-from stretto.family import Wanted
 from stretto.messages.requests import Positive, TokenId
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
-from stretto.params import MAX_GRAMMAR, MAX_LOGPROBS
+from stretto.params import MAX_GRAMMAR, MAX_LOGPROBS, RequestOptions
 from stretto.types import SamplingParams, stage_seed
 
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
@@ -36,13 +35,13 @@ class TalkerParams(FrameParams, frozen=True):
     prefill_only: bool = False  # the beginning of a prompt: take its rows, and say nothing
 
 
-def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
+def stage_params(options: RequestOptions) -> dict[str, msgspec.Struct]:
     """Each stage has draws of its own from the request's one seed."""
-    p = w.params
+    p = options.params
     text = SamplingParams(
-        p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(w.seed, "thinker")
+        p.temperature, p.top_k, p.top_p, p.repetition_penalty, stage_seed(options.seed, "thinker")
     )
-    speech = stage_seed(w.seed, "talker")
+    speech = stage_seed(options.seed, "talker")
     drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
     code0, residual = SamplingParams(*drawn, seed=speech), replace(RESIDUAL, seed=speech)
     if p.greedy_speech:
@@ -52,7 +51,7 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         p.max_text_tokens,
         p.max_text_tokens if p.ignore_eos else p.min_text_tokens,
         tuple(p.logit_bias.items()),
-        speak=w.capability in ("speech", "speech_ahead"),
+        speak=options.capability in ("speech", "speech_prefill"),
         grammar=p.grammar,
         min_p=p.min_p,
         frequency_penalty=p.frequency_penalty,
@@ -63,24 +62,24 @@ def stage_params(w: Wanted) -> dict[str, msgspec.Struct]:
         code0,
         residual,
         p.max_frames,
-        w.voice,
+        options.voice,
         p.min_frames,
         p.packets.first,
         p.packets.each,
         p.packets.ramp,
         p.want_codes,
-        w.spoken,
-        prefill_only=w.capability == "speech_ahead",
+        options.tts_ids,
+        prefill_only=options.capability == "speech_prefill",
     )
-    match w.capability:
-        case "text" | "text_ahead":
+    match options.capability:
+        case "text" | "text_prefill":
             return {"thinker": thinker}
-        case "speech_ahead":
+        case "speech_prefill":
             return {"thinker": thinker, "talker": talker}
         case "speech":
             return {"thinker": thinker, "talker": talker, "code2wav": VocoderParams()}
-        case "reading":
-            if w.spoken is None:
+        case "tts":
+            if options.tts_ids is None:
                 raise Bug("nothing to be read")
             return {"talker": talker, "code2wav": VocoderParams()}
         case "enrolment":

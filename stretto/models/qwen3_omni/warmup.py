@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stretto.family import Wanted
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import runs_of
 from stretto.models.speech.warmup import WORD, packets, params
+from stretto.params import RequestOptions
 from stretto.preprocess.prompt import AudioClip, Patches, Prompt
 from stretto.stage.payload import Payload
 from stretto.stage.warmup import WarmUpRequest
@@ -24,7 +24,7 @@ from stretto.types import Span
 def warm_up(
     config: OmniConfig, device: torch.device, dtype: torch.dtype
 ) -> Sequence[WarmUpRequest]:
-    told = stage_params(Wanted("speech", params(device), 0))
+    told = stage_params(RequestOptions("speech", params(device)))
     frames = packets(config.talker.num_code_groups)
 
     def asked(prompt: Prompt) -> WarmUpRequest:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec, Wanted
+from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec
 from stretto.hub import model_name
 from stretto.models.generation import GenerationFile
 from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.generation import read_defaults, read_residual
 from stretto.models.qwen3_tts.params import default_voice, stage_params
+from stretto.params import RequestOptions
 from stretto.types import SamplingParams
 
 BUILD = "stretto.models.qwen3_tts.host:build"
@@ -31,7 +32,7 @@ PASSAGE = 1200
 not a book."""
 READING = ("talker", "code2wav")
 
-SPEAKS = PipelineSpec(BUILD, (TALKER, CODE2WAV), LINKS, {"reading": READING})
+SPEAKS = PipelineSpec(BUILD, (TALKER, CODE2WAV), LINKS, {"tts": READING})
 # The enroller stands in the middle because the host's first stage takes prompts first, and its last
 # one turns often.
 CLONES = PipelineSpec(
@@ -42,7 +43,7 @@ CLONES = PipelineSpec(
         CODE2WAV,
     ),
     LINKS,
-    {"reading": READING, "enrolment": ("enroller",)},
+    {"tts": READING, "enrolment": ("enroller",)},
 )
 
 
@@ -59,8 +60,8 @@ class Qwen3Tts:
     def check_voice(self, voice: str) -> None:
         self.config.speaker_id(voice)
 
-    def stage_params(self, wanted: Wanted) -> dict[str, msgspec.Struct]:
-        return stage_params(self.config, wanted, self.residual)
+    def stage_params(self, options: RequestOptions) -> dict[str, msgspec.Struct]:
+        return stage_params(self.config, options, self.residual)
 
 
 def open_model(directory: Path) -> Qwen3Tts:

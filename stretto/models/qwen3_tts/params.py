@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 from stretto.errors import Bug, Invalid
-from stretto.family import Wanted
 from stretto.messages.requests import TokenId
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.rows import Reference
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
+from stretto.params import RequestOptions
 from stretto.types import SamplingParams, stage_seed
 
 RESIDUAL = SamplingParams(temperature=0.9, top_k=50)
@@ -72,22 +72,23 @@ def read_voice(config: TtsConfig, data: bytes) -> ClonedVoice:
 
 
 def stage_params(
-    config: TtsConfig, w: Wanted, residual: SamplingParams
+    config: TtsConfig, options: RequestOptions, residual: SamplingParams
 ) -> dict[str, msgspec.Struct]:
     """`residual`: how the checkpoint's other codes are drawn; those of codebook 0 as the request
     says."""
-    if w.capability == "enrolment":
+    if options.capability == "enrolment":
         return {"enroller": EnrollerParams()}
-    if w.capability != "reading":
-        raise Bug(f"{w.capability} is not what this model does")
-    p, m = w.params, w.manner
-    seed = stage_seed(w.seed, "talker")
+    if options.capability != "tts":
+        raise Bug(f"{options.capability} is not what this model does")
+    p = options.params
+    style = options.style
+    seed = stage_seed(options.seed, "talker")
     drawn = p.speech_temperature, p.speech_top_k, p.speech_top_p, p.speech_repetition_penalty
     code0, residual = SamplingParams(*drawn, seed=seed), replace(residual, seed=seed)
     if p.greedy_speech:
         code0, residual = replace(code0, temperature=0.0), replace(residual, temperature=0.0)
-    cloned = read_voice(config, m.voice) if m.voice else None
-    voice = w.voice
+    cloned = read_voice(config, style.voice) if style.voice else None
+    voice = options.voice
     if voice is None and cloned is None and config.talker.speakers:
         voice = default_voice(config)
     talker = TalkerParams(
@@ -100,12 +101,12 @@ def stage_params(
         p.packets.each,
         p.packets.ramp,
         p.want_codes,
-        w.spoken,
-        w.live,
-        m.language,
+        options.tts_ids,
+        options.tts_streaming,
+        style.language,
         cloned,
         # As the released models are used; text that is still being written can only be streamed.
-        whole=config.kind != "base" and not w.live,
+        whole=config.kind != "base" and not options.tts_streaming,
     )
     return {"talker": talker, "code2wav": PrimedParams(cloned.codes if cloned is not None else b"")}
 

@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 import torch
 
-from stretto.family import Wanted
 from stretto.models.qwen3_tts.config import SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, stage_params
 from stretto.models.speech.warmup import WORD, packets, params
-from stretto.params import Params, SpeechStyle
+from stretto.params import Params, RequestOptions, SpeechStyle
 from stretto.preprocess.prompt import AudioClip, Prompt
 from stretto.stage.warmup import WarmUpRequest
 
@@ -32,14 +31,15 @@ def warm_up(config: TtsConfig, device: torch.device) -> Sequence[WarmUpRequest]:
 
 
 def reading(config: TtsConfig, p: Params) -> WarmUpRequest:
-    manner = SpeechStyle()
+    style = SpeechStyle()
     if config.kind == "base":
         vector = np.zeros(config.talker.decoder.hidden_size, np.float32)
         codes = np.zeros((FRAMES, config.talker.num_code_groups), np.int16)
-        manner = SpeechStyle(
+        style = SpeechStyle(
             voice=msgspec.msgpack.encode(ClonedVoice(vector.tobytes(), codes.tobytes(), (WORD,)))
         )
-    told = stage_params(config, Wanted("reading", p, 0, None, (WORD,) * 4, manner), RESIDUAL)
+    options = RequestOptions("tts", p, style=style, tts_ids=(WORD,) * 4)
+    told = stage_params(config, options, RESIDUAL)
     role = config.tokens.im_start, config.tokens.assistant, WORD
     return WarmUpRequest(
         told, Prompt(role), {"talker>code2wav": packets(config.talker.num_code_groups)}
@@ -49,5 +49,5 @@ def reading(config: TtsConfig, p: Params) -> WarmUpRequest:
 def enrolment(config: TtsConfig) -> WarmUpRequest:
     """A voice of a second of noise."""
     noise = 0.1 * np.random.default_rng(0).standard_normal((1, SAMPLE_RATE), dtype=np.float32)
-    told = stage_params(config, Wanted("enrolment", Params(), 0), RESIDUAL)
+    told = stage_params(config, RequestOptions("enrolment"), RESIDUAL)
     return WarmUpRequest(told, Prompt((WORD,), (AudioClip.of(noise),)))

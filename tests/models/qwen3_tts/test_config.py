@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from stretto.errors import CheckpointError, Invalid
-from stretto.family import Wanted
 from stretto.models.qwen3_tts.config import parse
 from stretto.models.qwen3_tts.params import ClonedVoice
-from stretto.params import Params, SpeechStyle
+from stretto.params import Params, RequestOptions, SpeechStyle
 from stretto.registry import open_model
 from stretto.testing.qwen3_tts import (
     codec_shapes,
@@ -154,14 +153,12 @@ def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
     assert talker_params(model, Params(max_frames=1)).min_frames == 1
     voice = ClonedVoice(bytes(4 * 48), bytes(2 * 16 * 3), (1, 2))
     told = model.stage_params(
-        Wanted(
-            "reading",
-            Params(),
-            3,
-            None,
-            (1,),
-            SpeechStyle(voice=msgspec.msgpack.encode(voice)),
-            live=True,
+        RequestOptions(
+            "tts",
+            Params(seed=3),
+            style=SpeechStyle(voice=msgspec.msgpack.encode(voice)),
+            tts_ids=(1,),
+            tts_streaming=True,
         )
     )
     assert (told["talker"].cloned, told["talker"].whole) == (voice, False)  # type: ignore[attr-defined]
@@ -169,7 +166,8 @@ def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
 
 
 def talker_params(model: Any, params: Params) -> Any:
-    return model.stage_params(Wanted("reading", params, 3, spoken=(1,)))["talker"]
+    options = RequestOptions("tts", replace(params, seed=3), tts_ids=(1,))
+    return model.stage_params(options)["talker"]
 
 
 def drawn(s: Any) -> tuple[float, int, float, float]:

@@ -18,7 +18,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,6 @@ from stretto.config.engine import HostSettings
 from stretto.engine import link_setup as linking
 from stretto.engine import supervisor
 from stretto.errors import StrettoError, WireError
-from stretto.family import Wanted
 from stretto.messages.hosts import Configure, Connect, Listen, Ping, Quit, Unlink
 from stretto.messages.requests import (
     PREFIX,
@@ -51,6 +50,7 @@ from stretto.messages.requests import (
 )
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import RequestOptions
 from stretto.preprocess.packed_prompt import Bytes, PackedPiece
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.host import Host
@@ -239,13 +239,13 @@ def same(ours: Said, theirs: Said) -> bool:
 def admissions(model: Path) -> list[Frame]:
     """Requests of several kinds, as the engine announces them to a host that has all stages."""
     builder = PromptBuilder.open(model, OmniConfig.read(model))
-    kinds: list[tuple[str, Wanted]] = [
-        ("text", Wanted("speech", PARAMS, 1)),
-        ("audio", Wanted("speech", PARAMS, 2)),
-        ("image", Wanted("text", PARAMS, 3)),
-        ("text", Wanted("reading", PARAMS, 4, spoken=(1, 2))),
+    kinds: list[tuple[str, RequestOptions]] = [
+        ("text", RequestOptions("speech", replace(PARAMS, seed=1))),
+        ("audio", RequestOptions("speech", replace(PARAMS, seed=2))),
+        ("image", RequestOptions("text", replace(PARAMS, seed=3))),
+        ("text", RequestOptions("tts", replace(PARAMS, seed=4), tts_ids=(1, 2))),
     ]
-    made = [admission(IDS[0], builder.build(CHATS[name]), wanted) for name, wanted in kinds]
+    made = [admission(IDS[0], builder.build(CHATS[name]), options) for name, options in kinds]
     return [(encode(admit)[PREFIX.size :], blob) for admit, blob in made]
 
 

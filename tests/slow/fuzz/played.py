@@ -12,7 +12,6 @@ from typing import Any
 
 from bench.harness.host import STAGES
 from stretto.config.engine import EngineConfig
-from stretto.engine.announce import Ask
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.host_handle import HostHandle
 from stretto.engine.local_host import HostProcess
@@ -40,6 +39,7 @@ from stretto.messages.requests import (
 )
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
+from stretto.params import RequestOptions
 from stretto.preprocess.packed_prompt import PackedPrompt, pack
 from tests.slow.fuzz.mutants import (
     IDS,
@@ -103,8 +103,8 @@ class Played:
         host._transport = Wire(host)  # type: ignore[assignment]
         host.state = "ready"
 
-    def ticket(self, prompt: PackedPrompt, ask: Ask) -> Any:
-        return self.engine._admit(prompt, ask, 0.0)
+    def ticket(self, prompt: PackedPrompt, options: RequestOptions) -> Any:
+        return self.engine._admit(prompt, options, 0.0)
 
     @property
     def tickets(self) -> list[Any]:
@@ -126,7 +126,8 @@ class Played:
                 elif type(event).__name__ == "AudioChunk":
                     t.take(len(event.samples), self.engine.config.max_buffered_s)
         while len(self.engine._tickets) < len(IDS):
-            self.ticket(self.prompt, Ask(len(self.engine._tickets) % 3 > 0, None, PARAMS, None))
+            speaks = len(self.engine._tickets) % 3 > 0
+            self.ticket(self.prompt, RequestOptions("speech" if speaks else "text", PARAMS))
 
     def look(self) -> None:
         p = self.pipeline
