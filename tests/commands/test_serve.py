@@ -3,6 +3,7 @@ cleanly."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -149,9 +150,10 @@ sys.exit(main())
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "when", ["stretto.cli", "stretto.server.logs", "stretto.registry", "stretto.server.run"]
+    "when", ["stretto.cli", "stretto.observe.logs", "stretto.registry", "stretto.server.run"]
 )
 def test_a_signal_before_the_server_listens_to_any(when: str, number: int, tiny_dir: Path) -> None:
+    assert importlib.util.find_spec(when) is not None  # else the signal would never be sent
     words = ["serve", str(tiny_dir), "--device", "cpu", "--port", "0"]
     command = [sys.executable, "-c", EARLY, when, str(int(number)), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
