@@ -28,7 +28,7 @@ import numpy as np
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import AudioChunk, Event, Finished, Progress, TextDelta, Usage
+from stretto.engine.events import AudioChunk, Event, Finished, Progress, TextDelta, Usage
 from stretto.family import ModelInfo
 from stretto.server.run import Server
 

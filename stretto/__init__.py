@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stretto.api import Answer, AsyncEngine, Engine
     from stretto.config.engine import EngineConfig, HostSettings
     from stretto.config.placement import HostPlace
-    from stretto.engine.protocol import (
+    from stretto.engine.events import (
         AudioChunk,
         CodeFrames,
         Event,
@@ -52,7 +52,7 @@ _WHERE = {
         "TooLong"
     ),
     "stretto.family": ("ModelInfo",),
-    "stretto.engine.protocol": (
+    "stretto.engine.events": (
         "AudioChunk", "CodeFrames", "Event", "Finished", "TextDelta", "TimelineSpan",
         "TokenLogprob", "Usage"
     ),

@@ -28,7 +28,7 @@ from stretto import embedded
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import parse_devices
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import (
+from stretto.engine.events import (
     AudioChunk,
     Event,
     Finished,

@@ -24,7 +24,7 @@ from bench.harness.checkpoint import checkpoint
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, write
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import TextDelta
+from stretto.engine.events import TextDelta
 from stretto.params import Params
 
 ENDLESS = (

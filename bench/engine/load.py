@@ -41,7 +41,7 @@ from bench.harness.workload import WORKLOADS, Workload
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import parse_placement
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import StrettoError
 from stretto.loadtest.player import Packet, play
 from stretto.loadtest.report import rates, record, table

@@ -30,7 +30,7 @@ from bench.realtime.turns import (
     without_packets,
 )
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk
+from stretto.engine.events import AudioChunk
 from stretto.engine.session import INPUT_RATE
 
 TAIL_S = 2.0  # of each turn, spoken in real time where several sessions are measured

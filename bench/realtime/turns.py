@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from bench.realtime.sounds import Samples
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.errors import StrettoError
 from stretto.loadtest.player import Packet, Playback, play

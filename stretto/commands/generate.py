@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from stretto.config.engine import EngineConfig
     from stretto.engine.engine import PipelineEngine
-    from stretto.engine.protocol import Event, Finished, Modality
+    from stretto.engine.events import Event, Finished, Modality
 
 
 def add_generate_parser(jobs: Any) -> None:
@@ -120,7 +120,7 @@ class Result:
 
     def take(self, event: Event, since: float) -> str:
         """Add an event; returns text to show."""
-        from stretto.engine.protocol import AudioChunk, CodeFrames, Finished, TextDelta
+        from stretto.engine.events import AudioChunk, CodeFrames, Finished, TextDelta
 
         now = time.perf_counter() - since
         match event:

@@ -104,7 +104,7 @@ async def _read(
     import numpy as np
     import soundfile
 
-    from stretto.engine.protocol import AudioChunk, Finished
+    from stretto.engine.events import AudioChunk, Finished
 
     text: str | AsyncIterator[str] = args.text if args.text not in (None, "-") else standard_input()
     if not isinstance(text, str) and not engine.info.live_text:

@@ -27,12 +27,20 @@ from stretto.config.engine import EngineConfig, check_model
 from stretto.config.placement import check_cards
 from stretto.embedded import is_random
 from stretto.engine.announce import RequestIds, announce, clamp_params
-from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Progress
+from stretto.engine.events import (
+    AudioChunk,
+    CodeFrames,
+    Event,
+    Finished,
+    Message,
+    Modality,
+    Product,
+    Progress,
+)
 from stretto.engine.gpu_sharing import Cards
 from stretto.engine.host_handle import Launcher, StagesLost
 from stretto.engine.media_data import supply
 from stretto.engine.pipeline import Pipeline
-from stretto.engine.protocol import Message, Modality
 from stretto.engine.request import Ticket
 from stretto.engine.router import Router, slowest
 from stretto.engine.session import Session

@@ -1,16 +1,19 @@
-"""What an engine yields for a request, and says of itself. `api.py` says in which order. Imports no
-torch."""
+"""What a caller of an engine gives and gets: messages in, typed events out, and its progress while
+it loads. `protocol.py` says in which order events come. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Modality = Literal["text", "audio"]
+Message = Mapping[str, Any]
+"""A message in OpenAI's chat format."""
 EngineState = Literal["loading", "ready", "draining", "dead"]
 
 
@@ -21,9 +24,8 @@ class TokenLogprob:
 
     id: int
     token: str  # what it says, or what a special token is called
-    said: (
-        bytes | None
-    )  # what it adds to the text, which may be part of a character; None for special tokens
+    # what it adds to the text, which may be part of a character; None for special tokens
+    said: bytes | None
     logprob: float
     top: tuple[TokenLogprob, ...] = ()  # the likeliest in its place, the likeliest first
 
@@ -100,8 +102,7 @@ class Progress:
     """How far loading is, for people who wait."""
 
     state: EngineState
-    stages: Mapping[str, str] = field(
-        default_factory=dict
-    )  # stage -> "loading 43 %", "capturing", "ready"
+    # stage -> "loading 43 %", "capturing", "ready"
+    stages: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     accepts: bool = False  # requests that come although it is not ready wait until it is

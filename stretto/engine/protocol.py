@@ -17,22 +17,9 @@ the same promises:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from stretto.engine.events import (
-    AudioChunk,
-    CodeFrames,
-    EngineState,
-    Event,
-    Finished,
-    FinishReason,
-    Product,
-    Progress,
-    TextDelta,
-    TimelineSpan,
-    TokenLogprob,
-    Usage,
-)
+from stretto.engine.events import Event, Message, Modality, Progress
 from stretto.family import ModelInfo
 from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation, Outlined, Windows
@@ -41,28 +28,6 @@ from stretto.types import RequestId
 
 if TYPE_CHECKING:
     from stretto.engine.session import Session
-
-__all__ = [
-    "AudioChunk",
-    "CodeFrames",
-    "EngineClient",
-    "EngineState",
-    "Event",
-    "FinishReason",
-    "Finished",
-    "Message",
-    "Modality",
-    "Product",
-    "Progress",
-    "TextDelta",
-    "TimelineSpan",
-    "TokenLogprob",
-    "Usage",
-]
-
-Modality = Literal["text", "audio"]
-Message = Mapping[str, Any]
-"""A message in OpenAI's chat format."""
 
 
 class EngineClient(Protocol):

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stretto.engine.protocol import Event, Message, Modality, TextDelta, Usage
+from stretto.engine.events import Event, Message, Modality, TextDelta, Usage
 from stretto.engine.request import prompt_usage
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.params import Params, RequestOptions

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Event, Message
+from stretto.engine.events import Event, Message
 from stretto.errors import Gone
 from stretto.preprocess.pool.jobs import Conversation
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import overload
 
-from stretto.engine.protocol import TimelineSpan
+from stretto.engine.events import TimelineSpan
 from stretto.family import PipelineSpec
 from stretto.messages.requests import Ended
 

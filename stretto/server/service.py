@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import EngineClient, Progress
+from stretto.engine.events import Progress
+from stretto.engine.protocol import EngineClient
 from stretto.errors import StrettoError
 from stretto.server.admission import Admission
 from stretto.server.heap import Trimmer, map_large_blocks

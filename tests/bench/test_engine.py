@@ -14,7 +14,7 @@ from bench.ablation.plain import Plain
 from bench.engine.load import first_times, pieces, stream
 from bench.harness.checkpoint import checkpoint, host_fields
 from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, Usage
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.errors import Busy, Invalid
 from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Sample, SystemClock

@@ -11,7 +11,7 @@ from bench.realtime import PARTS, main
 from bench.realtime.numbers import Gate, by_length, delta, fitting, listened
 from bench.realtime.sounds import Clips
 from bench.realtime.turns import PHASES, answer, phases, played
-from stretto.engine.protocol import Finished, TimelineSpan, Usage
+from stretto.engine.events import Finished, TimelineSpan, Usage
 from stretto.loadtest.player import Packet
 
 

@@ -17,8 +17,8 @@ from PIL import Image
 
 from stretto.config.engine import HostSettings
 from stretto.engine.engine import PipelineEngine
+from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, TextDelta
 from stretto.engine.host_handle import HostHandle
-from stretto.engine.protocol import AudioChunk, CodeFrames, Event, Finished, TextDelta
 from stretto.messages.requests import Admit, Ended, Failed, FromHost
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Event
+from stretto.engine.events import Event
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params, RequestOptions

@@ -14,7 +14,7 @@ import pytest
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.placement import HostPlace, parse_placement, places
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Finished, TextDelta
+from stretto.engine.events import Finished, TextDelta
 from stretto.engine.sync import SyncEngine
 from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig

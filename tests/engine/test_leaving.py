@@ -14,7 +14,7 @@ import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event, TextDelta
+from stretto.engine.events import AudioChunk, Event, TextDelta
 from stretto.engine.request import Ticket
 from stretto.messages.requests import Cancel, Ended, Throttle
 from stretto.models.qwen3_omni.config import OmniConfig

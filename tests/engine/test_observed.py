@@ -13,7 +13,7 @@ import pytest
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import Finished
+from stretto.engine.events import Finished
 from stretto.params import Params
 from tests.engine.common import CHATS, collect, run
 from tests.pipeline import LINKS, STAGES

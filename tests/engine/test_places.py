@@ -10,8 +10,8 @@ import pytest
 
 from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
+from stretto.engine.events import Event, Finished
 from stretto.engine.pipeline import Pipeline
-from stretto.engine.protocol import Event, Finished
 from stretto.errors import Busy, Gone
 from stretto.messages.requests import Ended
 from stretto.params import Params, RequestOptions

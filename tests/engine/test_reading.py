@@ -18,7 +18,7 @@ import soundfile
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, CodeFrames, Finished
+from stretto.engine.events import AudioChunk, CodeFrames, Finished
 from stretto.errors import Invalid
 from stretto.params import Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation

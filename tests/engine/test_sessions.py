@@ -20,7 +20,7 @@ import pytest
 from stretto.config.engine import EngineConfig, HostSettings, PoolSettings
 from stretto.engine.announce import clamp_params
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event
+from stretto.engine.events import AudioChunk, Event
 from stretto.engine.session import INPUT_RATE, Session, oldest_turn
 from stretto.engine.sync import SyncEngine
 from stretto.errors import Gone, Invalid, MediaError, TooLong

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stretto.engine import timeline
-from stretto.engine.protocol import AudioChunk, Finished, TextDelta, TimelineSpan
+from stretto.engine.events import AudioChunk, Finished, TextDelta, TimelineSpan
 from stretto.engine.request import Ticket
 from stretto.errors import Bug, StageDead
 from stretto.family import MediaTokens

@@ -9,7 +9,7 @@ import numpy as np
 
 from stretto.config.engine import HostSettings
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import TimelineSpan
+from stretto.engine.events import TimelineSpan
 from stretto.messages.hosts import Ping, Stats
 from stretto.messages.requests import Cancel, Ended, Pcm, Text, Working
 from stretto.models.qwen3_omni.bridge import talker_prompt

@@ -15,7 +15,7 @@ from stretto import registry
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
 from stretto.params import Params
 from stretto.preprocess.template import Tokenizer
 from tests.families.song import expected

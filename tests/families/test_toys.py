@@ -16,7 +16,7 @@ from stretto import registry
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import Placement
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import Bug, CheckpointError, Invalid, StageDead
 from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.engine.protocol import (
+from stretto.engine.events import (
     AudioChunk,
     CodeFrames,
     EngineState,

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from stretto.config.server import ServerConfig
-from stretto.engine.protocol import EngineClient, TimelineSpan
+from stretto.engine.events import TimelineSpan
+from stretto.engine.protocol import EngineClient
 from stretto.errors import Bug, Busy, Invalid, StageDead, WireError
 from stretto.params import ChunkSizes
 from stretto.server.app import make_app

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.engine.protocol import Event, TextDelta
+from stretto.engine.events import Event, TextDelta
 from stretto.errors import Busy
 from stretto.family import ModelInfo, Transcription
 from stretto.preprocess.pool.jobs import Windows

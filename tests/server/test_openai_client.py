@@ -13,7 +13,7 @@ import openai
 import pytest
 import soundfile
 
-from stretto.engine.protocol import AudioChunk, Finished, TextDelta
+from stretto.engine.events import AudioChunk, Finished, TextDelta
 from stretto.params import Params
 from stretto.types import RequestId
 from tests.server.conftest import Running, read_file, read_open

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.protocol import Usage
+from stretto.engine.events import Usage
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.prompts import PromptBuilder

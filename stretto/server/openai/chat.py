@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.preprocess.audio_references import references

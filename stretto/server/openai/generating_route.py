@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
 from stretto.errors import Bug, Gone
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange, Left

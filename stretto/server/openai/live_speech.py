@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
-from stretto.engine.protocol import AudioChunk, Finished
+from stretto.engine.events import AudioChunk, Finished
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.server.admission import Place
 from stretto.server.http.exchange import Left, decode

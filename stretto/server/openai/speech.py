@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from stretto.engine.protocol import AudioChunk, Event, Finished
+from stretto.engine.events import AudioChunk, Event, Finished
 from stretto.errors import Invalid
 from stretto.params import SpeechStyle
 from stretto.server.http.body import Body

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from stretto._validation import wrong_field
-from stretto.engine.protocol import Finished, TextDelta
+from stretto.engine.events import Finished, TextDelta
 from stretto.errors import Invalid
 from stretto.family import Transcription
 from stretto.params import Params

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from stretto.engine.protocol import Message
+from stretto.engine.events import Message
 from stretto.engine.session import END, INPUT_RATE, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid

@@ -14,7 +14,8 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
-from stretto.engine.protocol import EngineClient, Message
+from stretto.engine.events import Message
+from stretto.engine.protocol import EngineClient
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid

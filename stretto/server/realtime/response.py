@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stretto.engine.protocol import AudioChunk, Event, Finished, TextDelta, Usage
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.server.admission import Admission
 from stretto.server.openai.error_body import describe
 from stretto.server.openai.generating_route import finish_reason, unfinished

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.engine.protocol import EngineClient, Usage
+from stretto.engine.events import Usage
+from stretto.engine.protocol import EngineClient
 from stretto.engine.session import Item as EngineItem
 from stretto.engine.session import Session
 from stretto.server.openai.tools import ToolParser

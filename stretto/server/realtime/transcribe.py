@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 from prometheus_client import Counter
 
-from stretto.engine.protocol import Finished, TextDelta, Usage
+from stretto.engine.events import Finished, TextDelta, Usage
 from stretto.engine.session import Item, Session
 from stretto.params import Params
 from stretto.server.openai.error_body import describe

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.engine.protocol import Usage as EngineUsage
+from stretto.engine.events import Usage as EngineUsage
 from stretto.family import ModelInfo
 from stretto.server.openai.generating_route import slices
 from stretto.server.openai.tools import Call

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.engine.protocol import AudioChunk, Event, Finished, Message, TextDelta, Usage
+from stretto.engine.events import AudioChunk, Event, Finished, Message, TextDelta, Usage
 from stretto.engine.session import END, INPUT_RATE, Item
 from stretto.errors import Gone, Invalid
 from stretto.server.realtime.vad import Float, VadState

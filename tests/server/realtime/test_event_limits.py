@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.engine.events import TokenLogprob
-from stretto.engine.protocol import TextDelta
+from stretto.engine.events import TextDelta, TokenLogprob
 from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import endpoint, items, options, transcribe

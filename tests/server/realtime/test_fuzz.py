@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.engine.protocol import AudioChunk
+from stretto.engine.events import AudioChunk
 from tests.server.conftest import Running
 from tests.server.realtime.client import Json, check, talk
 from tests.server.realtime.conftest import talking

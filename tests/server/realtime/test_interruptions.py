@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.protocol import AudioChunk, Event, TextDelta
+from stretto.engine.events import AudioChunk, Event, TextDelta
 from stretto.engine.session import Session
 from stretto.server.realtime import response as responses
 from stretto.server.realtime.playback_estimate import played_text

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.engine.protocol import TextDelta, TimelineSpan
+from stretto.engine.events import TextDelta, TimelineSpan
 from stretto.errors import Busy
 from stretto.server.realtime.audio_formats import decode_g711, encode_g711
 from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND

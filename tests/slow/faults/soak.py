@@ -29,7 +29,7 @@ from bench.harness.results import judged, parser, progress
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.placement import parse_placement, places
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk
+from stretto.engine.events import AudioChunk
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.params import ChunkSizes, Params
 from tests.slow.harness.leaks import (

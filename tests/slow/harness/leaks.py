@@ -24,7 +24,7 @@ import numpy.typing as npt
 from bench.harness.env import describe
 from bench.harness.workload import picture, sound
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import AudioChunk, CodeFrames, Event, Finished, Modality, TextDelta
+from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Modality, TextDelta
 from stretto.params import Params
 
 POLL_S = 0.02
