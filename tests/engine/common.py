@@ -171,6 +171,8 @@ def same(got: Answer, want: Answer, codes: bool = True) -> None:
 
 MINE = count(1 << 32)
 """Numbers of pings that the engine does not use itself."""
+LOOKS = 1000
+"""At a host's last answer, before it is pinged again."""
 
 
 async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> dict[str, float]:
@@ -187,10 +189,15 @@ async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> d
 
 
 async def _asked(host: HostHandle) -> None:
-    number = next(MINE)
-    host.ping(number)
-    while host.stats is None or host.stats.number != number:
-        await asyncio.sleep(0.001)
+    """Pings again when the answer is not seen: the answer to one of the engine's own pings may
+    replace it before this task runs."""
+    while True:
+        number = next(MINE)
+        host.ping(number)
+        for _ in range(LOOKS):
+            if host.stats is not None and host.stats.number == number:
+                return
+            await asyncio.sleep(0.001)
 
 
 def held(values: dict[str, float], slots: int) -> dict[str, float]:
