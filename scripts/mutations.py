@@ -183,6 +183,13 @@ def git(*args: str) -> str:
     return done.stdout
 
 
+def tree_files() -> list[str]:
+    """All files of the working tree that git does not ignore."""
+    names = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    # One may be removed and not yet committed.
+    return [name for name in names if (ROOT / name).is_file()]
+
+
 def default_base() -> str:
     """Where this branch left main; on main itself, the commit before."""
     head = git("rev-parse", "HEAD").strip()
@@ -436,10 +443,7 @@ async def judge(
 ) -> int:
     tests_by_file = {file: args.tests or find_tests(file, ROOT) for file in modules}
     tests = list(dict.fromkeys(test for some in tests_by_file.values() for test in some))
-    names = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
-    names = [
-        name for name in names if (ROOT / name).is_file()
-    ]  # one may be removed and not yet committed
+    names = tree_files()
     first = Copy(ROOT, names, folder / "0")
     print(
         f"{sum(map(len, modules.values()))} mutants; first, the tests without one: "
