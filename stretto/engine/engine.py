@@ -249,10 +249,10 @@ class PipelineEngine:
         self._check_open()
         return await self._reader.enrol(clip, owner)
 
-    def session(self, *, owner: str = "", allow_paths: bool = False) -> Session:
+    def session(self, *, owner: str = "", sender: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""
         self._check_open()
-        return Session(self, owner=owner, allow_paths=allow_paths)
+        return Session(self, owner=owner, sender=sender, allow_paths=allow_paths)
 
     def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
         """Whether there is to be speech. Raises `Invalid` for what the model cannot do, `Busy` when

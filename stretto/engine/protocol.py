@@ -74,8 +74,9 @@ class EngineClient(Protocol):
         closer likeness, what is said in it. The voice is this model's alone."""
         ...
 
-    def session(self, *, owner: str = "") -> Session:
-        """A conversation that goes on, whose sound comes in while it is spoken."""
+    def session(self, *, owner: str = "", sender: str = "") -> Session:
+        """A conversation that goes on, whose sound comes in while it is spoken. Sessions of one
+        `sender` take turns as one where prompts are built."""
         ...
 
     async def outline(

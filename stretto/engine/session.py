@@ -87,12 +87,20 @@ class Session:
     """Made by `engine.session`. `async with` closes it."""
 
     def __init__(
-        self, engine: PipelineEngine, *, owner: str = "", allow_paths: bool = False
+        self,
+        engine: PipelineEngine,
+        *,
+        owner: str = "",
+        sender: str = "",
+        allow_paths: bool = False,
     ) -> None:
+        """`owner` and `sender` are those of its requests (`RequestOptions`). All sessions of one
+        sender take turns as one; a session without sender and owner takes turns for itself."""
         self._engine = engine
         self._owner = owner
         self._allow_paths = allow_paths
         self._name = f"s-{secrets.token_hex(8)}"
+        self._sender = sender or owner or self._name
         self._items: list[Item] = []
         self._dropped: list[str] = []
         self._sent: set[bytes] = set()  # digests of features that the stages have had
@@ -255,9 +263,9 @@ class Session:
 
     async def _decoded(self, message: Message) -> Prompt:
         """By the engine's prompt workers: what a stranger has encoded may take long and much
-        memory, and there are limits on both there. Sessions take turns."""
+        memory, and there are limits on both there. Senders take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
-        packed = await self._engine.prompts.build(Conversation.of(body, sender=self._name))
+        packed = await self._engine.prompts.build(Conversation.of(body, sender=self._sender))
         return await asyncio.to_thread(lambda: packed.unpack(packed.feature_bytes()))
 
     def respond(
@@ -300,6 +308,7 @@ class Session:
             voice,
             session=self._name,
             owner=self._owner,
+            sender=self._sender,
         )
         return self._answer(self._engine.run(build, options), remember)
 
@@ -355,16 +364,14 @@ class Session:
             self._dropped += [i.id for i in oldest]
 
     async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
-        messages, tools = (
-            setting.messages(items),
-            [dict(t) for t in setting.tools] if setting.tools else None,
-        )
-        sender = self._owner or self._name  # all sessions of an owner take turns as one
-        if (
-            self._allow_paths
-        ):  # a caller of this process, whose messages may hold what JSON has no words for
-            return await self._engine.threads.build_for(sender, messages, tools, allow_paths=True)
-        return await self._engine.prompts.build_for(sender, messages, tools)
+        messages = setting.messages(items)
+        tools = [dict(t) for t in setting.tools] if setting.tools else None
+        if self._allow_paths:
+            # a caller of this process, whose messages may hold what JSON cannot express
+            return await self._engine.threads.build_for(
+                self._sender, messages, tools, allow_paths=True
+            )
+        return await self._engine.prompts.build_for(self._sender, messages, tools)
 
     def _built(self, prompt: Prompt) -> PackedPrompt:
         """With the features that the stages have not had; they ask for others, where they need them
@@ -394,6 +401,7 @@ class Session:
             Params(max_text_tokens=1),
             session=self._name,
             owner=self._owner,
+            sender=self._sender,
         )
         if options.capability not in model.pipeline.paths:
             return

@@ -5,6 +5,7 @@ does not grow with its length."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -43,6 +44,7 @@ from tests.engine.common import (
     stats,
 )
 from tests.pipeline import ONE_HOST, PROCESSES
+from tests.preprocess.test_pool import heavy, until
 
 T = TypeVar("T")
 Samples = npt.NDArray[np.float32]
@@ -459,6 +461,38 @@ def test_a_stranger_s_pictures_are_decoded_elsewhere(
                     )
                 assert e.value.param == "messages[0].content[1]"
                 assert not s.items
+        finally:
+            await engine.prompts.close()
+
+    run(go())
+
+
+def test_sessions_of_one_sender_share_its_turns(roomy_dir: Path) -> None:
+    """However many there are, another sender's media find a prompt process."""
+    message = json.loads(bytes(heavy(count=1).body))[0]
+
+    async def go() -> None:
+        engine = PipelineEngine(roomy_dir, EngineConfig(prompts=PoolSettings(workers=2)))
+        await engine.prompts.start()
+
+        def numbers() -> tuple[float, float]:
+            told = engine.prompts.metrics()
+            return told["stretto_prompts_running"], told["stretto_prompts_waiting"]
+
+        async def add(sender: str) -> None:
+            async with engine.session(sender=sender) as session:
+                await session.add(message)
+
+        try:
+            mine = [asyncio.create_task(add("me")) for _ in range(3)]
+            await until(lambda: sum(numbers()) == 3)
+            assert numbers() == (1, 2)
+            other = asyncio.create_task(add("other"))
+            await until(lambda: numbers() == (2, 2))
+            for task in (*mine, other):
+                task.cancel()
+            await asyncio.gather(*mine, other, return_exceptions=True)
+            await until(lambda: numbers() == (0, 0))
         finally:
             await engine.prompts.close()
 

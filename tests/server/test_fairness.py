@@ -210,6 +210,14 @@ def test_one_client_opens_at_most_half_of_all_sessions() -> None:
         stack.enter_context(talk(running, source_address=("127.0.0.3", 0)))
 
 
+def test_all_sessions_of_one_client_have_one_sender() -> None:
+    engine = TalkEngine()
+    with talking(engine) as running, ExitStack() as stack:
+        for address in (ME, ME, OTHER):
+            stack.enter_context(talk(running, source_address=(address, 0)))
+        assert [s.sender for s in engine.sessions] == [ME, ME, OTHER]
+
+
 def test_by_default_that_is_64() -> None:
     config = ServerConfig()
     sessions = SessionSlots(config.realtime_sessions, config.realtime_sessions_per_key, Shares(1))

@@ -114,9 +114,8 @@ class RealtimeSession:
     ) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
-        return cls(
-            service, engine, engine.session(owner=visit.owner), send_queue, visit.sender, state
-        )
+        engine_session = engine.session(owner=visit.owner, sender=visit.sender)
+        return cls(service, engine, engine_session, send_queue, visit.sender, state)
 
     @property
     def busy(self) -> bool:

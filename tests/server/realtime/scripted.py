@@ -84,6 +84,7 @@ def plain(ask: Ask) -> Sequence[Event]:
 class ScriptedSession:
     engine: TalkEngine
     owner: str = ""
+    sender: str = ""
     closed: bool = False
     log: list[str] = field(default_factory=list)
     _items: list[Item] = field(default_factory=list)
@@ -241,8 +242,8 @@ class TalkEngine(ScriptedEngine):
     asks: list[Ask] = field(default_factory=list)
     sessions: list[ScriptedSession] = field(default_factory=list)
 
-    def session(self, *, owner: str = "") -> ScriptedSession:
-        self.sessions.append(ScriptedSession(self, owner))
+    def session(self, *, owner: str = "", sender: str = "") -> ScriptedSession:
+        self.sessions.append(ScriptedSession(self, owner, sender))
         return self.sessions[-1]
 
 
