@@ -1,5 +1,5 @@
 # Two commands for a fresh machine: `make demo` serves the embedded model, `make test` runs all checks (`make ray` those
-# that need Ray).
+# that need Ray). `make check` is the part of them for daily work, under three minutes on two cores.
 # TORCH picks the build of PyTorch, e.g. make demo TORCH="torch==2.11.0".
 
 BIN := .venv/bin
@@ -7,7 +7,7 @@ DEMO := demo
 PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo answer test setup setup-test lint types unit slow gpu ray netns format clean
+.PHONY: demo answer check test setup setup-test lint types unit slow gpu ray netns format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
 FALLBACK := $(if $(wildcard packages/nano/stretto_nano/nano/config.json),,$(DEMO)/tiny)
@@ -21,6 +21,9 @@ answer: setup $(FALLBACK:=/config.json)
 
 $(DEMO)/tiny/config.json: | setup
 	$(BIN)/stretto tiny $(DEMO)/tiny
+
+check: lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $$(cat tests/check.txt) $(ARGS)
 
 test: setup-test lint types unit
 
