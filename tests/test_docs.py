@@ -37,9 +37,19 @@ ELSEWHERE = {
 NOT_RUN: set[str] = set()  # results of benchmarks that were not run yet
 
 
+ALL_PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md"))),
+]
+
+
 def files() -> list[Path]:
     found = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.is_file()]
     return [*found, *(p for p in ROOT.iterdir() if p.is_file())]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +63,7 @@ def words() -> set[str]:
 
 
 def named(page: Path) -> set[str]:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return set(re.findall(r"`([^`\n]+)`", text))
+    return set(re.findall(r"`([^`\n]+)`", without_code(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -86,6 +95,38 @@ def test_files_are_there(page: Path) -> None:
     assert said - there == set()
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", without_code(page), re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(page))
+    broken = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if re.match(r"https?:|mailto:", link):
+            continue
+        target = page.parent / path if path else page
+        there = target.exists() and (
+            not anchor or target.suffix != ".md" or anchor in anchors(target)
+        )
+        broken += [] if there else [link]
+    assert broken == []
+
+
+def test_all_pages_and_decisions_are_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = [p for p in (ROOT / "docs").rglob("*.md") if p.name != "README.md"]
+    names = [str(p.relative_to(ROOT / "docs")) for p in pages]
+    assert [name for name in names if f"({name})" not in index] == []
+
+
 @pytest.mark.parametrize("page", ["architecture", "path"])
 def test_methods_are_there(page: str) -> None:
     """Of the pages that lead from function to function: `Class.method`, and the file that stands
@@ -103,12 +144,7 @@ def test_methods_are_there(page: str) -> None:
                 there.setdefault(f"{name}{function.name}", set()).add(
                     str(path.relative_to(ROOT / "stretto"))
                 )
-    text = re.sub(
-        r"```.*?```",
-        "",
-        (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
+    text = without_code(ROOT / "docs" / f"{page}.md")
     methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", text))
     assert len(methods) > 5
     assert methods - set(there) == set()

@@ -432,6 +432,8 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
 
         args = parser().parse_args(words)
         assert (args.model, args.host, args.replicas) == ("/model", "0.0.0.0", "1")
+        metrics = args.metrics_port
+        assert not any(p.endswith(f":{metrics}") for p in service["ports"]), "it is not published"
     for service in told["services"].values():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
@@ -448,7 +450,7 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"][0][
         "static_configs"
     ][0]
-    assert scraped["targets"] == ["stretto:8000"]
+    assert scraped["targets"] == [f"stretto:{metrics}"]
 
 
 def test_the_container_installs_extras_that_there_are() -> None:
