@@ -1,8 +1,9 @@
-"""Tables of docs/faults.md: kills, the soak, and damaged input. They stand in tables.py."""
+"""Tables of docs/faults.md: kills, the soak, damaged input, attacks. They stand in tables.py."""
 
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 from bench.harness.markdown import markdown
 from bench.report.measured import Results
@@ -69,3 +70,37 @@ def fuzz(results: Results) -> str:
         for name, p in r["parts"].items()
     ]
     return f"{head}\n\n{markdown(('', 'inputs', 'could be read', 'seconds'), lines)}"
+
+
+def attacks(results: Results) -> str:
+    """Each attack on the version before its guards, where that was run, and on a later one."""
+    if (after := results.file("attacks")) is None:
+        return ""
+    before = results.file("attacks_before") or {"attacks": []}
+    earlier = {a["attack"]: a for a in before["attacks"]}
+    lines = [
+        (a["attack"], *(map(" / ".join, zip(_noticed(earlier.get(a["attack"])), _noticed(a)))))
+        for a in after["attacks"]
+    ]
+    head = (
+        "before / after",
+        "worst /live, ms",
+        "longest gap, of the quiet one",
+        "refused or failed",
+        "memory not back, MiB",
+    )
+    return markdown(head, lines)
+
+
+def _noticed(attack: dict[str, Any] | None) -> tuple[str, str, str, str]:
+    if attack is None:
+        return "-", "-", "-", "-"
+    attacked, held, live = attack["attacked"], attack["held"], attack["attacked"]["live_s"]["max"]
+    more = held["after"]["anonymous"] - held["before"]["anonymous"]
+    ratio = attack["gap_ratio"]
+    return (
+        "-" if live is None else f"{1e3 * live:,.0f}",
+        "no stream" if ratio is None else f"{ratio:.1f}",
+        f"{attacked['refusals']} of {sum(attacked['asked'].values())}",
+        f"{max(0, more) >> 20}",
+    )

@@ -445,5 +445,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kills": faults.kills,
     "soak": faults.soak,
     "fuzz": faults.fuzz,
+    "attacks": faults.attacks,
     "path": path,
 }

@@ -1,7 +1,8 @@
 """Attacks by name, one server each: what another client notices, and whether all is given back.
 
     python -m tests.slow hostile --out bench/results/attacks.json
-    python -m tests.slow hostile --only descriptors,idle_sessions --tree OTHER_CHECKOUT --out FILE
+    python -m tests.slow hostile --only descriptors,idle_sessions --tree OTHER_CHECKOUT \\
+        --out bench/results/attacks_before.json --more --summaries
 
 For each attack `stretto serve` is started on the tiny model with two API keys. The client of one
 key listens to two streamed answers and sends ordinary requests of six kinds (text, structured text,
@@ -20,6 +21,7 @@ status is 1 if there are any. A server that takes more than `--memory-limit-mb` 
 some attacks would take all of the machine.
 
 `--tree` runs the server of another checkout (the clients are this one's), to compare two versions.
+With `--more`, attacks that the file has and this run does not make stay in it.
 The lowest priority of attackers, who stand for other machines, is the default; on a machine that is
 busy they would come too late: `--attackers normal`."""
 
@@ -44,7 +46,7 @@ from typing import Any
 
 from bench.harness.env import describe, sources
 from bench.harness.proctree import Peak, Tree, settled, watched
-from bench.harness.results import ROOT, parser, quantile, write
+from bench.harness.results import ROOT, parser, quantile, read, write
 from bench.harness.serving import Server, environment, serving
 from stretto.testing.qwen3_omni import write_tiny
 from tests.slow.hostile.cases import CASES, Case
@@ -377,6 +379,8 @@ def main(given: Sequence[str]) -> int:
         help="of a server (default: 4096)",
     )
     p.add_argument("--attackers", choices=("idle", "normal"), default="idle", help="their priority")
+    p.add_argument("--more", action="store_true", help="add to the file of --out")
+    p.add_argument("--summaries", action="store_true", help="leave the raw samples out of --out")
     p.add_argument(
         "--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `stretto serve`; last"
     )
@@ -386,13 +390,20 @@ def main(given: Sequence[str]) -> int:
             print(f"{case.name:<22} {case.about}")
         return 0
     args.tree = args.tree.resolve()
-    result: Notes = {"env": describe(), "tree": sources(args.tree), "attacks": []}
+    tree = sources(args.tree)
+    result: Notes = {"env": describe(), "tree": tree, "attacks": [], "problems": []}
+    if args.more and args.out and args.out.exists():
+        earlier = read(args.out)["attacks"]
+        result["attacks"] = [a for a in earlier if a["attack"] not in args.only]
     for name in args.only:
         with tempfile.TemporaryDirectory(prefix="stretto-hostile-") as place:
             write_tiny(Path(place) / "tiny")
             began = time.monotonic()
             found = one(CASES[name], Path(place) / "tiny", Path(place), args)
         found["took_s"] = time.monotonic() - began
+        found["tree"] = tree
+        if args.summaries:
+            del found["samples"]
         result["attacks"].append(found)
         result["problems"] = [
             f"{a['attack']}: {problem}" for a in result["attacks"] for problem in a["problems"]

@@ -15,7 +15,8 @@ from tests.slow.hostile import bodies
 from tests.slow.hostile.attacker import Attack, Attacker
 from tests.slow.hostile.bodies import MIB
 
-JUST_BELOW = (512 << 10) - 64  # bytes of a body that the server's process takes apart by itself
+JUST_BELOW = (512 << 10) - 64  # bytes of a body that ba39894 took apart on its event loop
+KIB = 1 << 10
 TEXT_PART = 120_000  # characters
 HOLD_S = 15.0  # how long attackers hold what they have
 
@@ -254,6 +255,32 @@ async def required_calls(a: Attacker) -> None:
 
 
 @case()
+async def kwargs_below_limit(a: Attacker) -> None:
+    """24 requests with chat_template_kwargs of just below 16 KiB, which are decoded on the loop."""
+    await storm(a, 24, bodies.template_kwargs(16 * KIB))
+
+
+@case()
+async def schemas_below_limit(a: Attacker) -> None:
+    """24 requests with a schema of just below 128 KiB."""
+    await storm(a, 24, bodies.large_schema(128 * KIB))
+
+
+@case()
+async def properties_below_limit(a: Attacker) -> None:
+    """16 schemas of 900 properties at once: about as many as a grammar may have."""
+    made = [bodies.properties(900, i) for i in range(16)]
+    await a.begin()
+    await at_once(16, lambda i: a.chat(made[i]))
+
+
+@case()
+async def calls_below_limit(a: Attacker) -> None:
+    """24 requests with tools of just below 128 KiB, of which one must be called."""
+    await storm(a, 24, bodies.required_call(128 * KIB))
+
+
+@case()
 async def logit_bias(a: Attacker) -> None:
     """Four requests with 13 MiB of logit_bias."""
     await storm(a, 4, bodies.logit_bias(13 * MIB))
@@ -276,7 +303,17 @@ async def large_forms(a: Attacker) -> None:
 @case()
 async def session_updates(a: Attacker) -> None:
     """Eight realtime sessions that send 740 KiB of tools ten times."""
-    body = bodies.session_tools(740 << 10)
+    await update_sessions(a, 740 * KIB)
+
+
+@case()
+async def updates_below_limit(a: Attacker) -> None:
+    """The same with 250 KiB, which are few enough to be taken."""
+    await update_sessions(a, 250 * KIB)
+
+
+async def update_sessions(a: Attacker, size: int) -> None:
+    body = bodies.session_tools(size)
     await a.begin()
 
     async def session(_: int) -> None:
@@ -372,6 +409,14 @@ async def metrics_readers(a: Attacker) -> None:
 async def progressive_jpegs(a: Attacker) -> None:
     """Four pictures of 64 million pixels in 3,000 scans without content."""
     body = bodies.chat([bodies.picture(bodies.progressive_jpeg(8000, 3000))])
+    await a.begin()
+    await at_once(4, lambda _: a.chat(body, patience=120))
+
+
+@case(limit=150)
+async def jpegs_below_limit(a: Attacker) -> None:
+    """The same with 240 scans, of which a picture may have 256."""
+    body = bodies.chat([bodies.picture(bodies.progressive_jpeg(8000, 240))])
     await a.begin()
     await at_once(4, lambda _: a.chat(body, patience=120))
 
