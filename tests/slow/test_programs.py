@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
         "fuzz --parts realtime --events 5000",
         "faults --parts kills --kills 20",
         "faults --parts soak --requests 1000",
-        "faults --parts server --requests 1000 --sessions 100 --warmup 100",
+        "faults --parts server --requests 9000 --sessions 2100",  # about 300 of each kind
         "hostile --parts attacks",
         "hostile --parts floods --together 20",
         pytest.param("cluster --kills 10", marks=pytest.mark.ray),
