@@ -76,20 +76,15 @@ def attacks(results: Results) -> str:
     """Each attack on the version before its guards, where that was run, and on a later one."""
     if (after := results.file("attacks")) is None:
         return ""
-    before = results.file("attacks_before") or {"attacks": []}
+    head = ("worst /live, ms", "longest gap", "refused or failed", "memory not back, MiB")
+    if (before := results.file("attacks_before")) is None:
+        return markdown(("attack", *head), [(a["attack"], *_noticed(a)) for a in after["attacks"]])
     earlier = {a["attack"]: a for a in before["attacks"]}
     lines = [
-        (a["attack"], *(map(" / ".join, zip(_noticed(earlier.get(a["attack"])), _noticed(a)))))
+        (a["attack"], *map(" / ".join, zip(_noticed(earlier.get(a["attack"])), _noticed(a))))
         for a in after["attacks"]
     ]
-    head = (
-        "before / after",
-        "worst /live, ms",
-        "longest gap, of the quiet one",
-        "refused or failed",
-        "memory not back, MiB",
-    )
-    return markdown(head, lines)
+    return markdown(("before / after", *head), lines)
 
 
 def _noticed(attack: dict[str, Any] | None) -> tuple[str, str, str, str]:
