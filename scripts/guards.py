@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def first_error(output: str) -> str:
     return errors[0][:200] if errors else (output.strip().splitlines() or ["no output"])[-1][:200]
 
 
-async def try_guards(guards: list[Guard], mark: str) -> int:
+async def try_guards(guards: list[Guard], save: Callable[[], None], mark: str) -> int:
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     with tempfile.TemporaryDirectory(prefix="g-", ignore_cleanup_errors=True) as folder:
         copy = Copy(ROOT, tree_files(), Path(folder))
@@ -69,10 +70,11 @@ async def try_guards(guards: list[Guard], mark: str) -> int:
             copy.write(guard["file"], without_guard(guard))
             status = await copy.test([guard["test"]], mark, LIMIT_S, "--timeout=120")
             copy.write(guard["file"], original)
-            guard["noticed"] = status in (FAILED, None)
             hung = "it does not end"
+            guard["noticed"] = status in (FAILED, None)
             guard["failure"] = hung if status is None else first_error(copy.output.read_text())
             guard["commit"] = commit
+            save()
             print(f"{'noticed' if guard['noticed'] else 'SURVIVES'}: {guard['without']}")
             print(f"    {guard['failure']}", flush=True)
     return 0 if all(guard["noticed"] for guard in guards) else 1
@@ -80,14 +82,16 @@ async def try_guards(guards: list[Guard], mark: str) -> int:
 
 async def work(words: list[str]) -> int:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    guards = chosen(record["guards"], words)
+
+    def save() -> None:
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+        RECORD.write_text(text + "\n", encoding="utf-8")
+
     mark = uuid.uuid4().hex
     try:
-        status = await try_guards(guards, mark)
+        return await try_guards(chosen(record["guards"], words), save, mark)
     finally:
         await kill_marked(mark)
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return status
 
 
 def main() -> int:
