@@ -13,6 +13,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "realtime": (),
     "ablation": (),
     "host": ("loop", "scheduler"),
+    "gaps": (),
     "http": (),
     "steps": ("decode", "together", "cpu"),
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),

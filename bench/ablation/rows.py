@@ -54,6 +54,26 @@ def at_once(host: OneHost) -> AbstractContextManager[Any]:
     return swapped([(host.host.stages[s].core.timer, "on", False) for s in ("thinker", "talker")])  # type: ignore[union-attr]
 
 
+def retire_all(host: OneHost) -> AbstractContextManager[Any]:
+    """A stage retires all steps that are done before it launches the next one."""
+
+    def drained(core: Any) -> Callable[[], list[Any]]:
+        poll = core.poll
+
+        def poll_all() -> list[Any]:
+            outputs = []
+            before = -1
+            while before != core.in_flight:
+                before = core.in_flight
+                outputs += poll()
+            return outputs
+
+        return poll_all
+
+    cores = [host.codec(), *(host.host.stages[s].core for s in ("thinker", "talker"))]  # type: ignore[union-attr]
+    return swapped([(core, "poll", drained(core)) for core in cores])
+
+
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:
     """Every kernel is launched by itself, those of prompts too."""
     runners = host.runners()

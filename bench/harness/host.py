@@ -33,7 +33,7 @@ from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.params import RequestOptions
+from stretto.params import Capability, RequestOptions
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.host.channel import Channel
@@ -107,9 +107,10 @@ class OneHost:
         self.heard = {a.request: Sample(i, i * apart_s) for i, (a, _) in enumerate(questions)}
         self.begun = time.perf_counter()
         arrivals = Arrivals(self, questions, apart_s)
+        stages = {stage for a, _ in questions for stage in a.stages}
         arrivals.poll()
         with swapped([(host.loop, "stages", [*host.loop.stages, arrivals])]):
-            while not all(self.over(stage) for stage in STAGES):
+            while not all(self.over(stage) for stage in stages):
                 busy = host.loop.round()
                 if self.failed is not None:
                     raise StageDead(self.failed)
@@ -166,15 +167,17 @@ class Asker:
     builder: PromptBuilder
     asked: int = 0
 
-    def round(self, workload: Workload, streams: int) -> list[Question]:
-        return [self._question(workload) for _ in range(streams)]
+    def round(
+        self, workload: Workload, streams: int, capability: Capability = "speech"
+    ) -> list[Question]:
+        return [self._question(workload, capability) for _ in range(streams)]
 
-    def _question(self, workload: Workload) -> Question:
+    def _question(self, workload: Workload, capability: Capability) -> Question:
         number = self.asked = self.asked + 1
         messages = workload.messages(
             number, lambda text: len(self.builder.tokenizer.encode(text)) if text else 0
         )
-        options = RequestOptions("speech", replace(workload.params(number), seed=number))
+        options = RequestOptions(capability, replace(workload.params(number), seed=number))
         return admission(RequestId(f"a{number}"), self.builder.build(messages), options)
 
 
