@@ -9,6 +9,7 @@ from bench.harness.parts import run_program
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "serve": (),
+    "trees": (),
     "engine": ("load", "guided", "fullsize"),
     "realtime": (),
     "ablation": (),

@@ -14,7 +14,8 @@ Parts, in this order (one that fails is reported, and the others go on):
 
     latency    closed loop at each of --levels: first text, first audio, RTF, what a player would
                hear
-    prompts    first audio of one stream with a prompt of 2,000 tokens, and of 10 s of sound
+    prompts    the same at each of --prompt-levels with a prompt of 2,000 tokens, of 10 s of sound,
+               and with a picture
     open       open loop: requests at random moments, --rates a second on average, whether or not
                the server keeps up
     realtime   --streams requests within two seconds, 60 s of speech each, read as fast as it comes
@@ -55,7 +56,7 @@ from bench.harness.parts import add_parts
 from bench.harness.results import ROOT, arguments, measured_part, parser, read, write
 from bench.harness.serving import GpuWatch, Server, Stopped, environment, serving
 from bench.harness.workload import WORKLOADS, Workload
-from stretto.loadtest.player import play
+from stretto.loadtest.player import Packet, gaps, play
 from stretto.loadtest.report import client, table
 from stretto.loadtest.runner import Closed, Level, Open
 from stretto.loadtest.workload import poisson
@@ -106,13 +107,12 @@ class Stand:
             yield self.closed(workload, streams, requests, self.args.seconds)[0]
 
     def prompts(self) -> Iterator[dict[str, Any]]:
-        """Only the first audio is looked at: short answers will do."""
-        for name in ("text-2000", "audio-10s"):
-            given = self.workload(name)
-            short = replace(
-                given, text_tokens=min(16, given.text_tokens), frames=min(25, given.frames)
-            )
-            yield self.closed(short, 1, self.args.requests, self.args.seconds / 2)[0]
+        """Answers as long as those of the latency table, so that RTF can be compared too."""
+        for name in ("text-2000", "audio-10s", "image"):
+            for streams in self.args.prompt_levels:
+                requests = max(self.args.requests // 2, 2 * streams)
+                seconds = self.args.seconds / 2
+                yield self.closed(self.workload(name), streams, requests, seconds)[0]
 
     def open(self) -> Iterator[dict[str, Any]]:
         """The same seed, so the same moments, in every run."""
@@ -207,6 +207,22 @@ class Stand:
                 given, text_tokens=min(8, given.text_tokens), frames=min(12, given.frames)
             )
         return given
+
+
+def thinned(cell: dict[str, Any]) -> dict[str, Any]:
+    """Of the packets of an answer only what a player makes of them, so that the file stays
+    small."""
+    return cell | {"samples": [thin(s) for s in cell["samples"]]}
+
+
+def thin(sample: dict[str, Any]) -> dict[str, Any]:
+    packets = [Packet(*p) for p in sample.get("packets", ())]
+    heard = play(packets)
+    return sample | {
+        "packets": len(packets),
+        "longest_gap": max(gaps(packets), default=0.0),
+        "wait": heard.wait if heard is not None else None,
+    }
 
 
 def phases(heard: Heard) -> dict[str, float] | None:
@@ -430,6 +446,9 @@ def main(given: Sequence[str]) -> int:
         "--levels", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the latency table"
     )
     p.add_argument(
+        "--prompt-levels", type=int, nargs="+", default=[1, 8, 32], help="of long prompts"
+    )
+    p.add_argument(
         "--streams", type=int, nargs="+", default=[64, 96, 128], help="of 60 s of speech each"
     )
     p.add_argument(
@@ -502,6 +521,7 @@ def main(given: Sequence[str]) -> int:
             2.0,
         )
         args.levels, args.streams, args.host_streams = args.levels[:2], [4], [1, 4]
+        args.prompt_levels = args.prompt_levels[:1]
     result = measure(args)
     print(summary(result), flush=True)
     write(args.out, result)

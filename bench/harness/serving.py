@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,6 +38,7 @@ class Server:
     port: int
     process: subprocess.Popen[bytes]
     log: Path
+    flags: list[str] = field(default_factory=list)
     phases: list[dict[str, Any]] = field(default_factory=list)  # what it was doing from when on
     ready_s: float = 0.0
 
@@ -91,10 +92,11 @@ def serving(
     args: argparse.Namespace, directory: Path, folder: Path, *, tree: Path = ROOT,
     unread_log: bool = False,
     more: Mapping[str, str] | None = None,
+    knows: Callable[[str], bool] = lambda flag: True,
 ) -> Iterator[Server]:  # fmt: skip
     """Started with the settings of a service with many listeners; ended by SIGTERM, then by
     SIGKILL. `tree`: the checkout whose server it is. `unread_log`: its output goes into a pipe that
-    nobody reads. `more`: for its environment."""
+    nobody reads. `more`: for its environment. `knows`: whether that server has a flag."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -107,7 +109,12 @@ def serving(
         "drain-timeout": 2,
         "min-pace": 0,  # overload is to be measured, not refused
     }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = [
+        word
+        for name, value in flags.items()
+        if knows(f"--{name}")
+        for word in (f"--{name}", str(value))
+    ]
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -121,7 +128,7 @@ def serving(
     # hands.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))
     try:
-        yield Server(port, process, log)
+        yield Server(port, process, log, [*words, *args.serve])
     finally:
         signal.signal(signal.SIGTERM, before)
         process.terminate()

@@ -56,8 +56,10 @@ def by_length(samples: Sequence[Found]) -> dict[str, Found]:
         one: Found = {"errors": errors}
         if good:
             split = [s["phases"] for s in good if s.get("phases")]
+            rtf = [s["rtf"] for s in good if s.get("rtf") is not None]
             one |= {
                 "first_audio_s": spread([s["first_audio"] for s in good]),
+                "rtf": spread(rtf) if rtf else None,
                 "phases_s": {
                     n: statistics.median(p[i] for p in split) for i, n in enumerate(PHASES)
                 }
@@ -82,7 +84,7 @@ def show(found: Found) -> None:
             )
             print(
                 f"    {seconds:>5} s x {f['count']}: p50 {ms(f['p50'])}, p90 {ms(f['p90'])}, max "
-                f"{ms(f['max'])}; "
+                f"{ms(f['max'])}; {factor(one['rtf'])}"
                 f"{one['new_tokens']} tokens, {one['encoded']} windows; {parts}",
                 flush=True,
             )
@@ -99,6 +101,10 @@ def show(found: Found) -> None:
             f"    from the shortest to the longest: {100 * (whole[-1] / whole[0] - 1):+.1f} %",
             flush=True,
         )
+
+
+def factor(rtf: Found | None) -> str:
+    return "" if rtf is None else f"RTF p50 {rtf['p50']:.3f}, p99 {rtf['p99']:.3f}; "
 
 
 def listened(samples: Sequence[Found]) -> Found:

@@ -23,7 +23,7 @@ from bench.harness.results import quantile
 from bench.harness.serving import Server
 from bench.realtime.numbers import Found, by_length, listened, ms, show
 from bench.realtime.sounds import Clips, Samples
-from bench.realtime.turns import LARGE_PIECE_S, PIECE_S, clock
+from bench.realtime.turns import LARGE_PIECE_S, PIECE_S, clock, real_time_factor
 from stretto.engine.session import INPUT_RATE
 from stretto.loadtest.player import Packet, play
 from tests.server.realtime.sounds import pcm
@@ -192,6 +192,7 @@ class Sockets:
             "first_audio": packets[0][0] if packets else None,
             "server_first_audio": told["first_audio_s"],
             "new_tokens": usage["input_tokens"] - cached,
+            "rtf": real_time_factor([Packet(*p) for p in packets]),
             "packets": packets,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -98,8 +98,15 @@ async def listen(events: AsyncIterator[Event], start: float, committed: float) -
         "prompt_tokens": u.prompt_tokens,
         "new_tokens": u.prompt_tokens - u.cached_tokens,
         "encoded": u.encoded_pieces,
+        "rtf": real_time_factor(packets),
         "packets": [[p.at, p.seconds] for p in packets],
     }
+
+
+def real_time_factor(packets: Sequence[Packet]) -> float | None:
+    """Of an answer: the time from the commit to its last packet, over the length of its speech."""
+    spoken = sum(p.seconds for p in packets)
+    return packets[-1].at / spoken if spoken else None
 
 
 def phases(end: Finished, committed: float, packets: list[Packet]) -> list[float] | None:

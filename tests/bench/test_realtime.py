@@ -10,7 +10,7 @@ import pytest
 from bench.realtime import PARTS, main
 from bench.realtime.numbers import Gate, by_length, delta, fitting, listened
 from bench.realtime.sounds import Clips
-from bench.realtime.turns import PHASES, answer, phases, played
+from bench.realtime.turns import PHASES, answer, phases, played, real_time_factor
 from stretto.engine.events import Finished, TimelineSpan, Usage
 from stretto.loadtest.player import Packet
 
@@ -44,6 +44,13 @@ def test_samples_by_length() -> None:
     }
     assert found["5"]["phases_s"] == dict.fromkeys(PHASES, 0.001)
     assert found["200"] == {"errors": ["Busy: full"]}
+
+
+def test_rtf_runs_from_the_commit_to_the_last_packet() -> None:
+    assert real_time_factor([Packet(0.1, 0.5), Packet(0.3, 1.0)]) == pytest.approx(0.2)
+    assert real_time_factor([]) is None
+    samples = [{"seconds": 5.0, "first_audio": 0.1, "error": None, "rtf": r} for r in (0.2, 0.3)]
+    assert by_length(samples)["5"]["rtf"]["p50"] == 0.3
 
 
 def test_a_listener_who_had_to_wait() -> None:
