@@ -7,7 +7,7 @@ DEMO := demo
 PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo answer check test setup setup-test lint types unit slow gpu ray netns format clean
+.PHONY: demo answer check test setup setup-test lint types unit slow gpu-suite ray netns format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
 FALLBACK := $(if $(wildcard packages/nano/stretto_nano/nano/config.json),,$(DEMO)/tiny)
@@ -53,8 +53,8 @@ ray: setup-test
 slow: setup-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/slow $(ARGS)
 
-# All that needs a GPU, and a record of it in bench/results.
-gpu:
+# All that needs a GPU. Commit, card, versions and result go to one file in bench/results.
+gpu-suite:
 	$(BIN)/python -m tests.gpu $(ARGS)
 
 # Hosts at addresses of their own, in network namespaces: as root.

@@ -9,8 +9,9 @@ from bench.harness.parts import run_program
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "serve": (),
+    "proofs": (),
     "trees": (),
-    "engine": ("load", "guided", "fullsize"),
+    "engine": ("load", "guided", "fullsize", "links"),
     "realtime": (),
     "ablation": (),
     "host": ("loop", "scheduler"),

@@ -38,10 +38,10 @@ from bench.ablation.rows import depth_one, nothing, retire_all
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_settings
 from bench.harness.env import describe
 from bench.harness.host import STAGES, VOCODER, Asker, OneHost
-from bench.harness.markdown import markdown
 from bench.harness.results import arguments, parser, quantile, write
 from bench.harness.rounds import turns
 from bench.harness.workload import Question, Workload
+from bench.report.proofs import gap_table
 from stretto.config.engine import HostSettings
 from stretto.messages.requests import Ended, FromHost, Pcm
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -318,28 +318,6 @@ def line(cell: dict[str, Any]) -> str:
     return f"{cell['kind']} x {cell['rows']}, {cell['way']}: {stages}; device idle {device}"
 
 
-def table(result: dict[str, Any]) -> str:
-    """For documents: a line for each cell and stage."""
-    lines = []
-    for cell in result["cells"]:
-        for stage, s in cell["stages"].items():
-            idle = cell["device_idle"]
-            lines.append(
-                (
-                    cell["kind"], str(cell["rows"]), cell["way"], stage, str(s["steps"]),
-                    f"{s['step_us']['p50'] / 1e3:.2f} ms",
-                    f"{s['gap_us']['p50']:.0f} / {s['gap_us']['p99']:.0f} µs",
-                    f"{100 * s['stage_idle']:.1f} %",
-                    "" if idle is None else f"{100 * idle:.1f} %",
-                )
-            )  # fmt: skip
-    head = (
-        "requests", "rows", "overlap", "stage", "steps", "step p50", "gap p50 / p99",
-        "no step of this stage runs", "no step of any stage runs",
-    )  # fmt: skip
-    return markdown(head, lines)
-
-
 @contextmanager
 def opened(args: argparse.Namespace) -> Iterator[tuple[GapHost, Asker]]:
     most = max(args.rows)
@@ -376,5 +354,5 @@ def main(given: Sequence[str]) -> int:
         print(f"loaded in {host.load_s:.1f} s", flush=True)
         Run(args, host, asker, begun, result).measure()
     write(args.out, result)
-    print(table(result))
+    print(gap_table(result))
     return 0 if result["cells"] else 1

@@ -32,11 +32,11 @@ from typing import Any
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here
 from bench.harness.crowd import Crowd, Questions
 from bench.harness.env import sources
-from bench.harness.markdown import markdown
 from bench.harness.parts import one_of
 from bench.harness.results import ROOT, arguments, parser, write
 from bench.harness.rounds import turns
 from bench.harness.serving import GpuWatch, Server, environment, serving
+from bench.report.proofs import tree_table
 from bench.serve import Stand, described, server_flags, thinned
 from stretto.preprocess.template import Tokenizer
 
@@ -74,7 +74,8 @@ class Run:
     directory: Path
     begun: float
     result: dict[str, Any]
-    starts: list[float] = field(default_factory=list)
+    # how long a server of each checkout took, from its start to its end
+    took: dict[str, float] = field(default_factory=dict)
     also: list[str] = field(default_factory=list)
 
     @property
@@ -83,7 +84,7 @@ class Run:
 
     def measure(self) -> None:
         for number, one in turns(self.trees, self.args.servers):
-            if self.left_s < max(self.starts, default=0.0):
+            if self.left_s < self.took.get(one.name, 0.0):
                 self.result["left_out"].append([number, one.name])
                 continue
             run: dict[str, Any] = {"tree": one.name, "round": number, "cells": [], "error": None}
@@ -111,24 +112,29 @@ class Run:
             )
             gpu = GpuWatch()
             try:
-                self.cells(one, server, Crowd(server, Path(name), gpu, self.args.processes), run)
+                crowd = Crowd(server, Path(name), gpu, self.args.processes)
+                tokenizer = Tokenizer.open(self.directory)
+                stand = Stand(self.args, crowd, Questions(self.directory.name, tokenizer))
+                self.cells(stand, run)
+                self.took[one.name] = time.monotonic() - before
+                if one.name == HEAD:
+                    self.more(stand, server)
             finally:
                 gpu.close()
-        self.starts.append(time.monotonic() - before)
 
-    def cells(self, one: Tree, server: Server, crowd: Crowd, run: dict[str, Any]) -> None:
-        stand = Stand(
-            self.args, crowd, Questions(self.directory.name, Tokenizer.open(self.directory))
-        )
+    def cells(self, stand: Stand, run: dict[str, Any]) -> None:
         for cell in stand.latency():
             self.add(run["cells"], cell)
             if self.left_s < 0:
                 return
-        while one.name == HEAD and self.also:
+
+    def more(self, stand: Stand, server: Server) -> None:
+        """What is measured of this checkout alone, once."""
+        while self.also and self.left_s > 0:
             what = self.also.pop(0)
-            more = self.result.setdefault(what, [])
+            found = self.result.setdefault(what, [])
             for cell in stand.prompts() if what == "prompts" else self.live(server):
-                self.add(more, cell)
+                self.add(found, cell)
                 if self.left_s < 0:
                     return
 
@@ -140,43 +146,6 @@ class Run:
         from bench.realtime.sockets import Sockets
 
         yield asyncio.run(Sockets(self.args, server, time.perf_counter() + 60.0).live())
-
-
-def table(result: dict[str, Any]) -> str:
-    """A line for each level and tree, a number for each server."""
-    lines = []
-    for streams in result["arguments"]["levels"]:
-        for name in result["trees"]:
-            cells = [
-                cell
-                for run in result["runs"]
-                for cell in run["cells"]
-                if run["tree"] == name and cell["streams"] == streams and cell["answers"]
-            ]
-            if cells:
-                lines.append((str(streams), name, *columns(cells)))
-    head = (
-        "streams", "checkout", "answers", "first audio p50, ms", "p99, ms", "RTF p50",
-        "longest wait, ms", "speech made, s/s", "failed",
-    )  # fmt: skip
-    return markdown(head, lines)
-
-
-def columns(cells: Sequence[Any]) -> tuple[str, ...]:
-    """Of the same cell on several servers."""
-
-    def each(what: str, quantile: str, scale: float, digits: int) -> str:
-        return " / ".join(f"{scale * c['summary'][what][quantile]:.{digits}f}" for c in cells)
-
-    return (
-        " / ".join(str(c["answers"]) for c in cells),
-        each("first_audio_s", "p50", 1e3, 1),
-        each("first_audio_s", "p99", 1e3, 0),
-        each("rtf", "p50", 1, 3),
-        each("wait_0ms_s", "max", 1e3, 0),
-        " / ".join(f"{c['rates']['audio_s_per_s']:.0f}" for c in cells),
-        " / ".join(str(sum(c["errors"].values())) for c in cells),
-    )
 
 
 def main(given: Sequence[str]) -> int:
@@ -191,7 +160,7 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--also", type=one_of(ALSO), default=[], metavar="A,B", help="prompts, live")
     p.add_argument("--requests", type=int, default=16, help="of a cell, at least (default: 16)")
     p.add_argument("--rounds", type=int, default=2, help="of all streams of a cell, at least")
-    p.add_argument("--seconds", type=float, default=6.0, help="of a cell at most (default: 6)")
+    p.add_argument("--seconds", type=float, default=5.0, help="of a cell at most (default: 5)")
     p.add_argument("--servers", type=int, default=2, help="of each checkout (default: 2)")
     p.add_argument("--max-rows", type=int, default=128)
     p.add_argument("--http-live", type=int, default=32, help="conversations (default: 32)")
@@ -221,5 +190,5 @@ def main(given: Sequence[str]) -> int:
     with checkpoint(args.model) as directory:
         Run(args, trees, directory, begun, result, also=list(args.also)).measure()
     write(args.out, result)
-    print(table(result))
+    print(tree_table(result))
     return 1 if any(run["error"] or not run["cells"] for run in result["runs"]) else 0

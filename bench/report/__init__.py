@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.harness.results import RESULTS, ROOT, parser
 
-NOTES = ("serving", "steps", "links", "ablation", "host", "decode")
+NOTES = ("serving", "steps", "links", "ablation", "host", "decode", "proofs")
 PAGES = (
     "README.md",
     "docs/performance.md",

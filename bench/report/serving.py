@@ -25,6 +25,9 @@ PROVENANCE = (  # file, what it holds
     ("realtime_h200", "conversations"),
     ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
+    ("gaps_h200", "launch gaps"),
+    ("trees_h200", "two checkouts by turns, long prompts, conversations over HTTP"),
+    ("links_h200", "overlaps of links between three processes"),
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.harness.markdown import NOT_YET, both, many, markdown
-from bench.report import faults
+from bench.report import faults, proofs
 from bench.report.links import beside, copies, hops, split
 from bench.report.measured import (
     PREDICTOR_PASSES,
@@ -442,6 +442,13 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "split": split,
     "beside": beside,
     "ablation": ablation,
+    "gaps": proofs.gaps,
+    "trees": proofs.trees,
+    "ladder": proofs.ladder,
+    "long_prompts": proofs.long_prompts,
+    "conversations": proofs.conversations,
+    "gpu_suite": proofs.gpu_suite,
+    "promises": proofs.promises,
     "kills": faults.kills,
     "soak": faults.soak,
     "fuzz": faults.fuzz,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # `stretto --help` should not wait for an HTTP client to be i
     import httpx
 
     from stretto.loadtest.find import Bounds, Limit, Probe, Search
+    from stretto.loadtest.hops import Series
     from stretto.loadtest.http import ListedModel
     from stretto.loadtest.runner import Bench, Level, Load, Sample, Targets
     from stretto.loadtest.sse import Piece
@@ -176,6 +177,7 @@ def add_find_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
+    from stretto.loadtest.hops import hop_line, to_json
     from stretto.loadtest.report import overview, record, table
     from stretto.loadtest.runner import Goal
 
@@ -192,6 +194,9 @@ def run_bench(args: argparse.Namespace) -> int:
     )
     if len(levels) > 1:
         say("all levels, p50 where nothing else is said:\n" + overview(levels, goal))
+    if links := server.pop("hops", None):
+        say("between the server's processes:\n" + "\n".join(hop_line(hop) for hop in links))
+        server["links"] = [to_json(hop) for hop in links]
     if args.json:
         write_json(args, record(levels, args.prebuffer, arguments(args), server, started, goal))
     if any(level.interrupted for level in levels):
@@ -218,7 +223,8 @@ async def bench(
     loads: list[Load],
     on_level: Callable[[Level], None],
 ) -> tuple[list[Level], dict[str, Any]]:
-    """All levels, one after another; stops after one that was interrupted."""
+    """All levels, one after another; stops after one that was interrupted. What the server says of
+    itself has its hops between processes, if it has any."""
     levels: list[Level] = []
     async with connected(args, workload) as (runner, server):
         progress = Progress(runner, args.quiet)
@@ -238,9 +244,11 @@ async def bench(
 async def connected(
     args: argparse.Namespace, workload: Workload
 ) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
-    """What sends the workload to the server, and what the server says of itself."""
+    """What sends the workload to the server, and what the server says of itself: at the end also
+    `hops`, what it sent between its processes meanwhile."""
     import httpx
 
+    from stretto.loadtest.hops import hops
     from stretto.loadtest.http import answers, api_root, headers, timeouts
     from stretto.loadtest.runner import Bench, SystemClock
 
@@ -257,7 +265,9 @@ async def connected(
         def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
             return answers(client, workload.body(index, model.name), clock.now)
 
+        before = await link_numbers(client)
         yield Bench(send, clock, want_audio=workload.speak), server
+        server["hops"] = list(hops(before, await link_numbers(client)))
 
 
 @dataclass(slots=True)
@@ -289,16 +299,31 @@ async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedMod
 
     with failures():
         listed = await client.get("models")
-        told = await client.get(
-            client.base_url.copy_with(
-                path=client.base_url.path.rstrip("/").removesuffix("/v1") + "/version"
-            )
-        )
+        told = await client.get(beside_api(client, "/version"))
     model = ListedModel(wanted) if wanted else read_models(listed.status_code, listed.content)
     server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
     if told.is_success:
         server["version"] = told.text[:200]
     return model, server
+
+
+def beside_api(client: httpx.AsyncClient, path: str) -> httpx.URL:
+    """The address of something that is not below /v1."""
+    root = client.base_url
+    return root.copy_with(path=root.path.rstrip("/").removesuffix("/v1") + path)
+
+
+async def link_numbers(client: httpx.AsyncClient) -> Series:
+    """Of the server's links. None, if it has no /metrics, or not for us."""
+    import httpx
+
+    from stretto.loadtest.hops import read_series
+
+    try:
+        page = await client.get(beside_api(client, "/metrics"))
+    except httpx.TransportError:
+        return {}
+    return read_series(page.text) if page.is_success else {}
 
 
 def read_workload(args: argparse.Namespace) -> Workload:
@@ -372,6 +397,7 @@ def run_find(args: argparse.Namespace, workload: Workload) -> int:
     plans = read_find(args)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     results, server = asyncio.run(find_limits(args, workload, plans))
+    server.pop("hops", None)
     for limit, bounds, search in results:
         say(conclusion(limit, search, bounds))
     levels = [probe.level for _, _, search in results for probe in search.probes]

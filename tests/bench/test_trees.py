@@ -10,7 +10,7 @@ import pytest
 from bench import trees
 from bench.harness.results import ROOT, read
 from bench.serve import thin
-from bench.trees import Tree, table, tree
+from bench.trees import Tree, tree
 
 
 def test_a_checkout_is_told_the_flags_that_it_knows() -> None:
@@ -49,8 +49,7 @@ def test_every_server_has_its_cells(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "--max-rows" in run["flags"]
     assert [c["workload"] for c in found["prompts"]] == ["text-2000", "audio-10s", "image"]
     assert set(found["trees"]) == {"same", "head"}
-    assert "| 1 | same |" in capsys.readouterr().out
-    assert table(found).count("| 1 |") == 2
+    assert "| 1 | same, " in capsys.readouterr().out
 
 
 def test_no_server_starts_when_time_is_up(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shlex
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from bench.harness.results import ROOT
 from stretto.errors import Invalid
 from stretto.loadtest.dialect import Lengths, length_fields, speech_fields
 from stretto.loadtest.sse import PCM_RATE, RequestFailed, Sound, wav_file
@@ -166,6 +169,28 @@ def test_fixed_lengths_on_vllm_omni(omni: OmniServer, tmp_path: Path, packets: s
             True,
         )
         assert body.get("audio") == ({"format": "pcm"} if argv else None)
+
+
+def test_the_documents_command_for_vllm_omni(omni: OmniServer, tmp_path: Path) -> None:
+    """Word for word, but for the address, the file and the number of requests."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    [load] = re.findall(r'^LOAD="(.*)"$', page, re.MULTILINE)
+    [line] = re.findall(r"^stretto (bench \S+ --dialect vllm-omni .*)$", page, re.MULTILINE)
+    out = tmp_path / "run.json"
+    words = shlex.split(line.replace("$LOAD", load))
+    words[1] = omni.url
+    words[words.index("--json") + 1] = str(out)
+    assert run(*words, "-n", "1", "--warmup", "0", "--quiet") == 0
+    levels = json.loads(out.read_text())["levels"]
+    assert [level["load"]["streams"] for level in levels] == [1, 4, 8, 16, 32]
+    for level in levels:
+        [sample] = level["samples"]
+        assert sample["error"] is None
+        seconds = sum(seconds for _, seconds in sample["packets"])
+        assert seconds == pytest.approx((124 * 1920 - CUT) / PCM_RATE)
+    text, frames, _ = omni.requests[0]["sampling_params_list"]
+    assert (text["max_tokens"], text["min_tokens"], text["temperature"]) == (64, 64, 1.0)
+    assert (frames["min_tokens"], frames["max_tokens"]) == (125, 125)
 
 
 def test_a_usual_answer_of_vllm_omni(omni: OmniServer, tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""A host's process whose links take their switches from a file each time they are laid, so that
+`links.py` can change them without loading the model again.
+
+The file is named by STRETTO_BENCH_SWITCHES; it holds the fields of `OverlapSwitches` that are
+off."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from stretto.config.engine import OverlapSwitches
+from stretto.messages.hosts import Connect, Listen, Unlink
+from stretto.stage.host import process
+from stretto.stage.links.endpoints import LinkEndpoints
+
+FILE = "STRETTO_BENCH_SWITCHES"
+
+handle = LinkEndpoints.handle
+
+
+def switched(
+    endpoints: LinkEndpoints, message: Listen | Connect | Unlink, switches: OverlapSwitches
+) -> None:
+    off = json.loads(Path(os.environ[FILE]).read_text(encoding="utf-8"))
+    handle(endpoints, message, replace(switches, **dict.fromkeys(off, False)))
+
+
+if __name__ == "__main__":
+    LinkEndpoints.handle = switched  # type: ignore[method-assign]
+    process.main()
