@@ -19,7 +19,11 @@ on purpose). `device_idle`: the share in which no step of *any* stage is.
 
 Ways: `on` is the default, with two steps in flight; `off` launches a step when the one before it is
 retired (`overlap_depth` 1); `retire all` has both steps in flight and retires all that are done
-before it launches one."""
+before it launches one. For each way requests also come one by one (32, every 50 ms), for what it
+does to first audio.
+
+A step's gap ends where its copy and graph are launched: the microseconds from there to its first
+kernel count as the step."""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from typing import Any
 
 import torch
 
-from bench.ablation.rows import depth_one, nothing, retire_all
+from bench.ablation.rows import APART_S, depth_one, nothing, retire_all
 from bench.harness.checkpoint import add_model_arguments, checkpoint, device_here, host_settings
 from bench.harness.env import describe
 from bench.harness.host import STAGES, VOCODER, Asker, OneHost
@@ -43,6 +47,7 @@ from bench.harness.rounds import turns
 from bench.harness.workload import Question, Workload
 from bench.report.proofs import gap_table
 from stretto.config.engine import HostSettings
+from stretto.errors import StrettoError
 from stretto.messages.requests import Ended, FromHost, Pcm
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
@@ -50,6 +55,8 @@ from stretto.params import Capability
 from stretto.stage.host.process import settle_down
 from stretto.types import RequestId
 
+ARRIVALS = 32
+"""Requests of a round that come one by one."""
 WAYS: dict[str, Callable[[OneHost], AbstractContextManager[Any]]] = {
     "on": nothing,
     "off": depth_one,
@@ -195,10 +202,15 @@ class GapHost(OneHost):
                 self.round.ended.setdefault(stage, len(self.round.marks))
         super()._report(message, blob)
 
+    def begin(self, requests: int) -> None:
+        """A new round of so many."""
+        self.round = Round()
+        self.asked = requests
+
     def measure(self, questions: Sequence[Any]) -> dict[str, list[tuple[float, float]]]:
         """One round: (begin, end) of the steady steps of each stage, and of all steps in the time
         for which `device_idle` is told, in µs."""
-        self.round, self.asked = Round(), len(questions)
+        self.begin(len(questions))
         self.ask(questions)
         if self.host.device.type == "cuda":
             torch.cuda.synchronize()
@@ -287,6 +299,28 @@ class Run:
                 continue
             self.cell(kind, rows)
             write(self.args.out, self.result)
+            if rows == self.args.rows[-1] and kind.name == "speech" and not self.late():
+                self.arrivals(kind)
+
+    def arrivals(self, kind: Kind) -> None:
+        """First audio and RTF of requests that come one by one while others are answered."""
+        workload = Workload("gaps", "", kind.prompt, self.args.text, self.args.frames)
+        found: dict[str, list[Any]] = {way: [] for way in self.args.ways}
+        for _, way in turns(self.args.ways, self.args.rounds):
+            questions = self.asker.round(workload, min(ARRIVALS, max(self.args.rows)))
+            self.host.begin(len(questions))
+            with WAYS[way](self.host):
+                samples = self.host.ask(questions, APART_S)
+            found[way] += [{"first_audio": s.first_audio, "rtf": s.rtf} for s in samples]
+            self.result["arrivals"] = {"apart_s": APART_S, "ways": found}
+            write(self.args.out, self.result)
+            if self.late():
+                break
+        for way, samples in found.items():
+            first = [s["first_audio"] for s in samples if s["first_audio"] is not None]
+            if first:
+                told = f"first audio p50 {1e3 * quantile(first, 0.5):.1f} ms"
+                print(f"one by one, {way}: {len(first)} answers, {told}", flush=True)
 
     def cell(self, kind: Kind, rows: int) -> None:
         workload = Workload("gaps", "", kind.prompt, self.args.text, self.args.frames)
@@ -352,7 +386,11 @@ def main(given: Sequence[str]) -> int:
     with opened(args) as (host, asker):
         result["load_s"] = host.load_s
         print(f"loaded in {host.load_s:.1f} s", flush=True)
-        Run(args, host, asker, begun, result).measure()
+        try:
+            Run(args, host, asker, begun, result).measure()
+        except StrettoError as e:  # a stage is dead; what was found before is worth its time
+            result["error"] = f"{type(e).__name__}: {e}"
+            print(result["error"], flush=True)
     write(args.out, result)
     print(gap_table(result))
-    return 0 if result["cells"] else 1
+    return 0 if result["cells"] and "error" not in result else 1

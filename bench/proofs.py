@@ -113,7 +113,7 @@ def run(words: Sequence[str], log: Path, limit: float) -> str:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """It and what it started; a server in a session of its own is ended by it at SIGTERM."""
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+    for sign, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
         with suppress(subprocess.TimeoutExpired):

@@ -28,12 +28,12 @@ from typing import Any
 from bench.engine.link_host import FILE
 from bench.engine.load import Questions, add_engine_arguments, engine_config, sender
 from bench.harness.checkpoint import checkpoint
-from bench.harness.env import describe
 from bench.harness.host import swapped
 from bench.harness.results import arguments, parser, write
 from bench.harness.rounds import turns
 from bench.harness.workload import WORKLOADS
 from bench.report.proofs import ladder_table, middle
+from bench.serve import described
 from stretto.engine import local_host
 from stretto.engine.engine import PipelineEngine
 from stretto.loadtest.runner import Bench, Closed, Level, Sample, SystemClock, Targets
@@ -161,7 +161,7 @@ def main(given: Sequence[str]) -> int:
     if not any(item.startswith("max_rows=") for item in args.host):
         args.host.append(f"max_rows={max(args.levels)}")
     result: dict[str, Any] = {
-        "env": describe(),
+        "env": described(),
         "arguments": arguments(args),
         "config": asdict(engine_config(args)),
         "cells": [],

@@ -12,7 +12,7 @@ from typing import Any
 from bench.harness.markdown import Line, markdown
 from bench.report.measured import Results
 
-WAY = {"on": "two steps in flight", "off": "one", "retire all": "two, all retired first"}
+WAY = {"on": "two", "off": "one", "retire all": "two, all that are done retired first"}
 STAGES = ("thinker", "talker", "code2wav")
 LINK_OVERLAPS = {
     "no payload_stream": "payload copies on a stream of their own",
@@ -48,6 +48,26 @@ def gap_table(record: Any) -> str:
         "no step of this stage runs", "no step of any stage runs",
     )  # fmt: skip
     return markdown(head, lines)
+
+
+def retired(results: Results) -> str:
+    """One step retired before a launch, and all that are done: requests that come one by one."""
+    ways = (results.file("gaps_h200") or {}).get("arrivals", {}).get("ways", {})
+    lines = []
+    for way, samples in ways.items():
+        first, rtf = (
+            sorted(s[what] for s in samples if s[what] is not None)
+            for what in ("first_audio", "rtf")
+        )
+        if first:
+            at = min(len(first) - 1, int(0.99 * len(first)))
+            lines.append(
+                (
+                    WAY[way], str(len(first)), f"{1e3 * statistics.median(first):.1f} ms",
+                    f"{1e3 * first[at]:.0f} ms", f"{statistics.median(rtf):.3f}",
+                )
+            )  # fmt: skip
+    return markdown(("steps in flight", "answers", "first audio p50", "p99", "RTF p50"), lines)
 
 
 def trees(results: Results) -> str:

@@ -443,6 +443,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "beside": beside,
     "ablation": ablation,
     "gaps": proofs.gaps,
+    "retired": proofs.retired,
     "trees": proofs.trees,
     "ladder": proofs.ladder,
     "long_prompts": proofs.long_prompts,

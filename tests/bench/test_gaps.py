@@ -54,6 +54,8 @@ def test_every_cell_has_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[
     expected = {(k, n, w) for k in ("speech", "text") for n in (1, 2) for w in ("on", "off")}
     assert set(cells) == expected
     assert len(cells) == len(expected)
+    assert {len(samples) for samples in found["arrivals"]["ways"].values()} == {2}
+    assert all(s["first_audio"] > 0 for s in found["arrivals"]["ways"]["on"])
     for cell in found["cells"]:
         stages = {"thinker"} if cell["kind"] == "text" else {"thinker", "talker"}
         assert stages <= set(cell["stages"]), json.dumps(cell)[:300]
