@@ -1,8 +1,8 @@
 """A host's process whose links take their switches from a file each time they are laid, so that
 `links.py` can change them without loading the model again.
 
-The file is named by STRETTO_BENCH_SWITCHES; it holds the fields of `OverlapSwitches` that are
-off."""
+The file is named by STRETTO_BENCH_SWITCHES; it holds those of SWITCHES that are off. The others are
+on, whatever the default is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from stretto.stage.host import process
 from stretto.stage.links.endpoints import LinkEndpoints
 
 FILE = "STRETTO_BENCH_SWITCHES"
+SWITCHES = ("payload_stream", "async_h2d", "async_d2h", "zero_copy_encode")
+"""Of `OverlapSwitches`, those of links."""
 
 handle = LinkEndpoints.handle
 
@@ -25,7 +27,7 @@ def switched(
     endpoints: LinkEndpoints, message: Listen | Connect | Unlink, switches: OverlapSwitches
 ) -> None:
     off = json.loads(Path(os.environ[FILE]).read_text(encoding="utf-8"))
-    handle(endpoints, message, replace(switches, **dict.fromkeys(off, False)))
+    handle(endpoints, message, replace(switches, **{name: name not in off for name in SWITCHES}))
 
 
 if __name__ == "__main__":

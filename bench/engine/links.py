@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.engine.link_host import FILE
+from bench.engine.link_host import FILE, SWITCHES
 from bench.engine.load import Questions, add_engine_arguments, engine_config, sender
 from bench.harness.checkpoint import checkpoint
 from bench.harness.host import swapped
@@ -40,7 +40,6 @@ from stretto.loadtest.runner import Bench, Closed, Level, Sample, SystemClock, T
 from stretto.preprocess.template import Tokenizer
 
 HOST = "stretto.stage.host.process"
-SWITCHES = ("payload_stream", "async_h2d", "async_d2h", "zero_copy_encode")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "all on": (),
     **{f"no {name}": (name,) for name in SWITCHES},
