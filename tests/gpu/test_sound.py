@@ -53,11 +53,11 @@ def server(
         yield it, engine
 
 
-def samples_of(it: Served, messages: list[dict[str, Any]]) -> np.ndarray:
+def samples_of(it: Served, messages: list[dict[str, Any]], **more: Any) -> np.ndarray:
     """As a client gets them: 16 bits each."""
     body = it.chat(
         messages, modalities=["text", "audio"], audio={"format": "pcm16"}, seed=SEED,
-        ignore_eos=True, max_tokens=TEXT, min_audio_frames=FRAMES, max_audio_frames=FRAMES,
+        max_tokens=TEXT, max_audio_frames=FRAMES, **more,
     )  # fmt: skip
     data = base64.b64decode(body["choices"][0]["message"]["audio"]["data"])
     return np.frombuffer(data, "<i2").astype(np.int32)
@@ -88,8 +88,9 @@ def test_bfloat16_is_within_the_references_own_error(directory: Path, device: to
     """On a GPU through the fused kernels and captured steps."""
     mode = "force" if device.type == "cuda" else "off"
     with kernels(mode), server(directory, device, "bfloat16") as (it, engine):
-        got = torch.from_numpy(samples_of(it, CHATS["text"]) * STEP)
+        told = samples_of(it, CHATS["text"], ignore_eos=True, min_audio_frames=FRAMES)
         [answer] = engine.answers
+    got = torch.from_numpy(told * STEP)
     assert len(answer.codes) == FRAMES
     codes = torch.tensor(answer.codes, device=device).T[None]
     with torch.no_grad():
