@@ -34,7 +34,8 @@ ELSEWHERE = {
     "serve.yaml",
     "openapi.json",
 }  # files that readers write, or ask a server for
-NOT_RUN: set[str] = set()  # results of benchmarks that were not run yet
+# results of benchmarks that were not run yet
+NOT_RUN = {"gaps_h200.json", "trees_h200.json", "links_h200.json"}
 
 
 ALL_PAGES = [
