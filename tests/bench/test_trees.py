@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import trees
 from bench.harness.results import ROOT, read
+from bench.harness.serving import Stopped
 from bench.serve import thin
 from bench.trees import Tree, tree
 
@@ -50,6 +52,23 @@ def test_every_server_has_its_cells(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [c["workload"] for c in found["prompts"]] == ["text-2000", "audio-10s", "image"]
     assert set(found["trees"]) == {"same", "head"}
     assert "| 1 | same, " in capsys.readouterr().out
+
+
+def test_a_server_that_dies_does_not_cost_the_others_their_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def server(run: trees.Run, one: Tree, told: dict[str, Any]) -> None:
+        if one.name == "old":
+            raise Stopped("it ended with 1")
+        told["cells"].append({"streams": 9, "answers": 0})
+
+    monkeypatch.setattr(trees.Run, "server", server)
+    out = tmp_path / "trees.json"
+    given = ["--tree", f"old={ROOT}", "--model", "tiny", "--out", str(out), "--levels", "1"]
+    assert trees.main(given) == 1
+    runs = read(out)["runs"]
+    assert [run["tree"] for run in runs] == ["old", "head", "head", "old"], "by turns"
+    assert [run["error"] is None for run in runs] == [False, True, True, False]
 
 
 def test_no_server_starts_when_time_is_up(tmp_path: Path) -> None:
