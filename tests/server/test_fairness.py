@@ -344,8 +344,10 @@ def test_memory_of_sessions_goes_back_to_the_system(monkeypatch: pytest.MonkeyPa
             for _ in range(1000):
                 c.append(bytes(48_000), 48_000)
             c.sync()
-            assert resident() > before + 48 * MIB
-        until(running, lambda: resident() < before + 16 * MIB)
+            # Some of it may lie in pages that the process had before.
+            grown = resident() - before
+            assert grown > 24 * MIB
+        until(running, lambda: resident() < before + grown // 3)
 
 
 def test_unfinished_messages_count_and_are_bounded() -> None:

@@ -128,9 +128,9 @@ def test_server(running: Running) -> None:
     check(uvicorn.Server, {"startup", "capture_signals", "serve"}, run, uvicorn.Server)
 
 
-def test_a_name_that_is_missing_is_told_with_its_place() -> None:
+def test_a_missing_name_is_reported_with_its_module() -> None:
     with pytest.raises(
         AssertionError,
-        match=r"protocol.py uses no_such_name of .*HttpToolsProtocol, which uvicorn 0",
+        match=r"connection.py uses no_such_name of .*HttpToolsProtocol, which uvicorn 0",
     ):
         check(object(), {"no_such_name"}, protocol, HttpToolsProtocol)
