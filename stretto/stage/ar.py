@@ -2,8 +2,8 @@
 requests at once. A family's stage holds one, submits requests to it and makes its outputs into
 payloads and reports.
 
-All methods belong to the loop thread, and none waits. `poll` retires the steps that the device has
-finished and returns what they confirmed. `launch` starts one more step if fewer than
+All methods belong to the loop thread, and none waits. `poll` retires one step that the device has
+finished and returns what it confirmed. `launch` starts one more step if fewer than
 `overlap_depth` are in flight (one, so that the stages of a host alternate) and it is time for it:
 a step that would only lie in the queue is held back (`launch_timing.py`) unless it brings a prompt,
 and `due_ns` says until when. They are two calls so that outputs travel on before the host spends
@@ -11,7 +11,6 @@ time on the next launch. A stop is seen one step late; `poll` drops the surplus 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from stretto.stage.runner.step import Step
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.batch import Batch
 from stretto.stage.scheduler.scheduler import Rows, Scheduler
+from stretto.stage.steps import StepQueue
 from stretto.types import RequestId, Span
 
 
@@ -73,8 +73,12 @@ class _InFlight:
     launch_start_ns: int
     launch_end_ns: int
 
+    @property
+    def done(self) -> bool:
+        return self.step.done
 
-class StageCore:
+
+class StageCore(StepQueue[_InFlight, CoreOutput]):
     def __init__(
         self,
         name: str,
@@ -87,6 +91,7 @@ class StageCore:
     ) -> None:
         """Without `timer`, steps are launched as soon as there is room for them. `recorder`
         receives spans."""
+        super().__init__(scheduler.config.overlap_depth)
         self.name = name
         self.scheduler = scheduler
         self.runner = runner
@@ -98,9 +103,7 @@ class StageCore:
         self._held_for_prefill = False  # the launch that is due waits because of `hold_ns`
         self.stats = StageStats()
         self.recorder = recorder or Recorder()
-        self._steps: deque[_InFlight] = deque()
         self._requests: dict[RequestId, _RequestState] = {}
-        self._outputs: list[CoreOutput] = []  # that `poll` returns next
 
     def __len__(self) -> int:
         """Requests that this stage still holds anything for."""
@@ -147,36 +150,20 @@ class StageCore:
 
     # -- steps
 
-    def poll(self) -> list[CoreOutput]:
-        """Retire the steps that are done; what was confirmed since the last call, in order."""
-        while self._steps and self._steps[0].step.done:
-            self._retire(self._steps.popleft())
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
-
-    @property
-    def in_flight(self) -> int:
-        """Steps that were launched and are not retired."""
-        return len(self._steps)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more step may be in flight."""
-        return len(self._steps) < self.scheduler.config.overlap_depth
-
     def launch(self, hold_ns: int | None = None) -> bool:
-        """Launch one step, unless there is nothing to run or it can wait. True: one was launched.
-        On a CPU the launch is the work, so that `poll` returns what came of it at once. `hold_ns`:
-        until when a step that only decodes should wait, by the stage's clock."""
-        return self.has_room and self._launch_next(hold_ns)
+        """Launch one step, unless there is nothing to run or it can wait. True: one was launched,
+        or `poll` has one more to retire. On a CPU the launch is the work, so that `poll` returns
+        what came of it at once. `hold_ns`: until when a step that only decodes should wait, by the
+        stage's clock."""
+        launched = self.has_room and self._launch_next(hold_ns)
+        return launched or self.can_retire
 
     def _find(self, id: RequestId) -> StageRequest:
         return self._requests[id].request
 
     def _launch_next(self, hold_ns: int | None) -> bool:
         waited = self.due_ns is not None
-        just_in_time_ns = self.timer.due_ns()
+        just_in_time_ns = None if self.can_retire else self.timer.due_ns()
         until_ns = just_in_time_ns or hold_ns
         self.due_ns = None
         if until_ns and self.scheduler.only_decodes_wait:

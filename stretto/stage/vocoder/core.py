@@ -12,7 +12,6 @@ hand: they get a step of just their size, and no step is so large that the next 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from stretto.observe.recorder import Recorder
 from stretto.stage.counters import CodecStats, reset
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
+from stretto.stage.steps import StepQueue
 from stretto.stage.vocoder.config import CodecConfig
 from stretto.stage.vocoder.model import Vocoder
 from stretto.stage.vocoder.primers import Primer, Primers
@@ -66,11 +66,11 @@ class CodecStep:
         self.ended_ns = self.ended_ns or time.perf_counter_ns()
 
     @property
-    def ready(self) -> bool:
+    def done(self) -> bool:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
-class VocoderCore:
+class VocoderCore(StepQueue[CodecStep, AudioOutput]):
     def __init__(
         self,
         model: Vocoder,
@@ -87,6 +87,7 @@ class VocoderCore:
         self.waiter = waiter
         self.clock = clock
         self.config = c = config or CodecConfig()
+        super().__init__(c.overlap_depth)
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
         self.stream: torch.cuda.Stream | None = None
@@ -99,8 +100,6 @@ class VocoderCore:
         self._free_ns = 0  # the device had done all steps that were retired
         self._slots = Slots(c.slots)
         self._streams: dict[RequestId, Stream] = {}
-        self._steps: deque[CodecStep] = deque()
-        self._outputs: list[AudioOutput] = []  # that `poll` returns next
         self._arrivals = 0
         self.primers = Primers(self.state, c.primers)
         self._sizes = {
@@ -177,30 +176,14 @@ class VocoderCore:
 
     # -- steps
 
-    @property
-    def in_flight(self) -> int:
-        """Steps that were launched and are not retired."""
-        return len(self._steps)
-
-    def poll(self) -> list[AudioOutput]:
-        """Retire the steps that are done; the samples that they gave, in order."""
-        while self._steps and self._steps[0].ready:
-            start = time.perf_counter_ns()
-            self._record(self._steps[0])
-            self._retire(self._steps.popleft())
-            done = time.perf_counter_ns()
-            self.stats.retire_ns += done - start
-            self.recorder.span("loop", f"retire {self.name}", start, done)
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
-
     def launch(self) -> bool:
         """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one
-        was launched. On a CPU the launch is the work, so that `poll` returns what came of it at
-        once."""
-        if len(self._steps) >= self.config.overlap_depth:
-            return False
+        was launched, or `poll` has one more to retire. On a CPU the launch is the work, so that
+        `poll` returns what came of it at once."""
+        launched = self.has_room and self._launch_next()
+        return launched or self.can_retire
+
+    def _launch_next(self) -> bool:
         start = time.perf_counter_ns()
         parts = self.schedule()
         if not parts:
@@ -310,6 +293,14 @@ class VocoderCore:
         return host, copied
 
     def _retire(self, step: CodecStep) -> None:
+        start = time.perf_counter_ns()
+        self._record(step)
+        self._take_step(step)
+        done = time.perf_counter_ns()
+        self.stats.retire_ns += done - start
+        self.recorder.span("loop", f"retire {self.name}", start, done)
+
+    def _take_step(self, step: CodecStep) -> None:
         wav = step.host.numpy()
         for i, (stream, before, n) in enumerate(step.parts):
             stream.in_flight -= 1
