@@ -96,6 +96,70 @@ def test_imports_follow_the_documented_layers() -> None:
     assert not [file for file, _, b in imports() if b == "testing"]
 
 
+CYCLES = {
+    frozenset({"config.engine", "config.placement"}),
+    frozenset({"engine.engine", "engine.session"}),
+    frozenset({"models.qwen3_omni.audio_encoder", "models.qwen3_omni.audio_graphs"}),
+    frozenset({"models.qwen3_omni.vision_encoder", "models.qwen3_omni.vision_graphs"}),
+    frozenset({"preprocess.media", "preprocess.video"}),
+    frozenset({"stage.host.context", "stage.host.host", "stage.warmup"}),
+}
+"""Modules that import each other. The list only gets shorter."""
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What each module of the package imports of it, within functions and for types too."""
+    files = {}
+    for path in sorted((ROOT / "stretto").rglob("*.py")):
+        parts = path.relative_to(ROOT / "stretto").with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {a.name for a in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names.add(node.module)
+                names |= {f"{node.module}.{a.name}" for a in node.names}
+        inner = {name.removeprefix("stretto.") for name in names if name.startswith("stretto.")}
+        graph[module] = inner & files.keys() - {module}
+    return graph
+
+
+def strongly_connected(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Tarjan's algorithm: groups of modules each of which reaches all others of its group."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups = set()
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            at = stack.index(module)
+            groups.add(frozenset(stack[at:]))
+            del stack[at:]
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return {group for group in groups if len(group) > 1}
+
+
+def test_no_module_imports_itself_by_way_of_another_but_those_listed() -> None:
+    found = strongly_connected(import_graph())
+    assert not found - CYCLES, "a new import cycle"
+    assert not CYCLES - found, "a cycle is gone: take it off the list"
+
+
 def test_nothing_but_models_kernels_and_their_tests_names_a_model() -> None:
     for path in sorted((ROOT / "stretto").rglob("*.py")):
         if path.relative_to(ROOT / "stretto").parts[0] in ("models", "kernels", "testing"):

@@ -18,8 +18,8 @@ from bench.harness.workload import Workload
 from stretto.layers.decoder import Decoder
 from stretto.loadtest.runner import Sample
 from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.rows import SamplingMode
 
 Change = Callable[[OneHost], AbstractContextManager[Any]]
 ALL, APART = "all on", "all on, one by one"

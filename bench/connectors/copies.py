@@ -46,8 +46,8 @@ from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.stage.links.copies import HostToDevice
 from stretto.stage.links.links import Inlet, Outlet
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.rows import SamplingMode
 from stretto.stage.stage import Arrival, ToLink
 from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.transport.contract import Endpoint, LinkOptions

@@ -29,9 +29,10 @@ from stretto.kernels.triton.attention_prefill import attend
 from stretto.kernels.triton.prefill import add_norm, combine, qkv_write
 from stretto.kernels.triton.tuning import name_of
 from stretto.layers.config import DecoderConfig, MoeConfig
-from stretto.layers.decoder import Decoder, DecoderLayer
+from stretto.layers.decoder import Decoder
+from stretto.layers.decoder_layer import DecoderLayer
 from stretto.layers.mlp import MoeMLP
-from stretto.layers.prefill import Ragged, run_prefill
+from stretto.layers.prefill import Ragged
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.config import parse
@@ -308,7 +309,7 @@ def one_pass(
 
     def launched() -> None:
         cos, sin = model.decoder.rope(positions, x.dtype)
-        run_prefill(model.decoder, x, cos, sin, model.cache, ragged)
+        model.decoder.prefill(x, cos, sin, model.cache, ragged)
 
     if eager:
         bench.time(f"{name} eager rows={n}", lambda: wall(launched, 3))

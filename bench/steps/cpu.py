@@ -26,7 +26,7 @@ from bench.harness.results import arguments, parser, quantile, write
 from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.load import Source
 from stretto.stage.runner.adapter import decode_step
-from stretto.stage.runner.rows import SamplingMode
+from stretto.stage.runner.columns import SamplingMode
 
 FRAME_S = 0.08
 CONTEXT = 64  # rows before the frames that are timed

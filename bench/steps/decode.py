@@ -34,8 +34,8 @@ from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.stage.runner.adapter import decode_step
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.runner.rows import SamplingMode
 from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.types import GREEDY, SamplingParams
 

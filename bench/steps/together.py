@@ -28,9 +28,9 @@ from bench.steps.decode import BLOCK, add_step_arguments, filled_cache, opened, 
 from stretto.kernels.reference.paged import Paging
 from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import SamplingMode
 
 STEPS = {"thinker": 64, "talker": 125}
 PRIORITIES = {

@@ -1,49 +1,29 @@
-"""The transformer decoder that autoregressive stages share.
-
-A module here is weights only. What a stream remembers (keys and values) is reached through
-`attention`, a callable made anew for each pass: the paged cache of a stage, or a small static
-one."""
+"""The transformer decoder that autoregressive stages share. `Decoder.forward` chooses how a pass
+is computed: by the modules of `decoder_layer.py`, by fused kernels, or by numpy on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from stretto.kernels.reference.norm import rms_norm
 from stretto.kernels.reference.paged import KVCache, Paging, paged_attention, write_kv
-from stretto.kernels.reference.rope import rotate
 from stretto.kernels.triton import MAX_ROWS, usable
 from stretto.layers.config import DecoderConfig
-from stretto.layers.linear import FusedLinear, Linear
-from stretto.layers.mlp import DenseMLP, MoeMLP
+from stretto.layers.decoder_layer import (
+    AfterLayer,
+    Angles,
+    Array,
+    Attention,
+    DecoderLayer,
+    DecoderStack,
+)
 from stretto.layers.numpy_decoder import MAX_ROWS as HOST_ROWS
-from stretto.layers.numpy_decoder import Array, HostLayers
-from stretto.layers.targets import frozen
+from stretto.layers.numpy_decoder import HostLayers
+from stretto.layers.prefill import Ragged, run_prefill
 
 if TYPE_CHECKING:
     from stretto.layers.fused import FusedLayers
-
-
-class Attention(Protocol):
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Remember k and v [rows, kv heads, dim], attend with q [rows, heads, dim]; returns q's
-        shape."""
-        ...
-
-    def on_host(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """The same for arrays, on a CPU."""
-        ...
-
-
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of rotary positions, [rows, head dim] each."""
-AfterLayer = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer index, residual stream after it) -> the residual stream to go on with."""
 
 
 class PagedPass:
@@ -68,123 +48,14 @@ class PagedPass:
         return self.paging.num_decode == rows <= MAX_ROWS
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = frozen(size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class Rope(nn.Module):
-    """Angles of rotary positions: one axis, or three interleaved (time, height, width)."""
-
-    def __init__(self, head_dim: int, theta: float, section: tuple[int, int, int] | None) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.theta = theta
-        self.section = section
-        # Set by prepare(): a module built uninitialised on a device must not depend on what is in
-        # memory.
-        self.inv_freq: torch.Tensor | None = None
-        self.axes: torch.Tensor | None = None
-
-    def prepare(self, device: torch.device) -> None:
-        half = self.head_dim // 2
-        powers = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        self.inv_freq = (1.0 / self.theta**powers).to(device)
-        if self.section is not None:
-            # Frequency i turns with height at 1, 4, 7, ... and width at 2, 5, 8, ... while below
-            # three times the axis's section; with time everywhere else.
-            axis = [i % 3 if i % 3 and i < 3 * self.section[i % 3] else 0 for i in range(half)]
-            self.axes = torch.tensor(axis, device=device)
-
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Angles:
-        """positions [3, rows] (or [rows] on one axis), float32 -> cos, sin [rows, head dim]."""
-        assert self.inv_freq is not None, "prepare() comes first"
-        if self.axes is None:
-            angles = positions[:, None] * self.inv_freq
-        else:
-            angles = positions.index_select(0, self.axes).T * self.inv_freq
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, c: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = c.head_dim
-        self.heads = c.num_heads
-        self.kv_heads = c.num_kv_heads
-        self.sizes = [
-            c.num_heads * c.head_dim,
-            c.num_kv_heads * c.head_dim,
-            c.num_kv_heads * c.head_dim,
-        ]
-        self.qkv = FusedLinear(
-            c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        )
-        self.o_proj = Linear(self.sizes[0], c.hidden_size)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
-        self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
-        # [heads + kv heads, head dim]: both norms' weights, set by prepare()
-        self.gains: torch.Tensor | None = None
-
-    def prepare(self) -> None:
-        q, k = (
-            self.q_norm.weight.expand(self.heads, -1),
-            self.k_norm.weight.expand(self.kv_heads, -1),
-        )
-        self.gains = torch.cat((q, k))
-
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        assert self.gains is not None, "prepare() comes first"
-        turned, kv = self.heads + self.kv_heads, self.kv_heads
-        every = self.qkv(x).view(len(x), turned + kv, self.head_dim)
-        # queries and keys side by side: for few rows the number of operations is what counts
-        qk = rotate(rms_norm(every[:, :turned], self.gains, self.q_norm.eps), cos, sin)
-        q, k, v = qk[:, : self.heads], qk[:, self.heads :], every[:, turned:]
-        out: torch.Tensor = self.o_proj(attention(self.layer, q, k, v).flatten(1))
-        return out
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, c: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_eps)
-        self.self_attn = SelfAttention(c, layer)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_eps)
-        self.mlp: nn.Module
-        if c.moe is not None:
-            self.mlp = MoeMLP(c.hidden_size, c.moe)
-        else:
-            assert c.dense_size is not None
-            self.mlp = DenseMLP(c.hidden_size, c.dense_size)
-
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Decoder(nn.Module):
-    """Layers and final norm; embeddings and heads belong to the model around it."""
+class Decoder(DecoderStack):
+    """Embeddings and heads belong to the model around it."""
 
     def __init__(self, c: DecoderConfig) -> None:
-        super().__init__()
-        self.config = c
-        self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c.num_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
-        self.rope = Rope(c.head_dim, c.rope_theta, c.mrope_section)
-        self.fused: FusedLayers | None = None  # where kernels can be used, and for few rows
-        self.host: HostLayers | None = None  # on a CPU, for few rows
+        super().__init__(c)
+        # For few rows: fused kernels where they can be used, numpy on a CPU. Made by `prepare`.
+        self.fused: FusedLayers | None = None
+        self.host: HostLayers | None = None
 
     def forward(
         self,
@@ -199,28 +70,31 @@ class Decoder(nn.Module):
         if self.host is not None and len(x) <= HOST_ROWS:
             return self.host(x, angles, attention, after)
         cos, sin = angles
-        if (
-            self.fused is not None
-            and isinstance(attention, PagedPass)
-            and attention.decodes(len(x))
-        ):
-            return self.fused.paged(x, cos, sin, attention.cache, attention.paging, after=after)
-        if (
-            self.fused is not None
-            and isinstance(attention, PagedPass)
-            and attention.paging.prefills
-        ):
-            from stretto.layers.prefill import Ragged, run_prefill
-
-            return run_prefill(
-                self, x, cos, sin, attention.cache, Ragged.of(attention.paging), after
-            )
+        if self.fused is not None and isinstance(attention, PagedPass):
+            cache, paging = attention.cache, attention.paging
+            if attention.decodes(len(x)):
+                return self.fused.paged(x, cos, sin, cache, paging, after=after)
+            if paging.prefills:
+                return self.prefill(x, cos, sin, cache, Ragged.of(paging), after)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention)
             if after is not None:
                 x = after(i, x)
         out: torch.Tensor = self.norm(x)
         return out
+
+    def prefill(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVCache,
+        ragged: Ragged,
+        after: AfterLayer | None = None,
+    ) -> torch.Tensor:
+        """Many rows with the fast kernels: see `run_prefill`."""
+        counters = self.fused.split_counters if self.fused is not None else None
+        return run_prefill(self, x, cos, sin, cache, ragged, counters, after)
 
     def fused_step(
         self,
@@ -235,8 +109,8 @@ class Decoder(nn.Module):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One decode step of rows of persistent state, from row numbers and positions alone: input
-        rows as `kernels.fast.begin` makes them, then all layers. -> final-normed rows (in `out`, if
-        it is given)."""
+        rows as `kernels.triton.begin` makes them, then all layers. -> final-normed rows (in `out`,
+        if it is given)."""
         from stretto.kernels.triton.begin import begin
 
         assert self.fused is not None

@@ -17,11 +17,11 @@ from torch import nn
 from stretto.kernels.triton import MAX_ROWS, attention, experts, experts_many
 from stretto.kernels.triton.linear import COUNTERS, Gained, normalise, project, project_onto
 from stretto.layers.config import DecoderConfig
+from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack
 from stretto.layers.mlp import DenseMLP, MoeMLP
 
 if TYPE_CHECKING:
     from stretto.kernels.reference.paged import KVCache, Paging
-    from stretto.layers.decoder import AfterLayer, Decoder
 
 
 def fits(c: DecoderConfig) -> bool:
@@ -52,8 +52,6 @@ class _Layer:
 
 
 def _layer(layer: nn.Module) -> _Layer:
-    from stretto.layers.decoder import DecoderLayer
-
     assert isinstance(layer, DecoderLayer)
     attn, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
     chosen = None
@@ -94,7 +92,7 @@ Attend = Callable[[int, _Layer, torch.Tensor], torch.Tensor]
 
 
 class FusedLayers:
-    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+    def __init__(self, decoder: DecoderStack, device: torch.device) -> None:
         c = decoder.config
         self.heads = c.num_heads
         self.layers = [_layer(layer) for layer in decoder.layers]

@@ -3,32 +3,28 @@
 A step of a small model is some hundred operations on a few kilobytes each, and torch takes longer
 to begin one than to compute it; numpy begins them in a fraction of that. Products with large
 matrices stay with torch, whose threads the settings limit; those of numpy have one
-(`stretto/_process.py`). What is computed is what the modules of `decoder.py` and `mlp.py` compute,
-in float32; a sum may be rounded in another order. Called by `Decoder.forward` on the thread that
-runs a step."""
+(`stretto/_process.py`). What is computed is what the modules of `decoder_layer.py` and `mlp.py`
+compute, in float32; a sum may be rounded in another order. Called by `Decoder.forward` on the
+thread that runs a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from stretto.layers.decoder_layer import AfterLayer, Angles, Array, DecoderLayer, DecoderStack
 from stretto.layers.mlp import DenseMLP, MoeMLP
-
-if TYPE_CHECKING:
-    from stretto.layers.decoder import AfterLayer, Angles, Decoder, DecoderLayer
 
 MAX_ROWS = 8
 SMALL = 1 << 20
 """Elements of a matrix up to which it is multiplied by numpy: it stays in a core's cache, or
 nearly."""
-Array = npt.NDArray[np.float32]
 Map = Callable[[Array], Array]
 
 
@@ -174,7 +170,7 @@ class HostLayer:
 
 
 class HostLayers:
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: DecoderStack) -> None:
         c = decoder.config
         self.heads = c.num_heads
         self.kv_heads = c.num_kv_heads
@@ -185,7 +181,7 @@ class HostLayers:
         self.norm: Array = decoder.norm.weight.numpy()
 
     @staticmethod
-    def fits(decoder: Decoder) -> bool:
+    def fits(decoder: DecoderStack) -> bool:
         """Float32 on a CPU; experts whose weights are wide."""
         weight, moe = decoder.norm.weight, decoder.config.moe
         return (

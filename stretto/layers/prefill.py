@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.kernels.reference.paged import KVCache, Paging
-from stretto.layers.decoder import AfterLayer, Decoder, DecoderLayer, RMSNorm
+from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack, RMSNorm
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.upload import to_device
 
@@ -64,20 +64,20 @@ def split_starts(packed: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor
 
 
 def run_prefill(
-    decoder: Decoder,
+    decoder: DecoderStack,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     cache: KVCache,
     ragged: Ragged,
+    counters: torch.Tensor | None,
     after: AfterLayer | None = None,
 ) -> torch.Tensor:
     """Input rows x [rows, hidden] at angles cos, sin [rows, head dim] -> final-normed rows; padding
-    gives zeros."""
+    gives zeros. `counters` are those of the decoder's fused kernels, zero between kernels."""
     from stretto.kernels.triton.prefill import add_norm
 
     norms = [_first_norm(layer) for layer in decoder.layers] + [decoder.norm]
-    counters = decoder.fused.split_counters if decoder.fused is not None else None
     stream, normed = add_norm(x, None, norms[0].weight, norms[0].eps, ragged.count)
     for i, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)

@@ -29,9 +29,9 @@ from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.adapter import ModelAdapter, decode_step
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs, sizes_for
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import SamplingMode
 from stretto.types import ExpertWeights
 
 log = logging.getLogger(__name__)

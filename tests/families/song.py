@@ -25,7 +25,8 @@ from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
-from stretto.stage.runner.rows import DeviceRows, SamplingMode
+from stretto.stage.runner.columns import SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
 from stretto.stage.timings import StageTimings, failed

@@ -25,9 +25,9 @@ from stretto.stage import vocoder as codec
 from stretto.stage.host.context import StageContext
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.adapter import Picked
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import SamplingMode
 
 CPU = torch.device("cpu")
 PLAIN, FULL = SamplingMode(False, False), SamplingMode(True, True)

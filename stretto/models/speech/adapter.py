@@ -22,8 +22,9 @@ from stretto.layers.upload import to_device
 from stretto.models.speech.talker import FrameRows, FrameTalker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
+from stretto.stage.runner.columns import SamplingColumns, SamplingMode
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import DeviceRows, SamplingColumns, SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
 

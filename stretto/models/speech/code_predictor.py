@@ -16,8 +16,9 @@ from torch import nn
 
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder import Decoder
+from stretto.layers.decoder_layer import Array
 from stretto.layers.linear import Embedding, Linear
-from stretto.layers.numpy_decoder import Array, attend
+from stretto.layers.numpy_decoder import attend
 
 Pick = Callable[[torch.Tensor, int], torch.Tensor]
 """(logits [rows, codebook], code index 1..15) -> codes [rows]."""

@@ -15,7 +15,8 @@ import torch
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.kernels.triton import MAX_ROWS
 from stretto.stage.request import StageRequest
-from stretto.stage.runner.rows import DeviceRows, SamplingMode
+from stretto.stage.runner.columns import SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
 

@@ -1,40 +1,57 @@
-"""What some requests ask of their logits beside sampling parameters, by device row: a grammar's
-masks, a least likelihood, biases. Written as a request joins, or before each of a guided one's
-steps; applied by every step."""
+"""Columns of the device rows that choose tokens: sampling parameters, and what some requests ask
+of their logits beside them (a grammar's masks, a least likelihood, biases). Written as a request
+joins, or before each of a guided one's steps; applied by every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.errors import Bug
 from stretto.kernels.reference.masks import bias_rows, floor_rows, mask_rows
+from stretto.kernels.reference.sampling import SamplingRows, signed
 from stretto.layers.upload import to_device
-from stretto.stage.request import StageRequest
-from stretto.stage.scheduler.batch import RowSpan
-
-if TYPE_CHECKING:
-    from stretto.stage.runner.rows import DeviceRows, SamplingColumns
+from stretto.types import SamplingParams
 
 
-def write_guides(
-    rows: DeviceRows, spans: Sequence[RowSpan], requests: Sequence[StageRequest]
-) -> None:
-    """What guided requests may pick in this step. Their last tokens are known: they run one step at
-    a time."""
-    for span, request in zip(spans, requests, strict=True):
-        guide = request.spec.guide
-        if guide is not None and span.samples:
-            if rows.masks is None or rows.bias is None:
-                raise Bug(f"{request.id}: this stage follows no guide")
-            if (bits := guide.mask()) is not None:
-                rows.masks.write(span.row, bits)
-            if (pairs := guide.bias()) is not None:
-                rows.bias.write(span.row, pairs)
+@dataclass(frozen=True, slots=True)
+class SamplingMode:
+    """Which sampling kernels the picks of a batch need, known on the host. It chooses the captured
+    graph too."""
+
+    sampled: bool  # some row draws
+    penalty: bool  # some row has a repetition penalty
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> SamplingMode:
+        return cls(
+            any(not p.greedy for p in params), any(p.repetition_penalty != 1.0 for p in params)
+        )
+
+
+class SamplingColumns:
+    """Sampling parameters by row."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.floats = torch.ones(3, rows, device=device)  # temperature, top_p, repetition penalty
+        self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)  # top_k, seed
+        self.floats[0] = 0.0
+
+    def write(self, row: int, p: SamplingParams) -> None:
+        device = self.floats.device
+        values = np.array([p.temperature, p.top_p, p.repetition_penalty], np.float32)
+        self.floats[:, row] = to_device(values, device, torch.float32)
+        self.ints[:, row] = to_device([p.top_k, signed(p.seed)], device, torch.int64)
+
+    def pick(self, rows: torch.Tensor, mode: SamplingMode) -> SamplingRows:
+        temperature, top_p, penalty = self.floats[:, rows]
+        top_k, seed = self.ints[:, rows]
+        return SamplingRows(
+            temperature, top_k, top_p, penalty, seed, not mode.sampled, mode.penalty
+        )
 
 
 class MaskColumns:
@@ -91,17 +108,22 @@ class FloorColumns:
         (self._used.add if least else self._used.discard)(row)
 
     def apply(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
         params: SamplingColumns,
-        state: DeviceRows, end: int,
-    ) -> None:  # fmt: skip
-        """To the logits of these rows, in place, `end` held back where it is. On a CPU, where
-        nothing is captured, only if there is any."""
-        columns = self.least, params.floats[0], params.floats[2], state.seen
+        seen: torch.Tensor,
+        ends: tuple[torch.Tensor, int],
+    ) -> None:
+        """To the logits of these rows, in place. `seen`: the tokens that count for a repetition
+        penalty, by row. `ends`: from which position on each row may end, and the end token, which
+        is held back before. On a CPU, where nothing is captured, only if there is any."""
+        columns = self.least, params.floats[0], params.floats[2], seen
         if self._fused:
             from stretto.kernels.triton.masks import floor_rows as fast
 
-            fast(logits, rows, *columns, (positions, state.floor, end))
+            fast(logits, rows, *columns, (positions, *ends))
         elif self._used or self.least.device.type != "cpu":
             floor_rows(logits, rows, *columns)
 

@@ -15,7 +15,7 @@ import torch
 from stretto.config.engine import MAX_GRAPH_ROWS
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.stage.runner.adapter import ModelAdapter, Picked, decode_step
-from stretto.stage.runner.rows import SamplingMode
+from stretto.stage.runner.columns import SamplingMode
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, MAX_GRAPH_ROWS)
 STAGED = 8

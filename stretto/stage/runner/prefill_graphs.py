@@ -16,7 +16,7 @@ import torch
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.layers.decoder import Decoder
-from stretto.layers.prefill import Ragged, pack_starts, packed_size, run_prefill, split_starts
+from stretto.layers.prefill import Ragged, pack_starts, packed_size, split_starts
 from stretto.stage.runner.rows import DeviceRows
 
 SIZES = (
@@ -139,7 +139,7 @@ class PrefillGraphs:
 
         x = self.x[:size]
         cos, sin = self.decoder.rope(self.positions[:, :size], x.dtype)
-        hidden = run_prefill(self.decoder, x, cos, sin, self.cache, ragged, after)
+        hidden = self.decoder.prefill(x, cos, sin, self.cache, ragged, after)
         if self.accept_layer is None:
             return hidden, None
         if self.accept_layer == 0:

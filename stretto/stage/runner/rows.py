@@ -8,55 +8,17 @@ nothing here waits for the device."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from stretto.errors import Bug
 from stretto.kernels.reference.paged import KVCache, Paging
-from stretto.kernels.reference.sampling import SamplingRows, signed
 from stretto.layers.upload import to_device
-from stretto.stage.request import BlockId
+from stretto.stage.request import BlockId, StageRequest
 from stretto.stage.runner.columns import BiasColumns, MaskColumns
 from stretto.stage.runner.logprobs import Head
-from stretto.types import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingMode:
-    """Which sampling kernels the picks of a batch need, known on the host. It chooses the captured
-    graph too."""
-
-    sampled: bool  # some row draws
-    penalty: bool  # some row has a repetition penalty
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> SamplingMode:
-        return cls(
-            any(not p.greedy for p in params), any(p.repetition_penalty != 1.0 for p in params)
-        )
-
-
-class SamplingColumns:
-    """Sampling parameters by row."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.floats = torch.ones(3, rows, device=device)  # temperature, top_p, repetition penalty
-        self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)  # top_k, seed
-        self.floats[0] = 0.0
-
-    def write(self, row: int, p: SamplingParams) -> None:
-        device = self.floats.device
-        values = np.array([p.temperature, p.top_p, p.repetition_penalty], np.float32)
-        self.floats[:, row] = to_device(values, device, torch.float32)
-        self.ints[:, row] = to_device([p.top_k, signed(p.seed)], device, torch.int64)
-
-    def pick(self, rows: torch.Tensor, mode: SamplingMode) -> SamplingRows:
-        temperature, top_p, penalty = self.floats[:, rows]
-        top_k, seed = self.ints[:, rows]
-        return SamplingRows(
-            temperature, top_k, top_p, penalty, seed, not mode.sampled, mode.penalty
-        )
+from stretto.stage.scheduler.batch import RowSpan
 
 
 class DeviceRows:
@@ -110,6 +72,20 @@ class DeviceRows:
         if seen:
             ids = to_device(seen, self.device, torch.int64)
             self.seen[row].index_fill_(0, ids, True)
+
+    def write_guides(self, spans: Sequence[RowSpan], requests: Sequence[StageRequest]) -> None:
+        """What guided requests may pick in this step. Their last tokens are known: they run one
+        step at a time."""
+        for span, request in zip(spans, requests, strict=True):
+            guide = request.spec.guide
+            if guide is None or not span.samples:
+                continue
+            if self.masks is None or self.bias is None:
+                raise Bug(f"{request.id}: this stage follows no guide")
+            if (bits := guide.mask()) is not None:
+                self.masks.write(span.row, bits)
+            if (pairs := guide.bias()) is not None:
+                self.bias.write(span.row, pairs)
 
     def put_blocks(self, runs: Sequence[tuple[int, int, Sequence[BlockId]]]) -> None:
         """Blocks (row, first index, ids) for the tables, all in one write. The scheduler counts

@@ -21,10 +21,9 @@ from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import ModelAdapter, Picked, SideRows, decode_step
-from stretto.stage.runner.columns import write_guides
+from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.logprobs import StepLogprobs, score
-from stretto.stage.runner.rows import SamplingMode
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
 from stretto.types import RequestId
@@ -124,7 +123,7 @@ class Runner:
             [(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks]
         )
         plan = self._plan(batch, find)
-        write_guides(adapter.rows, plan.spans, plan.requests)
+        adapter.rows.write_guides(plan.spans, plan.requests)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
         flags = 0
         for i in samples:

@@ -30,9 +30,9 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.steps import StepQueue
 from stretto.stage.vocoder.config import CodecConfig
 from stretto.stage.vocoder.model import Vocoder
-from stretto.stage.vocoder.primers import Primer, Primers
+from stretto.stage.vocoder.primers import Primers
 from stretto.stage.vocoder.staging import Staging, numbers, split
-from stretto.stage.vocoder.streams import Slots, Stream
+from stretto.stage.vocoder.streams import Primer, Slots, Stream
 from stretto.types import RequestId
 
 

@@ -1,4 +1,4 @@
-"""What a stage that makes samples (`codec/`) needs of its model."""
+"""What a stage that makes samples (`core.py`) needs of its model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VocoderState(Protocol):
 
 class Vocoder(Protocol):
     """A model that makes samples of frames, stream by stream. If its streams have primers
-    (`codec/primers.py`), its state has `save` and `load` too."""
+    (`primers.py`), its state has `save` and `load` too."""
 
     @property
     def config(self) -> VocoderConfig: ...

@@ -1,25 +1,11 @@
-"""What streams have heard before their first frame: a cloned voice's reference, say. Used by
-`stage.py`, on the loop thread, inside the stage's stream."""
+"""What vocoder streams have heard before their first frame: a cloned voice's clip, say. Used by
+`core.py`, on the loop thread, on the stage's CUDA stream."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from stretto.stage.vocoder.streams import Stream
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Primer:
-    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder
-    then remembers is kept by `key`, for the next stream with the same."""
-
-    key: bytes
-    codes: npt.NDArray[np.int64]  # [n, 16]
+from stretto.stage.vocoder.streams import Primer, Stream
 
 
 class Primers:

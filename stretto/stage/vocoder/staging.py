@@ -1,4 +1,4 @@
-"""Host memory of a vocoder's steps. Used by `stage.py`, on the loop thread."""
+"""Host memory of a vocoder's steps. Used by `core.py`, on the loop thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vocoder's streams and the slots that they hold. Used by `stage.py`, on the loop thread."""
+"""A vocoder's streams and the slots that they hold. Used by `core.py`, on the loop thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.stage.request import Reason
-from stretto.stage.vocoder.primers import Primer
 from stretto.types import RequestId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Primer:
+    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder
+    then remembers is kept by `key`, for the next stream with the same."""
+
+    key: bytes
+    codes: npt.NDArray[np.int64]  # [n, 16]
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,8 @@ from stretto.models.speech.config import FrameConfig
 from stretto.models.speech.talker import FrameRows, FrameTalker, TalkerModel
 from stretto.models.weights import build
 from stretto.stage.runner.adapter import decode_step
-from stretto.stage.runner.rows import DeviceRows, SamplingMode
+from stretto.stage.runner.columns import SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 from stretto.types import SamplingParams
 
 fused = pytest.importorskip("stretto.layers.fused")

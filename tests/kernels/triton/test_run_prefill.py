@@ -8,8 +8,9 @@ import torch
 
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.config import DecoderConfig, MoeConfig
-from stretto.layers.decoder import AfterLayer, Decoder, PagedPass
-from stretto.layers.prefill import Ragged, pack_starts, run_prefill, split_starts
+from stretto.layers.decoder import Decoder, PagedPass
+from stretto.layers.decoder_layer import AfterLayer
+from stretto.layers.prefill import Ragged, pack_starts, split_starts
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows
 from tests.rows import Forced, check_rows, chosen
@@ -113,7 +114,7 @@ class Bed:
     def fast(self, spans: list[Span], after: AfterLayer | None = None) -> torch.Tensor:
         x, positions, paging = self.inputs(spans)
         cos, sin = self.decoder.rope(positions, x.dtype)
-        return run_prefill(self.decoder, x, cos, sin, self.cache, Ragged.of(paging), after)
+        return self.decoder.prefill(x, cos, sin, self.cache, Ragged.of(paging), after)
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -180,7 +181,7 @@ def padded(bed: Bed, spans: list[Span], rows: int, sequences: int) -> torch.Tens
     )
     x = torch.cat((x, x.new_full((more, x.shape[1]), float("nan"))))
     cos, sin = bed.decoder.rope(torch.nn.functional.pad(positions, (0, more)), x.dtype)
-    return run_prefill(bed.decoder, x, cos, sin, bed.cache, ragged)
+    return bed.decoder.prefill(x, cos, sin, bed.cache, ragged)
 
 
 def test_padding_changes_nothing(device: torch.device) -> None:

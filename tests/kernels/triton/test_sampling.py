@@ -13,7 +13,7 @@ import torch
 from stretto.kernels.reference.sampling import sample
 from stretto.kernels.triton import sampling as fast
 from stretto.models.qwen3_omni.params import RESIDUAL
-from stretto.stage.runner.rows import SamplingColumns, SamplingMode
+from stretto.stage.runner.columns import SamplingColumns, SamplingMode
 from stretto.types import SamplingParams
 
 ROWS, GROUPS, HIDDEN = 9, 16, 40

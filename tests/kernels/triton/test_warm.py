@@ -25,7 +25,7 @@ from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.load import Source as SpeechSource
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.runner.adapter import decode_step
-from stretto.stage.runner.rows import SamplingMode
+from stretto.stage.runner.columns import SamplingMode
 from stretto.testing import qwen3_tts as speaking
 from stretto.types import ExpertWeights
 

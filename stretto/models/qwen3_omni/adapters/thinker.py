@@ -17,9 +17,15 @@ from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
-from stretto.stage.runner.columns import BiasColumns, FloorColumns, MaskColumns
+from stretto.stage.runner.columns import (
+    BiasColumns,
+    FloorColumns,
+    MaskColumns,
+    SamplingColumns,
+    SamplingMode,
+)
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
-from stretto.stage.runner.rows import DeviceRows, SamplingColumns, SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import GREEDY, RequestId, SamplingParams
 
@@ -153,9 +159,8 @@ class ThinkerAdapter:
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
-        self.floors.apply(
-            logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end
-        )
+        ends = self.rows.floor, self.model.config.tokens.im_end
+        self.floors.apply(logits, rows, positions, self.params, self.rows.seen, ends)
         seen = self.rows.seen[rows] if mode.penalty else None
         tokens = sample(logits, self.params.pick(rows, mode), positions + 1, seen=seen)
         self.next[rows] = tokens
@@ -190,9 +195,8 @@ class ThinkerAdapter:
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
-        self.floors.apply(
-            logits, rows, positions, self.params, self.rows, self.model.config.tokens.im_end
-        )
+        ends = self.rows.floor, self.model.config.tokens.im_end
+        self.floors.apply(logits, rows, positions, self.params, self.rows.seen, ends)
         return Picked(
             pick_text(logits, rows, positions, params, answer, self.next)[:, None], hidden
         )
