@@ -1,7 +1,7 @@
 """How the server is run: one frozen record, checked when made. Imports nothing heavy.
 
 Each field is also a flag of `stretto serve`, a key of its YAML file and, in capitals after
-STRETTO_, a variable of the environment; `settings.py` reads them."""
+STRETTO_, a variable of the environment; `loader.py` reads them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a row's logits are changed by: biases of some tokens, and tokens that it must not pick:
 those of a mask, as bits by token, and those far less likely than the best. Plain PyTorch;
-`fast/masks.py` has the kernels."""
+`kernels/triton/masks.py` has the kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Turns of the event loop for what takes long to parse: large reads of a WebSocket
 (`websocket.py`), and what clients cut into many tiny pieces, on purpose or not: chunks of a body
-(`protocol.py`), frames of a WebSocket. Each piece is a call, so that a read of them takes a hundred
-times as long as any other."""
+(`connection.py`), frames of a WebSocket. Each piece is a call, so that a read of them takes a
+hundred times as long as any other."""
 
 from __future__ import annotations
 
