@@ -108,8 +108,8 @@ class OneHost:
         self.begun = time.perf_counter()
         arrivals = Arrivals(self, questions, apart_s)
         stages = {stage for a, _ in questions for stage in a.stages}
-        arrivals.poll()
-        with swapped([(host.loop, "stages", [*host.loop.stages, arrivals])]):
+        arrivals.ask()
+        with swapped([(host.loop, "polled", arrivals)]):
             while not all(self.over(stage) for stage in stages):
                 busy = host.loop.round()
                 if self.failed is not None:
@@ -136,26 +136,34 @@ class OneHost:
 
 
 class Arrivals:
-    """Questions of a round that come while others are being answered. Has a turn in the loop, like
-    a stage."""
+    """Questions of a round that come while others are being answered. The loop polls it, and it
+    polls the host."""
 
     def __init__(self, host: OneHost, questions: Sequence[Question], apart_s: float) -> None:
-        self.host, self.left = host, deque(questions)
-        self.apart_ns, self.due_ns = (
-            int(1e9 * apart_s),
-            host.host.loop.clock() if questions else None,
-        )
+        self.host = host
+        self.left = deque(questions)
+        self.apart_ns = int(1e9 * apart_s)
+        self.next_ns = host.host.loop.clock() if questions else None
+
+    @property
+    def due_ns(self) -> int | None:
+        times = [at for at in (self.next_ns, self.host.host.due_ns) if at is not None]
+        return min(times, default=None)
 
     def poll(self) -> bool:
+        asked = self.ask()
+        return self.host.host.poll() or asked
+
+    def ask(self) -> bool:
+        """Those that are due."""
         did = False
-        while self.due_ns is not None and self.due_ns - self.host.host.loop.clock() < TICK_NS:
+        while self.next_ns is not None and self.next_ns - self.host.host.loop.clock() < TICK_NS:
             admit, blob = self.left.popleft()
             sample = self.host.heard[admit.request]
-            sample.sent = min(
-                sample.sent, time.perf_counter() - self.host.begun
-            )  # up to a tick before its time
+            # up to a tick before its time
+            sample.sent = min(sample.sent, time.perf_counter() - self.host.begun)
             self.host.host.handle(admit, blob)
-            self.due_ns = self.due_ns + self.apart_ns if self.left else None
+            self.next_ns = self.next_ns + self.apart_ns if self.left else None
             did = True
         return did
 

@@ -45,7 +45,7 @@ def build(case: str, rows: int, steps: int, depth: int) -> Scheduler:
         )
         scheduler.submit(spec, [i + 1] * PROMPT)
         if case == "talker":
-            scheduler.append_text(spec.id, depth)
+            scheduler.append_step_inputs(spec.id, depth)
     if case == "full":
         for i in range(64):
             spec = RequestSpec(RequestId(f"w{i}"), max_new=16)
@@ -55,7 +55,7 @@ def build(case: str, rows: int, steps: int, depth: int) -> Scheduler:
 
 def feed(scheduler: Scheduler, batch: Batch, now: float) -> None:
     for span in batch.spans:
-        scheduler.append_text(span.request)
+        scheduler.append_step_inputs(span.request)
         scheduler.set_deadline(span.request, now + span.row * 1e-3)
 
 

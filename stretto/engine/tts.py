@@ -17,7 +17,7 @@ from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Produ
 from stretto.engine.request import Ticket
 from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
-from stretto.messages.requests import Say
+from stretto.messages.requests import StepInputs
 from stretto.params import RequestOptions, SpeechStyle
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
@@ -187,13 +187,13 @@ async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
             said = said or bool(piece.strip())
             if tokens := writing.push(piece):
                 t.said += len(tokens)
-                t.pipeline.send((stage,), Say(t.id, stage, tuple(tokens)))
+                t.pipeline.send((stage,), StepInputs(t.id, stage, tuple(tokens)))
         if not said:
             raise Invalid("there is nothing to say", "input")
         t.progressed = time.monotonic()
         rest = tuple(writing.finish())
         t.said += len(rest)
-        t.pipeline.send((stage,), Say(t.id, stage, rest, True))
+        t.pipeline.send((stage,), StepInputs(t.id, stage, rest, True))
     except StrettoError as e:
         t.fail(e)
     except Exception as e:  # noqa: BLE001  whatever the caller's iterator raises ends its request, and no other

@@ -1,2 +1,1 @@
-"""What orchestrator and stages have in common: the messages between them, and their settings.
-Imports no torch."""
+"""The messages between the engine and its hosts. Imports no torch."""

@@ -1,6 +1,6 @@
-"""What the orchestrator and its hosts say to each other of a host's own life: what it is, how far
-it is, which links it has, how it is. Those about requests, and how all of them travel:
-`messages.py`. Imports no torch."""
+"""What the engine and its hosts send each other about a host's own life: what it is, how far it is,
+which links it has, how it is. Messages about requests, and how all of them travel: `requests.py`.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.types import SECRET_BYTES, Wire
 
 Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
-# -- orchestrator to host
+# -- engine to host
 
 
 class Configure(Wire, frozen=True, tag="configure"):
@@ -46,7 +46,7 @@ class Listen(Wire, frozen=True, tag="listen"):
 class Connect(Wire, frozen=True, tag="connect"):
     link: str
     connector: str
-    endpoint: bytes  # as the listening host gave it: the orchestrator only passes it on
+    endpoint: bytes  # as the listening host gave it: the engine only passes it on
     generation: int
     secret: Secret  # as the listening host was given
     host: str = "127.0.0.1"  # address of this end
@@ -70,7 +70,7 @@ class Quit(Wire, frozen=True, tag="quit"):
 LifeToHost = Configure | Listen | Connect | Unlink | Ping | Quit
 
 
-# -- host to orchestrator
+# -- host to engine
 
 
 class Loading(Wire, frozen=True, tag="loading"):
@@ -93,7 +93,7 @@ class Broken(Wire, frozen=True, tag="broken"):
 
 class Listening(Wire, frozen=True, tag="listening"):
     link: str
-    generation: int  # as the orchestrator gave it: a link that is made anew has a higher one
+    generation: int  # as the engine gave it: a link that is made anew has a higher one
     endpoint: bytes
 
 

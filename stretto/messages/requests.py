@@ -1,4 +1,4 @@
-"""What the orchestrator and its hosts say to each other. Small and typed; no tensors but a prompt's
+"""What the engine and its hosts say to each other. Small and typed; no tensors but a prompt's
 features on their way in and samples on their way out, which ride behind a message as raw bytes.
 Here are those about requests; those of a host's own life are in `hosts.py`. Imports no torch.
 
@@ -27,7 +27,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-# -- orchestrator to host
+# -- engine to host
 
 
 class Admit(Wire, frozen=True, tag="admit"):
@@ -67,8 +67,8 @@ class Cancel(Wire, frozen=True, tag="cancel"):
     request: RequestId
 
 
-class Say(Wire, frozen=True, tag="say"):
-    """More of a text that is read aloud while it is written."""
+class StepInputs(Wire, frozen=True, tag="step_inputs"):
+    """More tokens for the steps of a stage: of a text that is read aloud while it is written."""
 
     request: RequestId
     stage: str
@@ -91,10 +91,10 @@ class Throttle(Wire, frozen=True, tag="throttle"):
     on: bool
 
 
-ToHost = LifeToHost | Features | Admit | MediaData | Say | Cancel | Finish | Throttle
+ToHost = LifeToHost | Features | Admit | MediaData | StepInputs | Cancel | Finish | Throttle
 
 
-# -- host to orchestrator
+# -- host to engine
 
 
 class Text(Wire, frozen=True, tag="text"):

@@ -2,7 +2,7 @@
 
 A payload is a run of consecutive rows of one request, on the device or on the host. It can be cut
 by span, and turned into a chunk's named tensors and back. Reading checks what the wire format
-cannot know (names, dtypes, row counts), so a node only gets well-formed payloads. Pure; any
+cannot know (names, dtypes, row counts), so a stage only gets well-formed payloads. Pure; any
 thread."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A request as one stage sees it: what was asked (`RequestSpec`), where it stands (`Cursor`), what
-it holds, and its state. The scheduler owns and moves these records; the runner and the nodes read
+it holds, and its state. The scheduler owns and moves these records; the runner and the stages read
 them. All on the stage's loop thread. Imports no torch."""
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class RequestSpec:
     stop_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # lower goes first
-    # Each decode step consumes one token of another stage's text: the j-th row after the prompt
-    # runs once text j is there, or once the text has ended.
+    # Each decode step consumes a step input, such as a token of the text of another stage: the j-th
+    # row after the prompt runs once the j-th is there, or once no more will come.
     paced: bool = False
     # The prompt's last row can be made from the device row, like a generated one. It then runs as a
     # decode of its own, in a captured step with others'.
@@ -168,7 +168,7 @@ class RequestSpec:
     guide: Guide | None = None
     # its tokens come with how likely they were, and this many of the likeliest
     logprobs: int | None = None
-    # by owner, and by speaker: equal prefixes meet only under an equal root
+    # by owner, and by what the family adds: equal prefixes meet only under an equal root
     cache_root: bytes = b""
 
     def __post_init__(self) -> None:
@@ -198,8 +198,8 @@ class StageRequest:
         Span
     ] = ()  # prompt rows whose input is not here yet, in order; those in the cache need none
     closed: bool = False  # the prompt is complete: its last row samples
-    num_text: int = 0  # paced: text tokens that arrived
-    text_ended: bool = False
+    num_step_inputs: int = 0  # paced: those that arrived
+    step_inputs_ended: bool = False
     blocked_downstream: bool = False  # no credit to send
     # rows from here on must not be launched: input is missing, or they would exceed `max_new`
     limit: int = 0
@@ -249,11 +249,12 @@ class StageRequest:
             return True
         if not self.closed:
             return False
-        if not self.spec.paced or self.text_ended:
+        if not self.spec.paced or self.step_inputs_ended:
             return False
         # `known == launched`: the prompt was closed after all its rows had run; the last one runs
         # again to sample.
-        dry = cursor.launched >= cursor.prompt + self.num_text and cursor.known > cursor.launched
+        supplied = cursor.prompt + self.num_step_inputs
+        dry = cursor.launched >= supplied and cursor.known > cursor.launched
         return dry and cursor.launched < cursor.prompt + self.spec.max_new - 1
 
     def move_to(self, state: State, step: int) -> None:
@@ -287,9 +288,9 @@ class StageRequest:
             self.limit = min(cursor.prompt, gap)
             return
         # The last token of the answer is sampled by row `prompt + max_new - 2` and never fed back.
-        supply = (
-            _UNLIMITED if self.text_ended or not self.spec.paced else cursor.prompt + self.num_text
-        )
+        supply = _UNLIMITED
+        if self.spec.paced and not self.step_inputs_ended:
+            supply = cursor.prompt + self.num_step_inputs
         self.limit = min(supply, cursor.prompt + self.spec.max_new - 1, gap)
 
     def add_input(self, ids: Iterable[int], salts: Sequence[Salt]) -> int:

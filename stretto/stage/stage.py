@@ -148,7 +148,8 @@ class TakesFeatures(Protocol):
 
 
 @runtime_checkable
-class TakesText(Protocol):
-    """A stage that takes a text while it is written."""
+class TakesStepInputs(Protocol):
+    """A stage whose steps consume tokens that come while the request runs, such as a text that is
+    read aloud while it is written."""
 
-    def take_text(self, id: RequestId, tokens: Sequence[int], last: bool) -> None: ...
+    def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None: ...

@@ -1,7 +1,5 @@
-"""What a node tells the orchestrator about a request: how it failed, or when its outputs came and
-how it ended.
-
-Used by nodes, and `failed` by their host; on the loop thread."""
+"""What a stage reports of a request to the engine: how it failed, or when its outputs came and how
+it ended. Used by stages, and `failed` by their host; on the loop thread."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from stretto.messages.requests import Admit, Cancel, Ended, Failed, FromHost, en
 from stretto.observe.recorder import MAX_SPANS
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.links.links import Inlet, Links
+from stretto.stage.links.links import Inlet, Links, Outlet
 from stretto.stage.payload import Payload
 from stretto.stage.stage import ToLink
 from stretto.stage.timings import Report
@@ -101,19 +101,15 @@ def warm_up(host: Host, reports: Reports, clock: Callable[[], float] = time.mono
 @contextmanager
 def alone(links: Links) -> Iterator[None]:
     """Let links end here that lead to other hosts: what is sent is dropped."""
-    outlets = [o for o in links.outlets.values() if o.inlet is None]
-    inlets = [i for i in links.inlets.values() if not i.is_local]
-    for outlet in outlets:
-        outlet.inlet = Inlet(outlet.link, outlet.kind)
-    for inlet in inlets:
-        inlet.is_local = True
+    ends: list[Inlet | Outlet] = [*links.outlets.values(), *links.inlets.values()]
+    remote = [end for end in ends if not end.is_local]
+    for end in remote:
+        end.is_local = True
     try:
         yield
     finally:
-        for outlet in outlets:
-            outlet.inlet = None
-        for inlet in inlets:
-            inlet.is_local = False
+        for end in remote:
+            end.is_local = False
 
 
 def _perform(

@@ -56,7 +56,7 @@ def state(host: OneHost) -> list[object]:
     runners = host.runners()
     kept: list[object] = [host.host.switches, host.codec().config, host.codec().graphs]
     kept += [(s.scheduler.config, s.timer.on) for s in stages if s is not host.codec()]
-    kept.append(list(host.host.loop.stages))
+    kept.append(host.host.loop.polled)
     kept += [(r.graphs, r.adapter.fused, r.adapter.prompts) for r in runners]
     return kept
 

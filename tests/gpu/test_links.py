@@ -58,6 +58,14 @@ def ends(cuda: torch.device) -> Iterator[tuple[SlotSender, SlotReceiver]]:
     receiver.close()
 
 
+class Chunks(list[Chunk]):
+    """Takes all chunks."""
+
+    def offer(self, chunk: Chunk) -> bool:
+        self.append(chunk)
+        return True
+
+
 def device_rows(rows: torch.Tensor, seq: int = 0) -> Chunk:
     """A chunk of device rows, as an outbox makes it: with the event after which they are
     complete."""
@@ -180,7 +188,7 @@ def test_media_rows_go_from_the_device_to_the_slots_in_parts(cuda: torch.device)
     for the device."""
     ids = torch.arange(600, dtype=torch.int32)
     hidden = torch.zeros(600, 1024, dtype=torch.bfloat16, device=cuda)
-    chunks: list[Chunk] = []
+    outbox = Outbox(R)
     slot_bytes = 1 << 18
     torch.cuda.synchronize()
     with no_host_sync():
@@ -188,9 +196,9 @@ def test_media_rows_go_from_the_device_to_the_slots_in_parts(cuda: torch.device)
         hidden.copy_(torch.arange(600, device=cuda)[:, None].expand(600, 1024))
         rows = ThinkerRows(Span(0, 600), ids, (Span(0, 600),), hidden)
         event = torch.cuda.current_stream().record_event()
-        Outbox(R, lambda chunk: chunks.append(chunk) or True).send(
-            rows, slot_bytes, Mark.REQUEST_END, event
-        )
+        outbox.add(rows, slot_bytes, Mark.REQUEST_END, event)
+    chunks = Chunks()
+    assert outbox.flush(chunks)
     assert len(chunks) == 8
     got = []
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -148,7 +148,7 @@ def test_stages_warm_up_without_those_of_other_hosts(
 def remote_ends(driven: Driven) -> list[bool]:
     links = driven.host.links
     return [i.is_local for i in links.inlets.values()] + [
-        o.inlet is not None for o in links.outlets.values()
+        o.is_local for o in links.outlets.values()
     ]
 
 

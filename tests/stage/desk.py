@@ -171,7 +171,7 @@ class Desk:
         if token is None:
             given.text_ended = True
             if given.text:
-                self.stage.scheduler.end_text(request)
+                self.stage.scheduler.end_step_inputs(request)
             else:
                 self.stage.cancel(request)  # nothing to say
             return
@@ -179,7 +179,7 @@ class Desk:
         if len(given.text) == 1:
             self.stage.scheduler.append_rows(request, 1, last=True)
         else:
-            self.stage.scheduler.append_text(request)
+            self.stage.scheduler.append_step_inputs(request)
 
 
 def salts(prompt: Prompt, pads: tuple[int, int, int]) -> list[Salt]:

@@ -277,7 +277,7 @@ class Driver:
 
     def text(self, id: str, token: int) -> None:
         self.stories[id].texts.append(token)
-        self.scheduler.append_text(RequestId(id))
+        self.scheduler.append_step_inputs(RequestId(id))
 
     def provide(self, id: str, at: int = 0) -> None:
         """The input of one of the missing spans has come."""

@@ -12,11 +12,11 @@ import torch
 from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Listen
-from stretto.stage.links.endpoints import LinkEndpoint, LinkEndpoints
+from stretto.stage.links.endpoints import LinkEndpoint, LinkEndpoints, RequestFault
 from stretto.stage.links.links import Links
 from stretto.transport.contract import Endpoint, LinkOptions, PeerDead
 from stretto.transport.registry import Registry, connectors
-from stretto.types import SECRET_BYTES
+from stretto.types import SECRET_BYTES, RequestId
 
 LINK = "talker>code2wav"
 SECRET = bytes(range(SECRET_BYTES))
@@ -51,9 +51,7 @@ def nothing(*said: Any) -> None:
 def ends_with(connector: Asked) -> LinkEndpoints:
     registry = Registry()
     registry.register("asked", lambda: connector)
-    return LinkEndpoints(
-        Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing, registry
-    )
+    return LinkEndpoints(Links({}), HostSettings(), torch.device("cpu"), nothing, registry)
 
 
 def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
@@ -86,9 +84,7 @@ def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> No
 
 def test_connectors_that_were_registered_in_this_process_are_found() -> None:
     assert (
-        LinkEndpoints(
-            Links({}), HostSettings(), torch.device("cpu"), nothing, nothing, nothing
-        ).registry
+        LinkEndpoints(Links({}), HostSettings(), torch.device("cpu"), nothing).registry
         is connectors
     )
 
@@ -109,18 +105,24 @@ class EndingCourier:
 
 
 def test_a_link_that_ends_while_its_faults_are_read_is_reported_with_its_fault() -> None:
-    reports: list[Any] = []
-    ends = LinkEndpoints(
-        Links({}),
-        HostSettings(),
-        torch.device("cpu"),
-        nothing,
-        lambda message, payload: reports.append(message),
-        nothing,
-    )
+    ends = LinkEndpoints(Links({}), HostSettings(), torch.device("cpu"), nothing)
     courier: Any = EndingCourier()
     ends.ends[LINK] = LinkEndpoint(generation=3, incoming=courier)
     assert not ends.poll()
-    assert ends.poll()
-    assert [type(m) for m in reports] == [LinkDown, LinkDown]
-    assert all("the peer is gone" in m.message for m in reports)
+    faults = ends.poll()
+    assert [type(fault) for fault in faults] == [LinkDown, LinkDown]
+    assert all("the peer is gone" in str(fault) for fault in faults)
+
+
+class FaultyCourier(EndingCourier):
+    def faults(self) -> list[StrettoError]:
+        return [PeerDead("refused", link=LINK, request=RequestId("r"))]
+
+
+def test_a_fault_that_names_a_request_is_not_the_link_s() -> None:
+    ends = LinkEndpoints(Links({}), HostSettings(), torch.device("cpu"), nothing)
+    courier: Any = FaultyCourier()
+    ends.ends[LINK] = LinkEndpoint(generation=3, outgoing=courier)
+    [fault] = ends.poll()
+    assert isinstance(fault, RequestFault)
+    assert (fault.request, fault.link) == (RequestId("r"), LINK)

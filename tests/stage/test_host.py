@@ -40,9 +40,14 @@ class Host:
             SimpleNamespace(type="cpu"),
             SimpleNamespace(memory={}, warm_up=None),
         )
-        self.loop = self.Loop([], max_messages=PLACES)
+        self.loop = self.Loop(self, max_messages=PLACES)
         self.handled: list[ToHost] = []
         self.closed = False
+
+    due_ns: int | None = None
+
+    def poll(self) -> bool:
+        return False
 
     def load(self) -> None:
         pass

@@ -50,7 +50,7 @@ def test_what_a_cancelled_request_has_made_is_dropped() -> None:
     alone = Alone("writer", "voice")
     alone.stage.outputs.append(ToLink(LINK, ID, None, Mark.REQUEST_END))
     alone.host.handle(Cancel(ID), b"")
-    alone.host.poll(alone.stage)
+    alone.host.poll_stage(alone.stage)
     assert [len(link) for link in alone.links] == [0]
     alone.host.close()
 
@@ -60,7 +60,7 @@ def test_links_forget_a_request_that_fails_in_a_stage(name: str, other: str) -> 
     alone = Alone(name, other)
     alone.stage.cancel(ID)
     alone.stage.outputs.append(ToEngine(failed(ID, name, Invalid("no"))))
-    alone.host.poll(alone.stage)
+    alone.host.poll_stage(alone.stage)
     assert [type(message) for message in alone.reports] == [Failed]
     assert [len(link) for link in alone.links] == [0]
     alone.host.close()
@@ -70,7 +70,7 @@ def test_an_inlet_forgets_a_request_that_ends_before_its_sender_does() -> None:
     alone = Alone("voice", "writer")
     alone.stage.cancel(ID)
     alone.stage.outputs.append(ToEngine(StageTimings(0.0).ended(ID, "voice", Reason.LENGTH)))
-    alone.host.poll(alone.stage)
+    alone.host.poll_stage(alone.stage)
     assert [type(message) for message in alone.reports] == [Ended]
     assert [len(link) for link in alone.links] == [0]
     alone.host.close()

@@ -47,20 +47,29 @@ class Courier:
         return True
 
 
+class Kept(Courier):
+    """Keeps chunks as they are."""
+
+    def offer(self, chunk: Chunk) -> bool:
+        self.chunks.append(chunk)
+        return True
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
 def test_rows_leave_once_in_order(data: st.DataObject) -> None:
     room = data.draw(st.lists(st.booleans(), max_size=30))
     slot = data.draw(st.sampled_from([300, 400, SLOT]))  # for some 4, 12 and all of the rows below
     courier = Courier(lambda: room.pop() if room else True)
-    outbox = Outbox(R, courier.offer)
+    outbox = Outbox(R)
     total = data.draw(st.integers(0, 60))
     while outbox.sent < total:
         span = Span(outbox.sent, data.draw(st.integers(outbox.sent + 1, total)))
-        outbox.send(frames(span), slot)
+        outbox.add(frames(span), slot)
+        outbox.flush(courier)
         assert outbox.sent == span.stop
-    outbox.send(None, slot, Mark.REQUEST_END)
-    while not outbox.flush():
+    outbox.add(None, slot, Mark.REQUEST_END)
+    while not outbox.flush(courier):
         pass
     assert outbox.waiting == 0
     inbox, got = Inbox(R), [torch.empty(0, CODEBOOKS, dtype=torch.int32)]
@@ -75,17 +84,17 @@ def test_rows_leave_once_in_order(data: st.DataObject) -> None:
 
 
 def test_rows_that_fit_a_slot_are_one_chunk_and_are_not_copied() -> None:
-    chunks: list[Chunk] = []
-    outbox = Outbox(R, lambda chunk: chunks.append(chunk) or True)
+    outbox, courier = Outbox(R), Kept()
     rows = frames(Span(0, 4))
-    assert outbox.send(rows, SLOT, Mark.REQUEST_END)
-    (chunk,) = chunks
+    outbox.add(rows, SLOT, Mark.REQUEST_END)
+    assert outbox.flush(courier)
+    (chunk,) = courier.chunks
     assert (chunk.header.span, chunk.header.mark) == (Span(0, 4), Mark.REQUEST_END)
     assert chunk.tensors["codes"] is rows.codes
     assert wire.encoded_size(chunk) < SLOT
-    exact: list[Chunk] = []
-    assert Outbox(R, lambda chunk: exact.append(chunk) or True).send(rows, wire.encoded_size(chunk))
-    assert len(exact) == 1, "a chunk may fill its slot exactly"
+    outbox = Outbox(R)
+    outbox.add(rows, wire.encoded_size(chunk))
+    assert outbox.waiting == 1, "a chunk may fill its slot exactly"
 
 
 def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_the_mark() -> None:
@@ -94,9 +103,9 @@ def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_th
     media = (Span(10, 200), Span(300, 310))
     hidden = torch.arange(200, dtype=torch.float32)[:, None].expand(200, 64).contiguous()
     courier, slot = Courier(), 1 << 14  # some 60 media rows
-    assert Outbox(R, courier.offer).send(
-        ThinkerRows(Span(0, 400), ids, media, hidden), slot, Mark.REQUEST_END
-    )
+    outbox = Outbox(R)
+    outbox.add(ThinkerRows(Span(0, 400), ids, media, hidden), slot, Mark.REQUEST_END)
+    assert outbox.flush(courier)
     assert 4 <= len(courier.chunks) <= 8
     inbox, got = Inbox(R), []
     for chunk in courier.chunks:
@@ -118,36 +127,43 @@ def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_th
 
 def test_a_single_row_that_exceeds_a_slot_goes_on_as_it_is() -> None:
     """The connector refuses it and names the request."""
-    courier = Courier()
-    wide = CodecFrames(Span(0, 2), torch.zeros(2, SLOT, dtype=torch.int32))
-    Outbox(R, courier.offer).send(wide, SLOT)
+    outbox, courier = Outbox(R), Courier()
+    outbox.add(CodecFrames(Span(0, 2), torch.zeros(2, SLOT, dtype=torch.int32)), SLOT)
+    assert outbox.flush(courier)
     assert [chunk.header.span for chunk in courier.chunks] == [Span(0, 1), Span(1, 2)]
 
 
 def test_every_part_carries_the_event_of_its_rows() -> None:
-    chunks: list[Chunk] = []
     event = object()
-    outbox = Outbox(R, lambda chunk: chunks.append(chunk) or True)
-    outbox.send(frames(Span(0, 24)), 300, event=event)  # type: ignore[arg-type]
-    assert len(chunks) > 1
-    assert all(chunk.event is event for chunk in chunks)
+    outbox, courier = Outbox(R), Kept()
+    outbox.add(frames(Span(0, 24)), 300, event=event)  # type: ignore[arg-type]
+    assert outbox.flush(courier)
+    assert len(courier.chunks) > 1
+    assert all(chunk.event is event for chunk in courier.chunks)
+
+
+def test_chunks_wait_for_a_link_that_is_not_laid() -> None:
+    outbox = Outbox(R)
+    outbox.add(frames(Span(0, 2)), SLOT)
+    assert not outbox.flush(None)
+    assert outbox.flush(Courier())
 
 
 def test_dropping_a_request_drops_what_has_not_left() -> None:
-    outbox = Outbox(R, lambda _: False)
-    outbox.send(frames(Span(0, 2)), SLOT)
+    outbox = Outbox(R)
+    outbox.add(frames(Span(0, 2)), SLOT)
     outbox.drop()
     assert outbox.waiting == 0
     with pytest.raises(Bug):
-        outbox.send(frames(Span(2, 3)), SLOT)
+        outbox.add(frames(Span(2, 3)), SLOT)
 
 
 def test_what_may_not_be_done() -> None:
-    outbox = Outbox(R, lambda _: True)
+    outbox = Outbox(R)
     with pytest.raises(Bug):
-        outbox.send(frames(Span(1, 2)), SLOT)  # a hole
-    outbox.send(None, SLOT, Mark.REQUEST_END)
+        outbox.add(frames(Span(1, 2)), SLOT)  # a hole
+    outbox.add(None, SLOT, Mark.REQUEST_END)
     with pytest.raises(Bug):
-        outbox.send(None, SLOT, Mark.REQUEST_END)  # a second end
+        outbox.add(None, SLOT, Mark.REQUEST_END)  # a second end
     with pytest.raises(Bug):
-        outbox.send(frames(Span(0, 1)), SLOT)
+        outbox.add(frames(Span(0, 1)), SLOT)

@@ -149,10 +149,10 @@ def test_limits_of_an_open_a_closed_and_a_paced_request() -> None:
     assert (made.limit, made.starved) == (3, False)
     made.cursor.launch(3, samples=True)
     assert made.starved
-    made.num_text = 1
+    made.num_step_inputs = 1
     made.refresh_limit()
     assert (made.limit, made.starved) == (4, False)
-    made.text_ended = True
+    made.step_inputs_ended = True
     made.refresh_limit()
     assert (made.limit, made.starved) == (6, False)
     made.blocked_downstream = True

@@ -35,7 +35,7 @@ class Timed(Desk):
         self.device = Device(self.clock, lasts)
         self.device.drive(self.stage.runner)
         self.wakeup = SimulatedWakeup(self.device)
-        self.loop = Loop([self], self.wakeup, clock=self.clock)
+        self.loop = Loop(self, self.wakeup, clock=self.clock)
         self.rounds = 0
 
     @property

@@ -47,7 +47,7 @@ class TalkerStage(SpeechStage):
             raise Invalid("there is nothing to say", "input")
         given.text_ended = True
         self._grow(id, given, given.prompt.end)
-        self.core.scheduler.end_text(id)
+        self.core.scheduler.end_step_inputs(id)
 
     def _grow(self, id: RequestId, given: TalkerInput, change: Callable[[], Any]) -> None:
         """Text came, or its end: rows of the prompt that are known now, then tokens that wait for
@@ -68,4 +68,4 @@ class TalkerStage(SpeechStage):
         else:
             given.text.extend(fresh)
         if fresh:
-            scheduler.append_text(id, len(fresh))
+            scheduler.append_step_inputs(id, len(fresh))

@@ -159,7 +159,7 @@ class SpeechStage:
     def accept(self, arrival: Arrival) -> None:
         raise NotImplementedError
 
-    def take_text(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
+    def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
         """More of a text that is read aloud while it is written."""
         if id not in self.requests:
             return  # it ended meanwhile
@@ -242,14 +242,14 @@ class SpeechStage:
             tokens, more = tokens[1:], more - 1
         if more:
             given.text.extend(tokens)
-            self.core.scheduler.append_text(id, more)
+            self.core.scheduler.append_step_inputs(id, more)
 
     def _end_text(self, id: RequestId, given: Any) -> None:
         given.text_ended = True
         if self.requests[id].prefill_only:
             return  # it ends when all its rows are in
         if given.text:
-            self.core.scheduler.end_text(id)
+            self.core.scheduler.end_step_inputs(id)
             return
         # Nothing to say: the talker never runs, and silence is the answer.
         self.core.cancel(id)

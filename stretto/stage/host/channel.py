@@ -1,4 +1,4 @@
-"""A host's end of the channel to the orchestrator: messages in, reports out."""
+"""A host's end of the channel to the engine: messages in, reports out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Channel:
         self.push()
 
     def read(self) -> tuple[ToHost, Bytes] | None:
-        """The next message; None when the orchestrator has gone."""
+        """The next message; None when the engine has gone."""
         prefix = self._exactly(PREFIX.size)
         if prefix is None:
             return None
@@ -92,7 +92,7 @@ class Channel:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(data)  # the orchestrator has gone: the reader sees it too, and ends the host
+            return len(data)  # the engine has gone: the reader sees it too, and ends the host
 
     def _exactly(self, size: int) -> bytearray | None:
         data = bytearray(size)

@@ -1,7 +1,7 @@
 """A host: one process that drives some of the stages on one device, from one loop thread.
 
 The process (`process.py`) builds the stages on its main thread, then reads control messages there
-and posts them to the loop, which never waits for the orchestrator (see `channel.py`)."""
+and posts them to the loop, which never waits for the engine (see `channel.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stretto.messages.requests import (
     Features,
     Finish,
     MediaData,
-    Say,
+    StepInputs,
     Throttle,
     ToHost,
 )
@@ -33,11 +33,19 @@ from stretto.preprocess.packed_prompt import Bytes, unpack_pieces
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.context import BuildStages, StageContext, check_built
 from stretto.stage.host.loop import Loop, Wakeup
-from stretto.stage.host.polling import PrefillFirst, StagePoll, poll_order
+from stretto.stage.host.polling import Poll, poll_order
 from stretto.stage.host.stats import record_host
-from stretto.stage.links.endpoints import LinkEndpoints
+from stretto.stage.links.endpoints import LinkEndpoints, RequestFault
 from stretto.stage.links.links import Links
-from stretto.stage.stage import Arrival, Output, Stage, TakesFeatures, TakesText, ToEngine, ToLink
+from stretto.stage.stage import (
+    Arrival,
+    Output,
+    Stage,
+    TakesFeatures,
+    TakesStepInputs,
+    ToEngine,
+    ToLink,
+)
 from stretto.stage.timings import Report, failed
 from stretto.types import Mark, RequestId
 
@@ -82,6 +90,7 @@ class Host:
             configure=configure,
         )
         self.stages: dict[str, Stage] = {}
+        self._admitted = False  # requests were, since the last round
 
     def load(self) -> None:
         """Build the stages and the loop that polls them. On the main thread; the loop does not run
@@ -96,16 +105,10 @@ class Host:
             self.context.settings,
             self.device,
             self.wakeup.wake,
-            self.report,
-            self._fail,
             recorder=self.recorder,
         )
-        polls = [StagePoll(stage, self.poll) for stage in self.stages.values()]
-        first = next(iter(self.stages.values()))
-        takes_prompts = not first.receives
-        self.prefill_first = PrefillFirst(polls[0]) if takes_prompts else None
-        order = poll_order(polls, self.prefill_first, self.push, self.endpoints)
-        self.loop = Loop(order, self.wakeup)
+        self.poll_order = poll_order(list(self.stages.values()))
+        self.loop = Loop(self, self.wakeup)
         record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
     def num_requests(self) -> int:
@@ -114,7 +117,30 @@ class Host:
 
     # -- stages, on the loop thread
 
-    def poll(self, stage: Stage) -> bool:
+    def poll(self) -> bool:
+        """One round over stages and links, without waiting. True: something happened."""
+        did = False
+        for polled in self.poll_order:
+            match polled:
+                case Poll.LINKS:
+                    did = self._poll_links() or did
+                case Poll.PUSH:
+                    self.push()
+                case Poll.NEW_PROMPTS:
+                    if self._admitted:
+                        did = self.poll_stage(next(iter(self.stages.values()))) or did
+                    self._admitted = False
+                case stage:
+                    did = self.poll_stage(stage) or did
+        return did
+
+    @property
+    def due_ns(self) -> int | None:
+        """When a stage must be polled again though nothing wakes the loop."""
+        times = [at for stage in self.stages.values() if (at := stage.due_ns) is not None]
+        return min(times, default=None)
+
+    def poll_stage(self, stage: Stage) -> bool:
         """Give a stage what has arrived for it, take what it made, let it launch more. True:
         something happened."""
         for outlet in self.links.outlets_of(stage.name):
@@ -147,7 +173,7 @@ class Host:
         outlet = self.links.outlets[sent.link]
         if sent.request not in outlet:
             return  # it was cancelled while this waited to be sent
-        if outlet.inlet is not None:
+        if outlet.is_local:
             outlet.hand(sent)
             self.receive(sent)
         elif not outlet.send(sent) and sent.mark is Mark.MORE:
@@ -160,6 +186,15 @@ class Host:
         )
         if arrival is not None:
             self._accept(self.links.receivers[sent.link], arrival)
+
+    def _poll_links(self) -> bool:
+        faults = self.endpoints.poll()
+        for fault in faults:
+            if isinstance(fault, RequestFault):
+                self._fail(fault.request, fault.link, fault.error)
+            else:
+                self.report(fault, b"")
+        return bool(faults)
 
     def _report(self, stage: Stage, output: ToEngine) -> None:
         message = output.message
@@ -188,11 +223,11 @@ class Host:
                 self._supply(message, blob)
             case Cancel(request=id):
                 self._cancel(id)
-            case Say(request=id, stage=stage, ids=ids, last=last):
+            case StepInputs(request=id, stage=stage, ids=ids, last=last):
                 reader: object = self.stages.get(stage)
-                if not isinstance(reader, TakesText):
-                    raise WireError(f"{stage!r} takes no text here")
-                reader.take_text(id, ids, last)
+                if not isinstance(reader, TakesStepInputs):
+                    raise WireError(f"{stage!r} takes no step inputs here")
+                reader.take_step_inputs(id, ids, last)
             case Finish(request=id, stage=stage):
                 if stage in self.stages:
                     self.stages[stage].finish(id)
@@ -200,7 +235,9 @@ class Host:
                 for other in self.stages.values():
                     self._throttle(other, id, on)
             case Listen() | Connect() | Unlink():
-                self.endpoints.handle(message, self.switches)
+                answer = self.endpoints.handle(message, self.switches)
+                if answer is not None:
+                    self.report(answer, b"")
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
@@ -217,8 +254,7 @@ class Host:
                 if name in a.stages:
                     stage.admit(a, _decoded(a.stages[name], stage), prompt)
                     self.links.open(a.request, name, {*a.stages, *a.elsewhere})
-            if self.prefill_first is not None:
-                self.prefill_first.admitted = True
+            self._admitted = True
         except StrettoError as e:
             self._fail(a.request, first, e)
         except torch.AcceleratorError:
@@ -265,7 +301,7 @@ def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
 
 
 def take_messages(host: Host, channel: Channel) -> None:
-    """Hand what the orchestrator says to the loop: until it goes, or says so, or the loop has died.
+    """Hand what the engine says to the loop: until it goes, or says so, or the loop has died.
     On the main thread. `Busy`: the loop takes no more, so the host cannot go on."""
     while (item := channel.read()) is not None and host.loop.failure is None:
         message, blob = item

@@ -1,10 +1,9 @@
 """One thread that drives the stages of a host.
 
-Each round runs the messages that came, then polls every stage, the most downstream first, so that a
-first packet never waits behind a new prompt. After a round in which nothing happened the loop
-sleeps on its `Wakeup`: an event file descriptor that messages, chunks and the device's waiter write
-to. A stage that holds something back says until when; the sleep ends then at the latest. There is
-no timer thread and no busy waiting."""
+Each round runs the messages that came, then polls the host. After a round in which nothing happened
+the loop sleeps on its `Wakeup`: an event file descriptor that messages, chunks and the device's
+waiter write to. A stage that holds something back says until when; the sleep ends then at the
+latest. There is no timer thread and no busy waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from stretto.errors import Busy, Gone
@@ -73,13 +72,13 @@ class Wakeup:
 class Loop:
     def __init__(
         self,
-        stages: Sequence[Pollable],
+        polled: Pollable,
         wakeup: Wakeup | None = None,
         max_messages: int = 4096,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`stages` in data-flow order; `clock` in nanoseconds is theirs too."""
-        self.stages = list(stages)
+        """`clock` in nanoseconds is that of `polled` too."""
+        self.polled = polled
         self.wakeup = wakeup or Wakeup()
         self.max_messages = max_messages
         self.clock = clock
@@ -146,14 +145,12 @@ class Loop:
         for _ in range(len(self._messages)):
             self._messages.popleft()()
             did = True
-        for stage in reversed(self.stages):
-            did = stage.poll() or did
-        return did
+        return self.polled.poll() or did
 
     def sleep(self) -> None:
-        """After a round in which nothing happened: until something wakes it or a stage is due."""
+        """After a round in which nothing happened: until something wakes it or a poll is due."""
         asleep = self.clock()
-        due = min((at for stage in self.stages if (at := stage.due_ns) is not None), default=None)
+        due = self.polled.due_ns
         if due is None:
             self.wakeup.sleep()
         elif (ticks := (due - asleep) // TICK_NS) > 0:

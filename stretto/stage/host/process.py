@@ -1,4 +1,4 @@
-"""A host's process: started by the orchestrator, or by an agent, with one end of a socket pair.
+"""A host's process: started by the engine, or by an agent, with one end of a socket pair.
 When the channel closes, the host is over: it exits, whatever it was doing."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def serve(sock: socket.socket) -> int:
         finally:
             warmed_up.set()
 
-    # Its failure wakes the reader below, so that the orchestrator learns of it now and not with its
+    # Its failure wakes the reader below, so that the engine learns of it now and not with its
     # next message.
     host.loop.start(lambda: sock.shutdown(socket.SHUT_RD), warming_up)
     warmed_up.wait()
@@ -99,7 +99,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C in the terminal is the orchestrator's to handle
+    )  # a Ctrl-C in the terminal is the engine's to handle
     logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     sock = socket.socket(fileno=args.fd)
     code = serve(sock)

@@ -1,9 +1,8 @@
 """Which numbers of a host's stages and links are recorded, and by which names the server shows
 them.
 
-Asked for by the orchestrator's pings, and taken on the loop thread. What is only known to the
-orchestrator is added there (`PipelineEngine.metrics`), and so are the labels that tell several
-hosts and replicas apart."""
+Asked for by the engine's pings, and taken on the loop thread. The engine adds what only it knows
+(`PipelineEngine.metrics`), and the labels that tell several hosts and replicas apart."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def record_host(recorder: Recorder, loop: Loop, stages: Iterable[Stage], links: 
                 stage=stage.name,
             )
         for outlet in outlets:
-            if outlet.inlet is not None:
+            if outlet.is_local:
                 recorder.number(
                     "stretto_link_handed_total",
                     lambda o=outlet: o.local_payloads,  # type: ignore[misc]

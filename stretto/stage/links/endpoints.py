@@ -1,4 +1,4 @@
-"""The ends of links that are in a host: made when the orchestrator says so, checked in each round,
+"""The ends of links that are in a host: made when the engine says so, checked in each round,
 removed again.
 
 Couriers do the waiting. Links between stages of one host are none of these: the host hands their
@@ -20,7 +20,6 @@ from stretto.stage.host.stats import record_link
 from stretto.stage.links.copies import HostToDevice
 from stretto.stage.links.links import Inlet, Links, Outlet
 from stretto.stage.stage import Stage
-from stretto.stage.timings import Report
 from stretto.transport.contract import Endpoint, LinkOptions, OnLink, Receiver, Sender
 from stretto.transport.courier import Incoming, Outgoing
 from stretto.transport.registry import Registry, connectors
@@ -40,42 +39,51 @@ class LinkEndpoint:
     down: bool = False  # and reported to the engine
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestFault:
+    """What went wrong on a link with one request."""
+
+    request: RequestId
+    link: str
+    error: StrettoError
+
+
 @dataclass(slots=True, eq=False)
 class LinkEndpoints:
-    """The host's ends of links to other hosts, by the link's name. The loop polls it for faults."""
+    """The host's ends of links to other hosts, by the link's name. The host polls it for faults,
+    and reports what the methods return."""
 
     links: Links
     settings: HostSettings
     device: torch.device
     wake: Callable[[], None]  # wakes the loop
-    report: Report
-    fail: Callable[
-        [RequestId, str, StrettoError], None
-    ]  # ends a request in all stages here, and says why
     registry: Registry = connectors
     recorder: Recorder = field(default_factory=Recorder)
     ends: dict[str, LinkEndpoint] = field(init=False, default_factory=dict)
     streams: dict[str, torch.cuda.Stream] = field(
         init=False, default_factory=dict
     )  # that links copy on, by end
-    due_ns: int | None = field(init=False, default=None)
 
-    def handle(self, m: Listen | Connect | Unlink, switches: OverlapSwitches) -> None:
+    def handle(
+        self, m: Listen | Connect | Unlink, switches: OverlapSwitches
+    ) -> Listening | Linked | None:
+        """Make or remove an end. Returns the answer for the engine."""
         match m:
             case Unlink(link=name):
                 self.unlink(name)
+                return None
             case Listen(link=name, generation=g) if (
                 self._is_remote(self.links.inlets.get(name)) and g >= 0
             ):
-                self.listen(m, switches)
+                return self.listen(m, switches)
             case Connect(link=name, generation=g) if (
                 self._is_remote(self.links.outlets.get(name)) and g >= 0
             ):
-                self.connect(m, switches)
+                return self.connect(m, switches)
             case _:
                 raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
 
-    def listen(self, m: Listen, switches: OverlapSwitches) -> None:
+    def listen(self, m: Listen, switches: OverlapSwitches) -> Listening:
         connector = self.registry.get(m.connector)
         try:
             receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m))
@@ -99,9 +107,9 @@ class LinkEndpoints:
         incoming.start()
         inlet.remote.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)
-        self.report(Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint)), b"")
+        return Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint))
 
-    def connect(self, m: Connect, switches: OverlapSwitches) -> None:
+    def connect(self, m: Connect, switches: OverlapSwitches) -> Linked:
         connector = self.registry.get(m.connector)
         endpoint = _decode_endpoint(m.endpoint)
         sender: Sender = connector.connect(endpoint, self._options(switches, m))
@@ -120,17 +128,12 @@ class LinkEndpoints:
         outgoing.start()
         outlet.remote.attach(outgoing)
         record_link(self.recorder, m.link, "out", outgoing, sender)
-        self.report(Linked(m.link, m.generation), b"")
+        return Linked(m.link, m.generation)
 
     @staticmethod
     def _is_remote(end: Inlet | Outlet | None) -> bool:
         """Whether the link's other end is in another host."""
-        match end:
-            case Inlet(is_local=is_local):
-                return not is_local
-            case Outlet(inlet=inlet):
-                return inlet is None
-        return False
+        return end is not None and not end.is_local
 
     def _stream_for(
         self, end: str, stage: Stage, switches: OverlapSwitches
@@ -173,33 +176,35 @@ class LinkEndpoints:
         for name in list(self.ends):
             self.unlink(name)
 
-    def poll(self) -> bool:
-        """A fault that names a request fails it, others end the link. A link that has ended is
-        reported whatever its faults named: else the next request would wait on it for ever."""
-        did = False
-        for name, end in list(self.ends.items()):
-            for link in (end.incoming, end.outgoing):
-                if link is None:
-                    continue
-                # Read before the faults: a courier reports its last fault before it ends.
-                ended = link.ended
-                for error in link.faults():
-                    did = True
-                    end.last_fault = error
-                    self._fault(name, end, error)
-                if ended and not end.down:
-                    did = end.down = True
-                    self.report(
-                        LinkDown(name, end.generation, str(end.last_fault or "it ended")), b""
-                    )
-        return did
+    def poll(self) -> list[RequestFault | LinkDown]:
+        """What went wrong since the last call. A fault that names a request concerns it alone,
+        others end the link. A link that has ended is reported whatever its faults named: else the
+        next request would wait on it for ever."""
+        found: list[RequestFault | LinkDown] = []
+        for name, end in self.ends.items():
+            for courier in (end.incoming, end.outgoing):
+                if courier is not None:
+                    self._check(name, end, courier, found)
+        return found
 
-    def _fault(self, name: str, end: LinkEndpoint, error: StrettoError) -> None:
-        request: RequestId | None = error.request if isinstance(error, OnLink) else None
-        if request is not None:
-            self.fail(request, name, error)
-        else:
-            self.report(LinkDown(name, end.generation, str(error)), b"")
+    @staticmethod
+    def _check(
+        name: str,
+        end: LinkEndpoint,
+        courier: Incoming | Outgoing,
+        found: list[RequestFault | LinkDown],
+    ) -> None:
+        # Read before the faults: a courier reports its last fault before it ends.
+        ended = courier.ended
+        for error in courier.faults():
+            end.last_fault = error
+            if isinstance(error, OnLink) and error.request is not None:
+                found.append(RequestFault(error.request, name, error))
+            else:
+                found.append(LinkDown(name, end.generation, str(error)))
+        if ended and not end.down:
+            end.down = True
+            found.append(LinkDown(name, end.generation, str(end.last_fault or "it ended")))
 
 
 def _decode_endpoint(encoded: bytes) -> Endpoint:

@@ -20,12 +20,13 @@ class Inlet:
     """The receiving side: which requests were announced, and what comes for them from another
     host."""
 
-    def __init__(self, link: str, kind: type[Payload]) -> None:
+    def __init__(self, link: str, kind: type[Payload], is_local: bool = False) -> None:
+        """`is_local`: the sender is in this host."""
         self.link = link
         self.kind = kind
-        self.is_local = False  # the sender is in this host
+        self.is_local = is_local
         self._open: set[RequestId] = set()
-        self.remote = RemoteInlet(self._open.discard)  # of a sender in another host
+        self.remote = RemoteInlet()  # of a sender in another host
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
@@ -61,6 +62,8 @@ class Inlet:
                     yield id, e
                 else:
                     yield id, Arrival(self.link, id, payload, item.header.mark, item.event)
+                if item.header.mark is Mark.REQUEST_END:
+                    self._open.discard(id)
             else:
                 yield id, item
 
@@ -68,10 +71,11 @@ class Inlet:
 class Outlet:
     """The sending side: which requests are open, and which must rest."""
 
-    def __init__(self, link: str, kind: type[Payload]) -> None:
+    def __init__(self, link: str, kind: type[Payload], is_local: bool = False) -> None:
+        """`is_local`: the receiver is in this host."""
         self.link = link
         self.kind = kind
-        self.inlet: Inlet | None = None  # of the receiver, if it is in this host
+        self.is_local = is_local
         self.local_payloads = 0  # payloads, to a receiver in this host
         self.remote = RemoteOutlet()  # to one in another host
         self._open: set[RequestId] = set()
@@ -86,7 +90,7 @@ class Outlet:
 
     def open(self, id: RequestId) -> None:
         self._open.add(id)
-        if self.inlet is None:
+        if not self.is_local:
             self.remote.open(id)
 
     def hand(self, sent: ToLink) -> None:
@@ -145,18 +149,17 @@ class Links:
         self.senders: dict[str, Stage] = {}
         self._inlets: dict[str, list[Inlet]] = {name: [] for name in stages}  # by stage
         self._outlets: dict[str, list[Outlet]] = {name: [] for name in stages}
+        into = {link for stage in stages.values() for link in stage.receives}
+        out = {link for stage in stages.values() for link in stage.sends}
         for name, stage in stages.items():
             for link, kind in stage.receives.items():
-                inlet = self.inlets[link] = Inlet(link, kind)
+                inlet = self.inlets[link] = Inlet(link, kind, link in out)
                 self.receivers[link] = stage
                 self._inlets[name].append(inlet)
             for link, kind in stage.sends.items():
-                outlet = self.outlets[link] = Outlet(link, kind)
+                outlet = self.outlets[link] = Outlet(link, kind, link in into)
                 self.senders[link] = stage
                 self._outlets[name].append(outlet)
-        for link in self.inlets.keys() & self.outlets.keys():
-            self.outlets[link].inlet = self.inlets[link]
-            self.inlets[link].is_local = True
 
     def inlets_of(self, stage: str) -> list[Inlet]:
         return self._inlets[stage]

@@ -1,15 +1,15 @@
 """The chunks of a request that have not left for another host yet. One `Outbox` per request and
 link; loop thread.
 
-Called by `links.Outlet`. Rows that a node sends at once become one chunk, or several if a slot of
-the link cannot hold them. Chunks that the courier has no room for wait here: `send` and `flush` say
-so, and the scheduler pauses the request until there is room. Nothing here waits: device rows stay
-on the device, with the event after which they are complete."""
+Called by `RemoteOutlet`. Rows that a stage sends at once become one chunk, or several if a slot of
+the link cannot hold them. Chunks that the courier has no room for wait here: `flush` says so, and
+the scheduler pauses the request until there is room. Nothing here waits: device rows stay on the
+device, with the event after which they are complete."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -20,15 +20,19 @@ from stretto.transport.contract import Chunk
 from stretto.types import Mark, RequestId, Span
 
 
-class Outbox:
-    """`offer` hands a chunk to the link's courier without blocking; False
-    means that it has no room now."""
+class ChunkSink(Protocol):
+    """Where chunks leave: the link's courier."""
 
-    def __init__(self, request: RequestId, offer: Callable[[Chunk], bool]) -> None:
+    def offer(self, chunk: Chunk) -> bool:
+        """Take a chunk, without waiting. False: there is no room now."""
+        ...
+
+
+class Outbox:
+    def __init__(self, request: RequestId) -> None:
         self.request = request
         self.sent = 0  # rows
         self.ended = False
-        self._offer = offer
         self._seq = 0
         self._waiting: deque[Chunk] = deque()
 
@@ -37,16 +41,15 @@ class Outbox:
         """Chunks that found no room."""
         return len(self._waiting)
 
-    def send(
+    def add(
         self,
         payload: Payload | None,
         slot_bytes: int,
         mark: Mark = Mark.MORE,
         event: torch.cuda.Event | None = None,
-    ) -> bool:
+    ) -> None:
         """The next rows, complete once `event` has fired; None: only the mark. Their memory must
-        not be overwritten before they have left. False: some found no room; call `flush` when there
-        is."""
+        not be overwritten before they have left, which `flush` makes them do."""
         if self.ended or (payload is not None and payload.span.start != self.sent):
             span = None if payload is None else payload.span
             raise Bug(
@@ -55,13 +58,12 @@ class Outbox:
         if payload is not None and len(payload.span):
             self._cut(payload, slot_bytes, mark, event)
         elif mark is not Mark.MORE:
-            self._add(self._chunk(Span(self.sent, self.sent), mark, {}))
+            self._append(self._chunk(Span(self.sent, self.sent), mark, {}))
         self.ended = mark is Mark.REQUEST_END
-        return self.flush()
 
-    def flush(self) -> bool:
-        """Offer the chunks that wait. True: none does any more."""
-        while self._waiting and self._offer(self._waiting[0]):
+    def flush(self, courier: ChunkSink | None) -> bool:
+        """Offer the chunks that wait. True: none does any more. None: the link is not laid."""
+        while self._waiting and courier is not None and courier.offer(self._waiting[0]):
             self._waiting.popleft()
         return not self._waiting
 
@@ -80,7 +82,7 @@ class Outbox:
         span = payload.span
         chunk = self._chunk(span, mark, payload.tensors(), event)
         if len(span) == 1 or wire.encoded_size(chunk) <= slot_bytes:
-            self._add(chunk)
+            self._append(chunk)
             return
         middle = (span.start + span.stop) // 2
         self._cut(payload.part(Span(span.start, middle)), slot_bytes, Mark.MORE, event)
@@ -95,7 +97,7 @@ class Outbox:
     ) -> Chunk:
         return wire.chunk(self.request, span, mark, tensors, seq=self._seq, event=event)
 
-    def _add(self, chunk: Chunk) -> None:
+    def _append(self, chunk: Chunk) -> None:
         self._waiting.append(chunk)
         self._seq += 1
         self.sent = chunk.header.stop

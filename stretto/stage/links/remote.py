@@ -4,7 +4,7 @@ whose it is, `RemoteInlet` puts what has come in order. Used by `links.py`, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -35,19 +35,22 @@ class RemoteOutlet:
         self._courier = None
 
     def open(self, id: RequestId) -> None:
-        self._boxes[id] = Outbox(id, self._offer)
+        self._boxes[id] = Outbox(id)
 
     def send(
         self, id: RequestId, payload: Payload | None, mark: Mark, event: torch.cuda.Event | None
     ) -> bool:
-        sent = self._boxes[id].send(payload, self._slot_bytes, mark, event)
+        """False: some of it found no room; `flush` comes back to it."""
+        box = self._boxes[id]
+        box.add(payload, self._slot_bytes, mark, event)
+        sent = box.flush(self._courier)
         if not sent:
             self.full[id] = None
         return sent
 
     def flush(self) -> list[RequestId]:
         """Send what waited. Returns the requests of which nothing waits any more."""
-        freed = [id for id in self.full if self._boxes[id].flush()]
+        freed = [id for id in self.full if self._boxes[id].flush(self._courier)]
         for id in freed:
             del self.full[id]
         if self.full and self._courier is not None:
@@ -67,18 +70,13 @@ class RemoteOutlet:
         if purge and self._courier is not None:
             self._courier.purge(id)
 
-    def _offer(self, chunk: Chunk) -> bool:
-        return self._courier is not None and self._courier.offer(chunk)
-
 
 class RemoteInlet:
-    """What has come, in order. `ended` is called with requests whose last chunk was received."""
+    """What has come, in order."""
 
-    def __init__(self, ended: Callable[[RequestId], None]) -> None:
-        self._ended = ended
-        self._announced: list[
-            RequestId
-        ] = []  # since the last `receive`: chunks of theirs may have come early
+    def __init__(self) -> None:
+        # Since the last `receive`: chunks of theirs may have come early.
+        self._announced: list[RequestId] = []
         self._courier: Incoming | None = None
         self._boxes = Inboxes()
 
@@ -130,5 +128,4 @@ class RemoteInlet:
                 chunk.release()
             if inbox.ended and not len(inbox):
                 self._boxes.forget(id)
-                self._ended(id)
                 return

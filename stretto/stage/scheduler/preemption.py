@@ -14,26 +14,26 @@ from stretto.types import RequestId
 
 
 class Preemption:
-    """`update_state` sets the state of a request that lost its row and blocks. `step`
-    in the methods is that of the batch being made; `idle`: it is empty so far, and nothing is in
-    flight."""
+    """Its methods return the requests that lost their rows and blocks, whose states the caller
+    updates. `step` in the methods is that of the batch being made; `idle`: it is empty so far, and
+    nothing is in flight."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         allocation: Allocation,
         requests: Mapping[RequestId, StageRequest],
-        update_state: Callable[[StageRequest], None],
     ) -> None:
         self._config = config
         self._allocation = allocation
         self._requests = requests
-        self._update_state = update_state
 
-    def free_blocks_for_row(self, request: StageRequest, step: int, idle: bool) -> None:
+    def free_blocks_for_row(
+        self, request: StageRequest, step: int, idle: bool
+    ) -> Sequence[StageRequest]:
         """One more block for a running request, from those that are less urgent."""
         victims = self._victims(request, step, idle, lambda other: other.order > request.order)
-        self._free_blocks(victims, lambda _: 1)
+        return self._free_blocks(victims, lambda _: 1)[1]
 
     def free_blocks_for_new(
         self,
@@ -42,7 +42,7 @@ class Preemption:
         step: int,
         idle: bool,
         new: Collection[StageRequest],
-    ) -> bool:
+    ) -> tuple[bool, Sequence[StageRequest]]:
         """Whether all known rows of `head` fit beside what the running requests need now, with a
         block to spare for each of those: otherwise it would be preempted, or preempt, at once, and
         a running request that lacks a block could lack it for ever. Running requests of a lower
@@ -66,7 +66,7 @@ class Preemption:
 
     def _free_blocks(
         self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]
-    ) -> bool:
+    ) -> tuple[bool, Sequence[StageRequest]]:
         """Preempts as few of `victims` as possible, in order, to have the blocks needed once they
         are gone; nobody, if all of them would not do. False if there is no room, or only when the
         steps in flight have retired."""
@@ -77,14 +77,14 @@ class Preemption:
             if have >= need(gone):
                 for victim in gone:
                     self._preempt(victim)
-                return self._allocation.pool.num_available >= need(gone)
+                return self._allocation.pool.num_available >= need(gone), gone
             if num_gone < len(victims):
                 for block in victims[num_gone].blocks:
                     counts[block] += 1
                     have += counts[block] == self._allocation.pool.num_refs(
                         block
                     )  # the last to hold it
-        return False
+        return False, ()
 
     def _victims(
         self,
@@ -121,4 +121,3 @@ class Preemption:
         if victim.state is State.RUNNING:
             victim.num_preemptions += 1
             victim.refresh_order(self._config.max_preemptions)
-        self._update_state(victim)

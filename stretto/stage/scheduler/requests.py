@@ -22,7 +22,7 @@ class RequestTable:
         self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
         self.step = 0  # of the batch being made, or of the next
-        self._preemption = Preemption(config, self.allocation, self.requests, self.update_state)
+        self._preemption = Preemption(config, self.allocation, self.requests)
 
     # -- states
 
@@ -71,7 +71,12 @@ class RequestTable:
             reuse = self.config.prefix_cache and not head.blocks
             found = search(self.pool, head, self.config.block_size) if reuse else []
             self.pool.hold(found)
-            if not self._preemption.free_blocks_for_new(head, found, self.step, idle, new):
+            fits, preempted = self._preemption.free_blocks_for_new(
+                head, found, self.step, idle, new
+            )
+            for victim in preempted:
+                self.update_state(victim)
+            if not fits:
                 self.pool.release(found)
                 return
             self.allocation.assign_row(head, found)
@@ -88,7 +93,8 @@ class RequestTable:
         size = self.config.block_size
         want = self.allocation.num_blocks(stop) - len(request.blocks)
         if not self.pool.num_available and request.cursor.filled == len(request.blocks) * size:
-            self._preemption.free_blocks_for_row(request, self.step, idle)
+            for victim in self._preemption.free_blocks_for_row(request, self.step, idle):
+                self.update_state(victim)
         request.blocks.extend(self.pool.take(min(want, self.pool.num_available)))
         return min(stop, len(request.blocks) * size)
 

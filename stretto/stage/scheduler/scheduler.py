@@ -135,22 +135,22 @@ class Scheduler:
             return request.cursor.filled
         return len(search(self.pool, request, self._size)) * self._size
 
-    def append_text(self, id: RequestId, count: int = 1) -> None:
-        """`count` more text tokens arrived for a paced request: as many more decode steps may
+    def append_step_inputs(self, id: RequestId, count: int = 1) -> None:
+        """`count` more step inputs arrived for a paced request: as many more decode steps may
         run."""
         request = self.request(id)
-        if not request.spec.paced or request.text_ended:
-            raise Bug(f"{id}: text that nobody waits for")
-        request.num_text += count
+        if not request.spec.paced or request.step_inputs_ended:
+            raise Bug(f"{id}: step inputs that nobody waits for")
+        request.num_step_inputs += count
         request.refresh_limit()
         self._table.update_state(request)
 
-    def end_text(self, id: RequestId) -> None:
-        """No more text: a paced request runs free."""
+    def end_step_inputs(self, id: RequestId) -> None:
+        """No more step inputs: a paced request runs without."""
         request = self.request(id)
         if not request.spec.paced:
-            raise Bug(f"{id}: the end of a text that nobody waits for")
-        request.text_ended = True
+            raise Bug(f"{id}: the end of step inputs that nobody waits for")
+        request.step_inputs_ended = True
         request.refresh_limit()
         self._table.update_state(request)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from stretto.config.engine import HostSettings
 from stretto.messages.hosts import Configure
-from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, Say
+from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, StepInputs
 from stretto.models.qwen3_tts.family import BUILD, LINKS
 from stretto.models.qwen3_tts.params import (
     MIN_FRAMES,
@@ -104,7 +104,7 @@ class Hosted:
         self.host.handle(Admit(RequestId(id), PackedPrompt.of_ids(ids), raw), b"")
 
     def say(self, id: str, tokens: list[int], last: bool = False) -> None:
-        self.host.handle(Say(RequestId(id), "talker", tuple(tokens), last), b"")
+        self.host.handle(StepInputs(RequestId(id), "talker", tuple(tokens), last), b"")
 
     def run(self, turns: int = 100_000) -> None:
         """Until nothing more can be done without new input. (Frames may be left that wait for their
@@ -116,7 +116,7 @@ class Hosted:
 
     def turn(self) -> bool:
         """One round over the stages. True: something happened."""
-        return any([self.host.poll(stage) for stage in reversed(self.host.stages.values())])  # noqa: C419 - all of them
+        return any([self.host.poll_stage(stage) for stage in reversed(self.host.stages.values())])  # noqa: C419 - all of them
 
     def cancel(self, id: str) -> None:
         self.host.handle(Cancel(RequestId(id)), b"")

@@ -87,7 +87,7 @@ def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held])
     node = enrol(host, "clip")
     host.run()  # ends, since a node that waits for a copy has nothing to do
     [event] = held
-    assert not host.host.poll(node)
+    assert not host.host.poll_stage(node)
     assert len(node) == 1
     asked = event.asked
     spoken = host.speak(case, "meanwhile")
@@ -98,10 +98,10 @@ def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held])
     assert len(held) == 2
     assert "clip" not in host.answers or not host.answers["clip"].made
     held[1].fired = True
-    assert host.host.poll(node)
+    assert host.host.poll_stage(node)
     assert host.answers["next"].made
     event.fired = True
-    assert host.host.poll(node)
+    assert host.host.poll_stage(node)
     assert host.answers["clip"].made == host.answers["next"].made
     assert not len(node)
 

@@ -135,14 +135,14 @@ class Lives(RuleBasedStateMachine):
 
     @rule(index=pick, tokens=st.lists(st.integers(1, 9), max_size=4))
     def text(self, index: int, tokens: list[int]) -> None:
-        paced = [r for r in self.live if r.spec.paced and not r.text_ended]
+        paced = [r for r in self.live if r.spec.paced and not r.step_inputs_ended]
         id = self.among(paced, index)
         if id is None:
             return
         for token in tokens:
             self.driver.text(id, token)
         if not tokens:
-            self.driver.scheduler.end_text(RequestId(id))
+            self.driver.scheduler.end_step_inputs(RequestId(id))
 
     @rule(index=pick, at=st.integers(0, 2))
     def provide(self, index: int, at: int) -> None:
@@ -217,8 +217,8 @@ class Lives(RuleBasedStateMachine):
             else:
                 self.driver.cancel(request.id)
                 return
-        if request.spec.paced and not request.text_ended:
-            scheduler.end_text(request.id)
+        if request.spec.paced and not request.step_inputs_ended:
+            scheduler.end_step_inputs(request.id)
 
 
 Lives.TestCase.settings = settings(
