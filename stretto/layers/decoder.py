@@ -14,7 +14,7 @@ from stretto.layers.decoder_layer import (
     AfterLayer,
     Angles,
     Array,
-    Attention,
+    AttentionPass,
     DecoderLayer,
     DecoderStack,
 )
@@ -61,7 +61,7 @@ class Decoder(DecoderStack):
         self,
         x: torch.Tensor,
         positions: torch.Tensor | Angles,
-        attention: Attention,
+        attention: AttentionPass,
         after: AfterLayer | None = None,
     ) -> torch.Tensor:
         """Input rows x [rows, hidden] at these positions, or with their angles -> final-normed

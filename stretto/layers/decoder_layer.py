@@ -24,7 +24,7 @@ from stretto.layers.targets import frozen
 Array = npt.NDArray[np.float32]
 
 
-class Attention(Protocol):
+class AttentionPass(Protocol):
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         self.gains = torch.cat((q, k))
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionPass
     ) -> torch.Tensor:
         assert self.gains is not None, "prepare() comes first"
         turned, kv = self.heads + self.kv_heads, self.kv_heads
@@ -142,7 +142,7 @@ class DecoderLayer(nn.Module):
             self.mlp = DenseMLP(c.hidden_size, c.dense_size)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionPass
     ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))

@@ -30,7 +30,7 @@ from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
 from stretto.stage.timings import StageTimings, failed
-from stretto.stage.vocoder import AudioOutput
+from stretto.stage.vocoder import VocoderOutput
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span
 from tests.families.toys import Numbers, ToyModel, ToyParams
 
@@ -70,7 +70,7 @@ class SumAdapter:
         return self.next[rows].double()[:, None], positions.float().expand(3, -1)
 
     def host_input(
-        self, request: StageRequest, start: int, stop: int, fresh: int
+        self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[None]:
         x = torch.tensor(request.ids[start:stop], dtype=torch.float64)[:, None]
         return HostInput(x, torch.arange(start, stop, dtype=torch.float32).expand(3, -1))
@@ -270,7 +270,7 @@ class OrganStage:
     def forget(self) -> None:
         self.core.forget()
 
-    def _take(self, o: AudioOutput) -> Iterator[Output]:
+    def _take(self, o: VocoderOutput) -> Iterator[Output]:
         timings = self.requests[o.request]
         if len(o.samples):
             timings.mark(time.monotonic())

@@ -47,7 +47,7 @@ class Part:
 
 
 OWN = ("tests/gpu", "tests/kernels/triton")
-PARITY = ("tests/models", "tests/stage/test_stage.py", "tests/stage/test_codec.py")
+PARITY = ("tests/models", "tests/stage/test_ar.py", "tests/stage/vocoder/test_core.py")
 PARTS = (
     Part("GPU and kernels", OWN, "not alone", 240),
     Part("parity, kernels forced", PARITY, "not alone", 110, env=FORCED),

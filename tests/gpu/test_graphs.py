@@ -16,8 +16,8 @@ from stretto.types import RequestId, SamplingParams
 from tests.prompts import make
 from tests.solo import Options
 from tests.stage.desk import CONFIG, Desk
-from tests.stage.stepping import idle, in_flight, poll_core, wait
-from tests.stage.test_codec import Ears, codes
+from tests.stage.stepping import idle, in_flight, poll_core, wait_for_device
+from tests.stage.vocoder.test_core import Ears, codes
 
 pytestmark = pytest.mark.gpu
 SIZE = 6
@@ -96,7 +96,7 @@ def test_steps_do_not_wait(kind: str, graphs: bool, gpu_models: Models) -> None:
     runner.launch = watched
     for _ in range(12):
         desk.poll()
-        wait(stage)
+        wait_for_device()
     assert not desk.errors
     assert stage.stats.failed == 0
     assert stage.stats.tokens >= 12
@@ -124,7 +124,7 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
                     del left[i]
             poll_core(stage, ears)
         while poll_core(stage, ears) or in_flight(stage):
-            wait(stage)
+            wait_for_device()
         assert idle(stage)
         heard.append([ears.heard(str(i)) for i in range(6)])
         for i in range(6):

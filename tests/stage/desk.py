@@ -28,7 +28,7 @@ from stretto.types import RequestId, Span
 from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
-from tests.stage.stepping import in_flight, poll_core, wait
+from tests.stage.stepping import in_flight, poll_core, wait_for_device
 
 CONFIG = SchedulerConfig(
     num_blocks=400, block_size=8, max_rows=16, max_context=1024, prefill_chunk=32
@@ -65,8 +65,10 @@ class Desk:
             assert runner.stream is not None
             captured.capture(runner.stream)
         self.clock, self.rng = Clock(tick=MS // 10), random.Random(0)
+        self.device: Device | None = None  # a simulated one
         if self.hold:
-            Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS)).drive(runner)
+            self.device = Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS))
+            self.device.drive(runner)
             timer = LaunchTimer((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
         store = PayloadStore()
         self.stage = StageCore(kind, Scheduler(config, store.drop), runner, store, timer=timer)
@@ -106,9 +108,16 @@ class Desk:
                 if due is not None and self.rng.random() < 0.7:
                     self.clock.move_to(due - self.rng.randrange(MS))
                 else:
-                    wait(self.stage)
+                    self.wait()
             check_scheduler(self.stage.scheduler)
         raise AssertionError("no end in sight")
+
+    def wait(self) -> None:
+        """Until a step is back."""
+        if self.device is None:
+            wait_for_device()
+        elif (end := self.device.next_end()) is not None:
+            self.clock.move_to(end)
 
     # -- the thinker
 

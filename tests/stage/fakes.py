@@ -149,7 +149,7 @@ class FakeRunner:
             self.kv[table[position // self._size], position % self._size] = value
             step.written.add(table[position // self._size])
             before = (before + value) & _MASK
-            if position >= span.fresh:
+            if position >= span.publish_from:
                 payload[position] = value
         step.payload.append(payload)
         step.blocks.update(table[: -(-span.stop // self._size)])  # the table may have a stale tail

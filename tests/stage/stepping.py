@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from stretto.stage.ar import StageCore
 from stretto.stage.vocoder import VocoderCore
 
@@ -24,14 +26,10 @@ def in_flight(core: StageCore | VocoderCore) -> int:
     return core.in_flight
 
 
-def wait(core: StageCore | VocoderCore) -> None:
-    """Until the oldest step is back."""
-    if core._steps:
-        copied = (
-            core._steps[0].step.copied if isinstance(core, StageCore) else core._steps[0].copied
-        )
-        if copied is not None:
-            copied.synchronize()
+def wait_for_device() -> None:
+    """Until every step is back."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def idle(core: StageCore | VocoderCore) -> bool:

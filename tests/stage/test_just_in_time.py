@@ -10,12 +10,11 @@ import pytest
 
 from stretto.models.qwen3_omni.load import Models
 from stretto.stage.host.loop import TICK_NS
-from stretto.stage.runner.waiter import Waiter
 from stretto.types import RequestId
 from tests.prompts import make
 from tests.stage.desk import CONFIG
 from tests.stage.simulated import MS
-from tests.stage.stepping import idle, in_flight, wait
+from tests.stage.stepping import idle, in_flight
 from tests.stage.timed_desk import LEAD, STEP, Timed, options
 
 
@@ -152,7 +151,7 @@ def test_no_wake_up_at_all_still_ends_well(models: Models) -> None:
     desk.text("a", 0, 20)
     while not idle(desk.stage):
         if not desk.round():
-            wait(desk.stage)
+            desk.wait()
     assert len(desk.tokens["a"]) == 20
     assert desk.stage.stats.late == desk.stage.stats.held > 10
 
@@ -194,21 +193,6 @@ def test_a_loop_that_stops_while_a_step_is_held_back_stops(desk: Timed) -> None:
     desk.loop.run()
     assert len(desk.device.launches) == before
     assert in_flight(desk.stage) == 1
-
-
-def test_the_waiter_notes_the_end_before_it_wakes_the_loop() -> None:
-    """Or the loop would take the time at which it looked for the time at which the step ended."""
-    log: list[str] = []
-
-    class Event:
-        def synchronize(self) -> None:
-            log.append("fired")
-
-    waiter = Waiter(lambda: log.append("woken"), "test")
-    waiter.watch(Event(), lambda: log.append("noted"))  # type: ignore[arg-type]
-    waiter.watch(Event())  # type: ignore[arg-type]
-    waiter.close()
-    assert log == ["fired", "noted", "woken", "fired", "woken"]
 
 
 def test_waiting_for_text_is_not_holding_back(models: Models) -> None:

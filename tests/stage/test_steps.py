@@ -10,8 +10,8 @@ from stretto.stage.vocoder import CodecConfig, VocoderCore
 from stretto.types import RequestId
 from tests.stage.simulated import MS
 from tests.stage.stepping import poll_core
-from tests.stage.test_codec import Device, Ears, codes
 from tests.stage.timed_desk import Timed
+from tests.stage.vocoder.test_core import Device, Ears, codes
 
 LAUNCH = 2 * MS
 RETIRE = 6 * MS

@@ -32,7 +32,7 @@ class Timed(Desk):
         clock = Clock(tick=tick)
         super().__init__(models, kind, config, timer=LaunchTimer(SIZES, LEAD, on, clock))
         self.clock = clock
-        self.device = Device(self.clock, lasts)
+        self.device: Device = Device(self.clock, lasts)
         self.device.drive(self.stage.runner)
         self.wakeup = SimulatedWakeup(self.device)
         self.loop = Loop(self, self.wakeup, clock=self.clock)

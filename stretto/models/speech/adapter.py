@@ -92,7 +92,7 @@ class SpeechAdapter(Generic[T, I]):
             from stretto.models.speech.fused_frame import FusedFrame
 
             code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))
-            self.frame = FusedFrame(model, layers, self.rows.seen, self.rows.floor, code0, rest)
+            self.frame = FusedFrame(model, layers, self.rows.seen, self.rows.min_end, code0, rest)
         self.fused = self.frame is not None and model.model.fused is not None
         self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
         self.inputs: dict[RequestId, I] = {}
@@ -151,7 +151,7 @@ class SpeechAdapter(Generic[T, I]):
         return x, (positions + self.rows.offset[rows]).expand(3, -1)
 
     def host_input(
-        self, request: StageRequest, start: int, stop: int, fresh: int
+        self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[None]:
         given, device = self.inputs[request.id], self.model.device
         length, first = len(given.prompt), given.prompt.first_decode

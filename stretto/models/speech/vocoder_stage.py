@@ -17,7 +17,7 @@ from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
 from stretto.stage.stage import Arrival, Output, ToEngine
 from stretto.stage.timings import Clock, StageTimings, failed
-from stretto.stage.vocoder import AudioOutput, Primer, VocoderCore
+from stretto.stage.vocoder import Primer, VocoderCore, VocoderOutput
 from stretto.types import Mark, RequestId
 
 NOTHING = torch.empty(0, 0, dtype=torch.int32)
@@ -78,7 +78,7 @@ class VocoderStage:
     def forget(self) -> None:
         self.core.forget()
 
-    def _take(self, o: AudioOutput, outputs: list[Output]) -> None:
+    def _take(self, o: VocoderOutput, outputs: list[Output]) -> None:
         id = o.request
         timings = self.requests.get(id)
         if timings is None:

@@ -31,7 +31,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Stage
 from stretto.stage.timings import Report
 from stretto.stage.vocoder import CodecConfig, VocoderCore
-from stretto.stage.vocoder.model import Vocoder
+from stretto.stage.vocoder.model import VocoderModel
 from stretto.stage.warmup import WarmUpRequest
 
 
@@ -139,7 +139,7 @@ class StageContext:
         record_stage(self.recorder, core)
         return core
 
-    def vocoder(self, name: str, model: Vocoder) -> VocoderCore:
+    def vocoder(self, name: str, model: VocoderModel) -> VocoderCore:
         """The core of a stage that makes samples of frames: a slot for each stream, captured
         steps."""
         s = self.settings

@@ -78,9 +78,11 @@ class ModelAdapter(Protocol[E]):
         """Input rows and rotary positions of rows whose last pick is on the device."""
         ...
 
-    def host_input(self, request: StageRequest, start: int, stop: int, fresh: int) -> HostInput[E]:
+    def host_input(
+        self, request: StageRequest, start: int, stop: int, publish_from: int
+    ) -> HostInput[E]:
         """Input rows [start, stop) of a request from what the host knows; output is wanted from
-        `fresh` on."""
+        `publish_from` on."""
         ...
 
     def forward(

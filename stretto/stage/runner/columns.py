@@ -93,7 +93,7 @@ class MaskColumns:
             logits[some] = part
 
 
-class FloorColumns:
+class MinPColumns:
     """How likely a token must be at least, as a share of the best one's likelihood (min_p), by row.
     Where a row has none it costs a captured step nothing but the launch."""
 

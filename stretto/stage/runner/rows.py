@@ -48,7 +48,7 @@ class DeviceRows:
         )  # rotary position of a generated row, minus its index
         self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
         # Index of the first token of the answer that may be the end.
-        self.floor = torch.zeros(total, dtype=torch.int64, device=self.device)
+        self.min_end = torch.zeros(total, dtype=torch.int64, device=self.device)
         self.masks = masks
         self.bias = bias
         self.head = head
@@ -59,13 +59,13 @@ class DeviceRows:
         blocks: Sequence[BlockId],
         offset: float,
         seen: Sequence[int],
-        floor: int = 0,
+        min_end: int = 0,
     ) -> None:
         """A new request: its table so far, its rotary offset, the tokens that count for its
         repetition penalty, and where its answer may end."""
         self.put_blocks([(row, 0, blocks)])
         self.offset[row].fill_(offset)
-        self.floor[row].fill_(floor)
+        self.min_end[row].fill_(min_end)
         if self.masks is not None:
             self.masks.clear(row)
         self.seen[row].zero_()
@@ -101,7 +101,7 @@ class DeviceRows:
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, end: int
     ) -> None:
         """Forbid the end token, in place, where the answer is still too short for it."""
-        early = positions + 1 < self.floor[rows]
+        early = positions + 1 < self.min_end[rows]
         logits[:, end] = logits[:, end].masked_fill(early, float("-inf"))
 
     def decode_paging(

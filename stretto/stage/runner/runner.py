@@ -36,7 +36,7 @@ Find = Callable[[RequestId], StageRequest]
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
+class _StepPlan:
     """One batch's spans in the order of the pass: those of one position first, of these the ones
     whose input is on the device."""
 
@@ -137,7 +137,7 @@ class Runner:
         sampling = [plan.index[i] for i in samples]
         return self._publish(batch, sampling, picked.tokens, captured, logprobs)
 
-    def _score(self, plan: _Plan, samples: list[int], picked: Picked) -> StepLogprobs:
+    def _score(self, plan: _StepPlan, samples: list[int], picked: Picked) -> StepLogprobs:
         """Log-probabilities of the picks, for the requests that ask for them."""
         head = self.adapter.rows.head
         if head is None or picked.hidden is None:
@@ -146,9 +146,9 @@ class Runner:
         requested = [(at, count) for at, count in counts if count is not None]
         return score(head, picked.hidden, picked.tokens[:, 0], requested)
 
-    def _plan(self, batch: Batch, find: Find) -> _Plan:
+    def _plan(self, batch: Batch, find: Find) -> _StepPlan:
         if batch.decode_only and all(s.from_device for s in batch.spans):
-            return _Plan(
+            return _StepPlan(
                 batch.spans, range(len(batch.spans)), [find(s.request) for s in batch.spans], True
             )
 
@@ -158,9 +158,9 @@ class Runner:
 
         order = sorted(range(len(batch.spans)), key=key)
         spans = [batch.spans[i] for i in order]
-        return _Plan(spans, order, [find(s.request) for s in spans], False)
+        return _StepPlan(spans, order, [find(s.request) for s in spans], False)
 
-    def _decode(self, plan: _Plan, mode: SamplingMode) -> Picked:
+    def _decode(self, plan: _StepPlan, mode: SamplingMode) -> Picked:
         """Every row goes on from its own last pick."""
         host = self._device_rows(plan)
         if self.graphs is not None:
@@ -171,7 +171,7 @@ class Runner:
         rows, positions, extra = to_device(host, self.device, torch.int64)
         return decode_step(self.adapter, rows, positions, extra, mode, width)
 
-    def _device_rows(self, plan: _Plan) -> np.ndarray:
+    def _device_rows(self, plan: _StepPlan) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
         spans = [s for s in plan.spans if s.from_device]
         values = [
@@ -181,7 +181,7 @@ class Runner:
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
     def _mixed(
-        self, plan: _Plan, samples: list[int], mode: SamplingMode
+        self, plan: _StepPlan, samples: list[int], mode: SamplingMode
     ) -> tuple[Picked, SideRows]:
         adapter = self.adapter
         xs, places, extras = [], [], []
@@ -191,7 +191,9 @@ class Runner:
             x, positions = adapter.device_input(*to_device(first, self.device, torch.int64))
             xs, places = [x], [positions]
         for i, span in enumerate(plan.spans[row:], start=row):
-            host_input = adapter.host_input(plan.requests[i], span.start, span.stop, span.fresh)
+            host_input = adapter.host_input(
+                plan.requests[i], span.start, span.stop, span.publish_from
+            )
             if host_input.extra is not None:
                 extras.append((plan.index[i], row, host_input.extra))
             xs.append(host_input.x)

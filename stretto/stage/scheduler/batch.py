@@ -35,8 +35,8 @@ class RowSpan(NamedTuple):
     # asked for again, generated ones too, so the stage keeps a request's inputs until it is DONE.
     from_device: bool
     # Rows below this were published before and are only computed again for their KV (after a
-    # preemption): publish payload for [max(start, fresh), stop) alone.
-    fresh: int
+    # preemption): publish payload for [max(start, publish_from), stop) alone.
+    publish_from: int
     # table[first_block : first_block + len(new_blocks)] = new_blocks, before the step runs. What
     # the table holds beyond the block of row stop - 1 is stale.
     first_block: int

@@ -29,7 +29,7 @@ from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.steps import StepQueue
 from stretto.stage.vocoder.config import CodecConfig
-from stretto.stage.vocoder.model import Vocoder
+from stretto.stage.vocoder.model import VocoderModel
 from stretto.stage.vocoder.primers import Primers
 from stretto.stage.vocoder.staging import Staging, numbers, split
 from stretto.stage.vocoder.streams import Primer, Slots, Stream
@@ -37,7 +37,7 @@ from stretto.types import RequestId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AudioOutput:
+class VocoderOutput:
     """Samples [start, start + len) of a stream. The last one of a stream says why it ended."""
 
     request: RequestId
@@ -70,10 +70,10 @@ class CodecStep:
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
-class VocoderCore(StepQueue[CodecStep, AudioOutput]):
+class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
     def __init__(
         self,
-        model: Vocoder,
+        model: VocoderModel,
         config: CodecConfig | None = None,
         waiter: Waiter | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -213,11 +213,11 @@ class VocoderCore(StepQueue[CodecStep, AudioOutput]):
 
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
-        for stream, slot in self._slots.seat():
+        for stream, slot in self._slots.assign():
             self.stats.queue.observe((time.perf_counter_ns() - stream.since_ns) / 1e9)
             with self.on_stream():
                 self.primers.begin(stream, slot)
-        ready = [s for s in self._slots.seated.values() if s.num_pending]
+        ready = [s for s in self._slots.by_slot.values() if s.num_pending]
         if not ready:
             return []
         dry = self.clock() + self.config.urgent_s
@@ -344,7 +344,7 @@ class VocoderCore(StepQueue[CodecStep, AudioOutput]):
         unheard = self.model.num_samples(stream.primed) if stream.primed else 0
         start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
         self._outputs.append(
-            AudioOutput(stream.request, max(0, start), samples, max(0, frames), reason, error)
+            VocoderOutput(stream.request, max(0, start), samples, max(0, frames), reason, error)
         )
 
     def _stream(self, id: RequestId) -> Stream:

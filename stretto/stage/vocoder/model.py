@@ -9,7 +9,7 @@ import torch
 from stretto.types import Span
 
 
-class VocoderConfig(Protocol):
+class FrameFormat(Protocol):
     @property
     def num_quantizers(self) -> int:
         """Codes of a frame."""
@@ -19,7 +19,7 @@ class VocoderConfig(Protocol):
     def samples_per_frame(self) -> int: ...
 
 
-class VocoderState(Protocol):
+class SlotState(Protocol):
     """What a vocoder remembers of the streams in its slots, on its device."""
 
     frames: torch.Tensor  # int64: that each has heard
@@ -29,15 +29,15 @@ class VocoderState(Protocol):
         ...
 
 
-class Vocoder(Protocol):
+class VocoderModel(Protocol):
     """A model that makes samples of frames, stream by stream. If its streams have primers
     (`primers.py`), its state has `save` and `load` too."""
 
     @property
-    def config(self) -> VocoderConfig: ...
+    def config(self) -> FrameFormat: ...
 
     def state(self, slots: int, max_frames: int) -> Any:
-        """A `VocoderState` for `slots` streams, and steps of at most `max_frames`."""
+        """A `SlotState` for `slots` streams, and steps of at most `max_frames`."""
         ...
 
     def step(

@@ -79,9 +79,9 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.free = list(range(count))  # a heap: the lowest slots are used first
         self.waiting: deque[Stream] = deque()
-        self.seated: dict[int, Stream] = {}
+        self.by_slot: dict[int, Stream] = {}
 
-    def seat(self) -> Iterator[tuple[Stream, int]]:
+    def assign(self) -> Iterator[tuple[Stream, int]]:
         """Give slots to streams whose frames are there, the most urgent first."""
         if not self.free or not self.waiting:
             return
@@ -89,7 +89,7 @@ class Slots:
             if not self.free:
                 break
             stream.slot = slot = heapq.heappop(self.free)
-            self.seated[slot] = stream
+            self.by_slot[slot] = stream
             self.waiting.remove(stream)
             yield stream, slot
 
@@ -106,6 +106,6 @@ class Slots:
     def release(self, stream: Stream) -> None:
         """The slot is free once no step in flight writes to it."""
         if stream.slot is not None:
-            del self.seated[stream.slot]
+            del self.by_slot[stream.slot]
             heapq.heappush(self.free, stream.slot)
             stream.slot = None

@@ -40,7 +40,7 @@ def test_only_the_guided_request_waits_for_its_own_token() -> None:
     scheduler.submit(RequestSpec(RequestId("guided"), 5, guide=guide), [1, 2, 3])
     scheduler.submit(RequestSpec(RequestId("free"), 9), [1, 2, 3])
     flying, seen, token = [], [], 10
-    while scheduler._table.requests or flying:
+    while any(RequestId(id) in scheduler for id in ("guided", "free")) or flying:
         batch = scheduler.schedule()
         if batch is not None:
             seen.append(names(batch))

@@ -317,7 +317,7 @@ def test_tokens_in_flight_at_a_preemption_count() -> None:
     driver.submit("a", [1, 2], max_new=7, stop_ids=NEVER)
     b = driver.submit("b", [2, 1], max_new=7, stop_ids=NEVER)
     while driver.launch() or b.state is not State.WAITING:
-        if len(driver.scheduler._in_flight) == 2:
+        if len(driver.flying) == 2:
             driver.retire()
     assert b.in_flight == 1
     assert (b.row, b.blocks, b.num_preemptions) == (None, [], 1)
@@ -604,7 +604,9 @@ def test_rows_computed_again_are_findable_again_but_not_before() -> None:
         turn(driver)
     assert not a.blocks
     assert spans(turn(driver)) == {"a": (0, 6)}, "all its blocks were taken"
-    assert driver.batches[-1].spans[0].fresh == 16, "what was published is not published again"
+    assert driver.batches[-1].spans[0].publish_from == 16, (
+        "what was published is not published again"
+    )
     assert len(a.blocks) == 2
     driver.submit("c", [1] * 9, max_new=1)
     while not joins(driver, "c"):

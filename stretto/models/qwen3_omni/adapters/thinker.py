@@ -19,8 +19,8 @@ from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import (
     BiasColumns,
-    FloorColumns,
     MaskColumns,
+    MinPColumns,
     SamplingColumns,
     SamplingMode,
 )
@@ -64,7 +64,7 @@ class ThinkerAdapter:
         self.fused = model.model.fused is not None
         self.params = SamplingColumns(num_rows + 1, model.device)
         self.bias = BiasColumns(num_rows + 1, MAX_BIAS, model.device, self.fused)
-        self.floors = FloorColumns(num_rows + 1, model.device, self.fused)
+        self.min_p = MinPColumns(num_rows + 1, model.device, self.fused)
         self.masks = MaskColumns(num_rows + 1, vocab, model.device, self.fused)
         self.rows = DeviceRows(num_rows, blocks, vocab, cache, self.masks, self.bias, model.logits)
         self.true = torch.ones((), dtype=torch.bool, device=model.device)
@@ -83,7 +83,7 @@ class ThinkerAdapter:
         self.rows.join(join.row, join.blocks, offset, seen, request.cursor.prompt + given.min_new)
         self.params.write(join.row, given.sampling)
         self.bias.write(join.row, given.bias)
-        self.floors.write(join.row, 0.0 if given.sampling.greedy else given.min_p)
+        self.min_p.write(join.row, 0.0 if given.sampling.greedy else given.min_p)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids
@@ -97,7 +97,7 @@ class ThinkerAdapter:
         return self.model.embed(self.next[rows]), (positions + self.rows.offset[rows]).expand(3, -1)
 
     def host_input(
-        self, request: StageRequest, start: int, stop: int, fresh: int
+        self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[ThinkerExtra]:
         given, device = self.inputs[request.id], self.model.device
         media = (
@@ -106,7 +106,7 @@ class ThinkerAdapter:
         x = self.model.embed(to_device(request.ids[start:stop], device, torch.int64), media)
         capture: list[int] = []
         if given.capture is not None:
-            low, high = np.searchsorted(given.capture, [max(start, fresh), stop])
+            low, high = np.searchsorted(given.capture, [max(start, publish_from), stop])
             capture = (given.capture[low:high] - start).tolist()
         extra = ThinkerExtra(media, capture, start) if media is not None or capture else None
         return HostInput(x, to_device(rope_rows(given, start, stop), device, torch.float32), extra)
@@ -159,8 +159,8 @@ class ThinkerAdapter:
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
         self.rows.hold_end(logits, rows, positions, self.model.config.tokens.im_end)
-        ends = self.rows.floor, self.model.config.tokens.im_end
-        self.floors.apply(logits, rows, positions, self.params, self.rows.seen, ends)
+        ends = self.rows.min_end, self.model.config.tokens.im_end
+        self.min_p.apply(logits, rows, positions, self.params, self.rows.seen, ends)
         seen = self.rows.seen[rows] if mode.penalty else None
         tokens = sample(logits, self.params.pick(rows, mode), positions + 1, seen=seen)
         self.next[rows] = tokens
@@ -190,13 +190,13 @@ class ThinkerAdapter:
         from stretto.kernels.triton.linear import project
         from stretto.kernels.triton.sampling import Columns, PickState, pick_text
 
-        answer = PickState(self.rows.seen, self.rows.floor, self.model.config.tokens.im_end)
+        answer = PickState(self.rows.seen, self.rows.min_end, self.model.config.tokens.im_end)
         params = Columns(self.params.floats, self.params.ints)
         logits = project(hidden, self.model.lm_head.weight)
         self.bias.add(logits, rows)
         self.masks.apply(logits, rows)
-        ends = self.rows.floor, self.model.config.tokens.im_end
-        self.floors.apply(logits, rows, positions, self.params, self.rows.seen, ends)
+        ends = self.rows.min_end, self.model.config.tokens.im_end
+        self.min_p.apply(logits, rows, positions, self.params, self.rows.seen, ends)
         return Picked(
             pick_text(logits, rows, positions, params, answer, self.next)[:, None], hidden
         )

@@ -1,6 +1,7 @@
 """The loop: order of turns, messages from other threads, sleep without polling, waking up when a
 stage is due."""
 
+import select
 import threading
 
 import pytest
@@ -93,19 +94,24 @@ def test_a_sleep_of_some_ticks_ends_by_itself_and_loses_no_ring() -> None:
     wakeup.close()
 
 
-def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds() -> None:
-    wakeup = Wakeup()
-
+def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Polled:
         asked: int | None = None
+
+        def register(self, fd: int, events: int) -> None:
+            pass
 
         def poll(self, ms: int) -> list[object]:
             self.asked = ms
             return []
 
-    wakeup._poll = Polled()  # type: ignore[assignment]
+    polled = Polled()
+    monkeypatch.setattr(select, "poll", lambda: polled)
+    wakeup = Wakeup()
     wakeup.sleep(7)
-    assert wakeup._poll.asked == 7
+    assert polled.asked == 7
     assert TICK_NS == 1_000_000
     wakeup.close()
 

@@ -11,9 +11,9 @@ import torch
 from stretto.errors import Busy, Gone, StageDead
 from stretto.models.qwen3_omni.load import Models
 from stretto.stage.request import Reason
-from stretto.stage.vocoder import AudioOutput, CodecConfig, VocoderCore
+from stretto.stage.vocoder import CodecConfig, VocoderCore, VocoderOutput
 from stretto.types import RequestId
-from tests.stage.stepping import idle, in_flight, poll_core, wait
+from tests.stage.stepping import idle, in_flight, poll_core, wait_for_device
 
 SMALL = CodecConfig(
     slots=4, max_waiting=8, max_pending=40, frame_sizes=(1, 2, 4), stream_sizes=(1, 2, 4)
@@ -28,7 +28,7 @@ class Ears:
         self.ended: dict[str, Reason] = {}
         self.errors: dict[str, Exception] = {}
 
-    def __call__(self, o: AudioOutput) -> None:
+    def __call__(self, o: VocoderOutput) -> None:
         assert o.request not in self.ended
         assert o.start == sum(len(p) for p in self.parts[o.request])
         self.parts[o.request].append(o.samples)
@@ -89,7 +89,7 @@ def decoded(models: Models, frames: torch.Tensor) -> np.ndarray:
 
 def run(stage: VocoderCore, ears: Ears) -> None:
     while poll_core(stage, ears) or in_flight(stage):
-        wait(stage)
+        wait_for_device()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -195,13 +195,15 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
     now = 10.0
     config = replace(SMALL, max_cells=8)
     stage = VocoderCore(models.code2wav, config, clock=lambda: now)
-    launch = stage._launch
+    schedule = stage.schedule
 
-    def watched(parts):
-        taken.append({s.request: n for s, n in parts})
-        launch(parts)
+    def watched():
+        parts = schedule()
+        if parts:
+            taken.append({s.request: n for s, n in parts})
+        return parts
 
-    stage._launch = watched
+    stage.schedule = watched
     for id, frames, deadline in (
         ("far", 7, 99.0),
         ("near", 2, 10.05),
