@@ -30,9 +30,8 @@ def capture_graphs(
 
     `prepare` makes what one graph alone reads, and returns the pass over it. A graph keeps nothing
     alive of what it reads: the owner has it already, or the pass returns it."""
-    stream.wait_stream(
-        torch.cuda.current_stream(stream.device)
-    )  # what all graphs read was made there
+    # what all graphs read was made there
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     graphs: dict[Key, Captured[Result]] = {}
     pool = None
     for key in keys:
@@ -46,7 +45,8 @@ def capture_graphs(
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 result = run()
-        except RuntimeError as e:  # out of memory among others
+        except RuntimeError as e:
+            # out of memory among others
             e.add_note(f"while capturing {key}")
             raise
         pool = pool or graph.pool()

@@ -11,7 +11,8 @@ class MoeConfig:
     top_k: int
     expert_size: int
     norm_topk: bool
-    shared_size: int | None  # width of the shared expert; None: there is none
+    # width of the shared expert; None: there is none
+    shared_size: int | None
     # the experts' weights in 8 bits; no property of a checkpoint, but how it is to be loaded
     float8: bool = False
 
@@ -29,7 +30,9 @@ class DecoderConfig:
     head_dim: int
     rms_eps: float
     rope_theta: float
-    mrope_section: tuple[int, int, int] | None  # None: plain 1-D positions
+    # None: plain 1-D positions
+    mrope_section: tuple[int, int, int] | None
     max_positions: int
-    dense_size: int | None  # width of a dense MLP; exactly one of dense_size and moe is set
+    # width of a dense MLP; exactly one of dense_size and moe is set
+    dense_size: int | None
     moe: MoeConfig | None

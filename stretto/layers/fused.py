@@ -46,7 +46,8 @@ class _Layer:
     gains: tuple[torch.Tensor, torch.Tensor, float]
     o: torch.Tensor
     mlp_norm: tuple[torch.Tensor, float]
-    experts: experts.ExpertWeights | None  # or, if dense:
+    experts: experts.ExpertWeights | None
+    # if dense
     gate_up: torch.Tensor
     down: torch.Tensor
 
@@ -153,7 +154,8 @@ class FusedLayers:
         return self._one(x, attend, after) if len(x) == 1 else self._several(x, attend, after, idle)
 
     def _one(self, x: torch.Tensor, attend: Attend, after: AfterLayer | None) -> torch.Tensor:
-        out: torch.Tensor | None = None  # the first write goes to a new tensor: x is the caller's
+        # the first write goes to a new tensor: x is the caller's
+        out: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):
             qkv = project(x, layer.qkv, norm=layer.input_norm)
             x = out = project(attend(i, layer, qkv), layer.o, add=x, out=out)
@@ -174,7 +176,8 @@ class FusedLayers:
         self, x: torch.Tensor, attend: Attend, after: AfterLayer | None, idle: torch.Tensor | None
     ) -> torch.Tensor:
         out: torch.Tensor | None = None
-        gained: Gained | None = None  # x for the norm in front of the next layer
+        # x for the norm in front of the next layer
+        gained: Gained | None = None
         for i, layer in enumerate(self.layers):
             following = (
                 self.layers[i + 1].input_norm

@@ -32,8 +32,10 @@ class Experts(nn.Module):
     per output row (`stretto.kernels.reference.quantized`): from the start with `float8`, or from
     `quantize()` on."""
 
-    gate_up_scale: torch.Tensor | None  # [experts, 2 * size] float32
-    down_scale: torch.Tensor | None  # [experts, hidden] float32
+    # [experts, 2 * size] float32
+    gate_up_scale: torch.Tensor | None
+    # [experts, hidden] float32
+    down_scale: torch.Tensor | None
 
     def __init__(self, num_experts: int, hidden: int, size: int, float8: bool = False) -> None:
         super().__init__()
@@ -70,7 +72,8 @@ class Experts(nn.Module):
         found: dict[str, Target] = {}
         _, hidden, size = self.down.shape
         gate_up, down = self.rows()
-        halves = gate_up.split(size)  # gate, up, gate, up, ...
+        # gate, up, gate, up, ...
+        halves = gate_up.split(size)
         for e, rows in enumerate(down.split(hidden)):
             name = f"{prefix}experts.{e}"
             found[f"{name}.gate_proj.weight"] = halves[2 * e]

@@ -44,9 +44,8 @@ def product(weight: torch.Tensor) -> Map:
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
-    if (
-        x.ndim == 2 and len(x) == 1
-    ):  # one row: a plain product, and the rest on numbers instead of arrays
+    if x.ndim == 2 and len(x) == 1:
+        # one row: a plain product, and the rest on numbers instead of arrays
         only = x[0]
         scaled: Array = x * np.float32(1.0 / math.sqrt(float(only @ only) / len(only) + eps))
         scaled *= weight
@@ -88,7 +87,8 @@ def attend(q: Array, keys: Array, values: Array) -> Array:
     """One query per row: q [rows, heads, dim] over keys and values [rows, kv heads, positions,
     dim]."""
     rows, heads, dim = q.shape
-    grouped = q.reshape(rows, keys.shape[1], -1, dim)  # the heads of a group share keys
+    # the heads of a group share keys
+    grouped = q.reshape(rows, keys.shape[1], -1, dim)
     chances = softmax(np.matmul(grouped, keys.swapaxes(-1, -2)) * np.float32(dim**-0.5))
     y: Array = np.matmul(chances, values).reshape(rows, heads, dim)
     return y
@@ -141,7 +141,8 @@ def mixture(mlp: MoeMLP) -> Map:
 class HostLayer:
     before: Array
     qkv: Map
-    gains: Array  # of queries and keys, [heads + kv heads, dim]
+    # of queries and keys, [heads + kv heads, dim]
+    gains: Array
     out: Map
     behind: Array
     mlp: Map
@@ -197,9 +198,8 @@ class HostLayers:
         sin = sin * self.signs
         h: Array = x.numpy()
         turned = self.heads + self.kv_heads
-        with np.errstate(
-            over="ignore"
-        ):  # exp(-x) of a large negative x is infinite, and x over it is 0
+        with np.errstate(over="ignore"):
+            # exp(-x) of a large negative x is infinite, and x over it is 0
             for i, layer in enumerate(self.layers):
                 every = layer.qkv(norm(h, layer.before, layer.eps)).reshape(len(h), -1, self.dim)
                 qk = rotate(norm(every[:, :turned], layer.gains, layer.eps), cos, sin)

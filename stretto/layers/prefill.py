@@ -26,13 +26,16 @@ ALIGNED = 4
 class Ragged:
     """Where the rows of a pass are, all of it on the device. Rows behind `count` are padding."""
 
-    slots: torch.Tensor  # [rows] int64: block * block_size + offset of each row's own key and value
-    tables: torch.Tensor  # [sequences, blocks] int32
-    lengths: torch.Tensor  # [sequences] int32: keys visible to the sequence's last query
-    starts: (
-        torch.Tensor
-    )  # [sequences + 1] int32: where each sequence's rows begin; it may have none
-    count: torch.Tensor  # [1] int32: real rows, the last of `starts`
+    # [rows] int64: block * block_size + offset of each row's own key and value
+    slots: torch.Tensor
+    # [sequences, blocks] int32
+    tables: torch.Tensor
+    # [sequences] int32: keys visible to the sequence's last query
+    lengths: torch.Tensor
+    # [sequences + 1] int32: where each sequence's rows begin; it may have none
+    starts: torch.Tensor
+    # [1] int32: real rows, the last of `starts`
+    count: torch.Tensor
 
     @classmethod
     def of(cls, paging: Paging) -> Ragged:

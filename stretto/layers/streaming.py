@@ -37,10 +37,12 @@ and well; beyond, the copies (7 times the input) cost more than the library's co
 class Tail:
     """What one convolution keeps of its input per slot."""
 
-    index: int  # place among the tails of the model
+    # place among the tails of the model
+    index: int
     num_rows: int
     channels: int
-    rate: int  # rows of this input per frame
+    # rows of this input per frame
+    rate: int
 
 
 class TailLayout:
@@ -84,7 +86,8 @@ class Silence:
     """First rows of an input that a convolution must read as zeros: rows before a stream's
     beginning, which exist only because all slots share one shape."""
 
-    rows: torch.Tensor  # [slots] int64: how many; none if it is below 1
+    # [slots] int64: how many; none if it is below 1
+    rows: torch.Tensor
     most: int
     _mask: torch.Tensor | None = field(default=None, init=False)
 
@@ -156,9 +159,8 @@ class Snake(nn.Module):
 
     rate: torch.Tensor
     gain: torch.Tensor
-    curve: (
-        torch.Tensor
-    )  # [2, channels] float32: both again, not rounded to the weights' type, for the kernels
+    # [2, channels] float32: both again, not rounded to the weights' type, for the kernels
+    curve: torch.Tensor
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -317,9 +319,8 @@ class OverlapUpConv(nn.Module):
         self.register_buffer("bias", torch.empty(2 * rate * outputs), persistent=False)
 
     def prepare(self) -> None:
-        early, late = self.bias.view(
-            2, -1, self.outputs
-        )  # a sum of two contributions takes the bias once
+        # a sum of two contributions takes the bias once
+        early, late = self.bias.view(2, -1, self.outputs)
         early.copy_(self.conv.bias)
         late.zero_()
 

@@ -23,8 +23,10 @@ class Float8Rows:
     """A float8 matrix and its rows' scales. A scale needs its whole row at once, so that is the
     least to fill."""
 
-    weight: torch.Tensor  # [rows, inputs] float8
-    scale: torch.Tensor  # [rows] float32
+    # [rows, inputs] float8
+    weight: torch.Tensor
+    # [rows] float32
+    scale: torch.Tensor
 
     @property
     def shape(self) -> torch.Size:

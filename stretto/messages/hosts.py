@@ -39,17 +39,22 @@ class Listen(Wire, frozen=True, tag="listen"):
     connector: str
     generation: int
     secret: Secret
-    host: str = "127.0.0.1"  # address of this end, at which the other one reaches it
-    details: dict[str, str] = msgspec.field(default_factory=dict)  # settings of the connector
+    # address of this end, at which the other one reaches it
+    host: str = "127.0.0.1"
+    # settings of the connector
+    details: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Connect(Wire, frozen=True, tag="connect"):
     link: str
     connector: str
-    endpoint: bytes  # as the listening host gave it: the engine only passes it on
+    # as the listening host gave it: the engine only passes it on
+    endpoint: bytes
     generation: int
-    secret: Secret  # as the listening host was given
-    host: str = "127.0.0.1"  # address of this end
+    # as the listening host was given
+    secret: Secret
+    # address of this end
+    host: str = "127.0.0.1"
     details: dict[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -93,7 +98,8 @@ class Broken(Wire, frozen=True, tag="broken"):
 
 class Listening(Wire, frozen=True, tag="listening"):
     link: str
-    generation: int  # as the engine gave it: a link that is made anew has a higher one
+    # as the engine gave it: a link that is made anew has a higher one
+    generation: int
     endpoint: bytes
 
 
@@ -109,12 +115,13 @@ class LinkDown(Wire, frozen=True, tag="link_down"):
 
 
 class Stats(Wire, frozen=True, tag="stats"):
-    number: int  # of the ping it answers
+    # of the ping it answers
+    number: int
     values: dict[str, float]
-    clock: float = 0.0  # the host's monotonic clock when it answered
-    spans: tuple[
-        tuple[str, str, int, int], ...
-    ] = ()  # where they are recorded: see `observe.recorder`
+    # the host's monotonic clock when it answered
+    clock: float = 0.0
+    # where they are recorded: see `observe.recorder`
+    spans: tuple[tuple[str, str, int, int], ...] = ()
 
 
 LifeFromHost = Loading | Ready | Broken | Listening | Linked | LinkDown | Stats

@@ -35,14 +35,15 @@ class Admit(Wire, frozen=True, tag="admit"):
 
     request: RequestId
     prompt: PackedPrompt
-    stages: dict[
-        str, msgspec.Raw
-    ]  # those of this host on its way, with their parameters: each stage knows its type
+    # those of this host on its way, with their parameters: each stage knows its type
+    stages: dict[str, msgspec.Raw]
     priority: int = 0
     # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
     cache_root: bytes = b""
-    sender: bytes = b""  # whose turn it is, where requests wait for each other: a digest
-    elsewhere: tuple[str, ...] = ()  # stages of other hosts on its way
+    # whose turn it is, where requests wait for each other: a digest
+    sender: bytes = b""
+    # stages of other hosts on its way
+    elsewhere: tuple[str, ...] = ()
 
 
 class Features(Wire, frozen=True, tag="features"):
@@ -51,7 +52,8 @@ class Features(Wire, frozen=True, tag="features"):
     them."""
 
     request: RequestId
-    size: Positive  # of all pieces
+    # of all pieces
+    size: Positive
 
 
 class MediaData(Wire, frozen=True, tag="supply"):
@@ -136,8 +138,10 @@ class Ended(Wire, frozen=True, tag="ended"):
     begun: float
     marks: tuple[float, ...] = ()
     cached: int = 0
-    chunks: tuple[float, ...] = ()  # when the prompt's chunks were done, but for the last
-    encoded: int = 0  # pieces of media that it ran through its encoders
+    # when the prompt's chunks were done, but for the last
+    chunks: tuple[float, ...] = ()
+    # pieces of media that it ran through its encoders
+    encoded: int = 0
     # when the last of them was handed to the device; on a CPU, when it was done
     encoded_at: float = 0.0
 
@@ -206,5 +210,6 @@ def _decode(decoder: Any, header: Bytes) -> Any:
         msgspec.MsgspecError,
         UnicodeDecodeError,
         RecursionError,
-    ) as e:  # the last two come as they are
+    ) as e:
+        # the last two come as they are
         raise WireError(f"not a control message: {e}") from None

@@ -38,12 +38,17 @@ class CoreOutput:
 
     request: StageRequest
     confirmed: Confirmed
-    token: int | None  # newly confirmed; column 0 of `row`
-    row: Sequence[int]  # all columns of the token; empty without a token
+    # newly confirmed; column 0 of `row`
+    token: int | None
+    # all columns of the token; empty without a token
+    row: Sequence[int]
     media: MediaOutput | None
-    reason: Reason | None  # the request ended here
-    logprobs: Scored | None = None  # of the token, if the request asks
-    cached: int = 0  # rows of the prompt that were found in the prefix cache
+    # the request ended here
+    reason: Reason | None
+    # of the token, if the request asks
+    logprobs: Scored | None = None
+    # rows of the prompt that were found in the prefix cache
+    cached: int = 0
 
     @property
     def error(self) -> StrettoError | None:
@@ -58,10 +63,12 @@ class _RequestState:
     """What the core keeps for one request beside the scheduler's record."""
 
     request: StageRequest
-    submitted_ns: int  # 0 once its first row was in a batch
+    # 0 once its first row was in a batch
+    submitted_ns: int
     # handed out so far, for blocks that become cached
     media: list[MediaOutput] = field(default_factory=list)
-    cached: int = 0  # prompt rows found in the prefix cache
+    # prompt rows found in the prefix cache
+    cached: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +76,8 @@ class _InFlight:
     """A step that was launched and is not retired."""
 
     step: Step
-    kind: str  # one of `counters.KINDS`
+    # one of `counters.KINDS`
+    kind: str
     launch_start_ns: int
     launch_end_ns: int
 
@@ -95,12 +103,15 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
         self.name = name
         self.scheduler = scheduler
         self.runner = runner
-        self.store = store if store is not None else PayloadStore()  # an empty one is False
+        # an empty one is False
+        self.store = store if store is not None else PayloadStore()
         self.waiter = waiter
         self.timer = timer or LaunchTimer((), 0, on=False)
         self.clock = self.timer.clock
-        self.due_ns: int | None = None  # when a launch that is held back is due
-        self._held_for_prefill = False  # the launch that is due waits because of `hold_ns`
+        # when a launch that is held back is due
+        self.due_ns: int | None = None
+        # the launch that is due waits because of `hold_ns`
+        self._held_for_prefill = False
         self.stats = StageStats()
         self.recorder = recorder or Recorder()
         self._requests: dict[RequestId, _RequestState] = {}
@@ -201,12 +212,14 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
             self.waiter.watch(step.copied, lambda: self.timer.ended(flight))
         for join in batch.joined:
             state = self._requests[join.request]
-            if state.submitted_ns:  # the first time
+            if state.submitted_ns:
+                # the first time
                 self.stats.queue.observe((start - state.submitted_ns) / 1e9)
                 state.submitted_ns = 0
             state.cached += join.filled - join.reused_from
             media = self.store.found(join, self.runner.joined)
-            if media is not None:  # confirmed already, and never computed for this request
+            if media is not None:
+                # confirmed already, and never computed for this request
                 confirmed = Confirmed(state.request.cursor.confirmed)
                 state.media.append(media)
                 self._append(CoreOutput(state.request, confirmed, None, (), media, None))
@@ -215,7 +228,8 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
         step, kind = flight.step, flight.kind
         start = self.clock()
         begin_ns, end_ns = self.timer.retired()
-        if step.copied is None:  # on a CPU the launch is the work
+        if step.copied is None:
+            # on a CPU the launch is the work
             begin_ns = flight.launch_start_ns
             end_ns = flight.launch_end_ns
         self.stats.kinds[kind].device.observe((end_ns - begin_ns) / 1e9)

@@ -17,10 +17,10 @@ class StepStats:
     """Of the steps of one kind."""
 
     steps: int = 0
-    launch: Histogram = field(default_factory=Histogram)  # host time to schedule and launch
-    device: Histogram = field(
-        default_factory=Histogram
-    )  # from the device's first work on a step to its last
+    # host time to schedule and launch
+    launch: Histogram = field(default_factory=Histogram)
+    # from the device's first work on a step to its last
+    device: Histogram = field(default_factory=Histogram)
 
     def launched(self, seconds: float) -> None:
         self.steps += 1
@@ -32,16 +32,22 @@ class StageStats:
     """Of an autoregressive stage."""
 
     steps: int = 0
-    rows: int = 0  # computed
-    tokens: int = 0  # confirmed
-    failed: int = 0  # steps
-    retire_ns: int = 0  # host time to retire
-    held: int = 0  # launches that were held back for a while
-    late: int = 0  # of these, launches that found the device without work: held back for too long
-    held_for_prefill: int = 0  # launches that waited for another stage's prompts
-    queue: Histogram = field(
-        default_factory=Histogram
-    )  # from a request's arrival to its first row in a batch
+    # computed
+    rows: int = 0
+    # confirmed
+    tokens: int = 0
+    # steps
+    failed: int = 0
+    # host time to retire
+    retire_ns: int = 0
+    # launches that were held back for a while
+    held: int = 0
+    # of these, launches that found the device without work: held back for too long
+    late: int = 0
+    # launches that waited for another stage's prompts
+    held_for_prefill: int = 0
+    # from a request's arrival to its first row in a batch
+    queue: Histogram = field(default_factory=Histogram)
     kinds: dict[str, StepStats] = field(
         default_factory=lambda: {kind: StepStats() for kind in KINDS}
     )
@@ -54,11 +60,11 @@ class CodecStats:
     steps: int = 0
     frames: int = 0
     retire_ns: int = 0
-    queue: Histogram = field(default_factory=Histogram)  # from a stream's first frames to its slot
+    # from a stream's first frames to its slot
+    queue: Histogram = field(default_factory=Histogram)
     launch: Histogram = field(default_factory=Histogram)
-    device: Histogram = field(
-        default_factory=Histogram
-    )  # from launch to the samples' arrival, behind earlier steps
+    # from launch to the samples' arrival, behind earlier steps
+    device: Histogram = field(default_factory=Histogram)
 
 
 def reset(counted: Any) -> None:

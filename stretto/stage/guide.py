@@ -100,7 +100,8 @@ class Grammars:
     def __init__(self, compiler: Callable[[], GrammarCompiler]) -> None:
         self.compiler: Future[GrammarCompiler] = Future()
         self._open = compiler
-        self._waiting: dict[bytes, deque[_Compile]] = {}  # by sender, the next in turn first
+        # by sender, the next in turn first
+        self._waiting: dict[bytes, deque[_Compile]] = {}
         self._changed = Condition()
         self._closed = False
         self._thread = _start(self._run)
@@ -135,9 +136,8 @@ class Grammars:
                 work.guide.set_result(self.compiler.result().compile(work.grammar))
             except StrettoError as e:
                 work.guide.set_exception(e)
-            except (
-                BaseException
-            ) as e:  # one request must not end the thread, and with it those of others
+            except BaseException as e:
+                # one request must not end the thread, and with it those of others
                 log.error("a grammar cannot be compiled", exc_info=e)
                 work.guide.set_exception(Bug("the grammar cannot be compiled"))
 
@@ -156,7 +156,8 @@ class Grammars:
                     del self._waiting[sender]
                 if running:
                     if turns:
-                        self._waiting[sender] = turns  # behind the others
+                        # behind the others
+                        self._waiting[sender] = turns
                     return work
 
 

@@ -32,8 +32,10 @@ LEAST = 4
 class Flight:
     """A step between its launch and its end."""
 
-    size: int | None  # of the decode step that it is; None: nobody knows how long it takes
-    launched_ns: int  # the launch was done
+    # of the decode step that it is; None: nobody knows how long it takes
+    size: int | None
+    # the launch was done
+    launched_ns: int
     ended_ns: int | None = None
 
 
@@ -42,8 +44,10 @@ class Recent:
     """The last few times that something took. One outlier on either side does not count."""
 
     took: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    low: int | None = None  # second shortest
-    high: int | None = None  # second longest
+    # second shortest
+    low: int | None = None
+    # second longest
+    high: int | None = None
 
     def add(self, ns: int) -> None:
         self.took.append(ns)
@@ -68,12 +72,13 @@ class LaunchTimer:
         self.lead_ns = lead_ns
         self.on = on
         self.clock = clock
-        self._steps: dict[int, Recent] = {
-            size: Recent() for size in self.sizes
-        }  # short ones count: rather too early
-        self._launches = Recent()  # long ones count, for the same reason
+        # short ones count: rather too early
+        self._steps: dict[int, Recent] = {size: Recent() for size in self.sizes}
+        # long ones count, for the same reason
+        self._launches = Recent()
         self._flights: deque[Flight] = deque()
-        self._free_ns = 0  # the device had done everything that was retired
+        # the device had done everything that was retired
+        self._free_ns = 0
 
     def launched(self, rows: int | None, took_ns: int) -> Flight:
         """A step was launched: one that only decodes, of `rows` rows, or another (None). `took_ns`:
@@ -115,7 +120,8 @@ class LaunchTimer:
             lasts += usual
         margin = self.lead_ns + self._launches.high
         if lasts < 2 * margin:
-            return None  # there is little to gain, and a late launch costs more
+            # there is little to gain, and a late launch costs more
+            return None
         due = self._begun(self._flights[0]) + lasts - margin
         return due if due - self.clock() >= TICK_NS else None
 

@@ -19,7 +19,8 @@ from stretto.types import Span
 class Payload(Protocol):
     """What links and copies need of a payload type."""
 
-    HOST: ClassVar[frozenset[str]]  # tensors that stay on the host, where their reader wants them
+    # tensors that stay on the host, where their reader wants them
+    HOST: ClassVar[frozenset[str]]
 
     @property
     def span(self) -> Span: ...

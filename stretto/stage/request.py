@@ -30,19 +30,26 @@ prefix-cached."""
 
 
 class State(Enum):
-    WAITING = "waiting"  # has work to do, but no row: never admitted, preempted or parked
-    STARVED = "starved"  # nothing new can come out until input or downstream credit arrives
-    RUNNING = "running"  # has a row, and work to launch or results on their way
-    DONE = "done"  # over; `reason` says why
+    # has work to do, but no row: never admitted, preempted or parked
+    WAITING = "waiting"
+    # nothing new can come out until input or downstream credit arrives
+    STARVED = "starved"
+    # has a row, and work to launch or results on their way
+    RUNNING = "running"
+    # over; `reason` says why
+    DONE = "done"
 
 
 class Reason(Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # a stop token
-    LENGTH = "length"  # `max_new` tokens were made
+    # a stop token
+    STOP = "stop"
+    # `max_new` tokens were made
+    LENGTH = "length"
     CANCELLED = "cancelled"
-    FAILED = "failed"  # see `StageRequest.error`
+    # see `StageRequest.error`
+    FAILED = "failed"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -69,7 +76,8 @@ class Cursor:
     lost: the rows in between are computed again, and their outputs are not published a second
     time."""
 
-    prompt: int = 0  # rows of input
+    # rows of input
+    prompt: int = 0
     # rows whose input exists: the prompt, then sampled tokens (on the host, or still on the device)
     known: int = 0
     filled: int = 0
@@ -150,10 +158,12 @@ class RequestSpec:
     """What a stage is asked to do for one request. Never changes."""
 
     id: RequestId
-    max_new: int  # tokens
+    # tokens
+    max_new: int
     stop_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0  # lower goes first
+    # lower goes first
+    priority: int = 0
     # Each decode step consumes a step input, such as a token of the text of another stage: the j-th
     # row after the prompt runs once the j-th is there, or once no more will come.
     paced: bool = False
@@ -184,51 +194,60 @@ class StageRequest:
     """A request's living state in one stage. The scheduler alone changes it."""
 
     spec: RequestSpec
-    arrival: int  # order of submission
+    # order of submission
+    arrival: int
     state: State = State.WAITING
-    reason: Reason | None = None  # why it ended
-    error: StrettoError | None = None  # set with Reason.FAILED
+    # why it ended
+    reason: Reason | None = None
+    # set with Reason.FAILED
+    error: StrettoError | None = None
     cursor: Cursor = field(default_factory=Cursor)
 
     # Input
-    ids: list[int] = field(
-        default_factory=list
-    )  # all tokens known on the host: prompt rows, then confirmed tokens
-    missing: Sequence[
-        Span
-    ] = ()  # prompt rows whose input is not here yet, in order; those in the cache need none
-    closed: bool = False  # the prompt is complete: its last row samples
-    num_step_inputs: int = 0  # paced: those that arrived
+    # all tokens known on the host: prompt rows, then confirmed tokens
+    ids: list[int] = field(default_factory=list)
+    # prompt rows whose input is not here yet, in order; those in the cache need none
+    missing: Sequence[Span] = ()
+    # the prompt is complete: its last row samples
+    closed: bool = False
+    # paced: those that arrived
+    num_step_inputs: int = 0
     step_inputs_ended: bool = False
-    blocked_downstream: bool = False  # no credit to send
+    # no credit to send
+    blocked_downstream: bool = False
     # rows from here on must not be launched: input is missing, or they would exceed `max_new`
     limit: int = 0
 
     # Order
     # when the output sent so far runs out at the listener; None: nothing sent yet
     deadline: float | None = None
-    order: tuple[float, float, int] = (0.0, 0.0, 0)  # smaller goes first
-    since: int = 0  # step at which it was last in a batch or last changed state: its age
+    # smaller goes first
+    order: tuple[float, float, int] = (0.0, 0.0, 0)
+    # step at which it was last in a batch or last changed state: its age
+    since: int = 0
     num_preemptions: int = 0
 
     # Holdings
     row: RowId | None = None
     blocks: list[BlockId] = field(default_factory=list)
-    in_flight: int = 0  # steps launched and not retired
-    last_step: int = -1  # the latest step it was in
-    device_at: int = (
-        -1
-    )  # index of the token that waits in the device row as the next input; -1: none
-    epoch: int = 0  # bumped when what is in flight becomes worthless
+    # steps launched and not retired
+    in_flight: int = 0
+    # the latest step it was in
+    last_step: int = -1
+    # index of the token that waits in the device row as the next input; -1: none
+    device_at: int = -1
+    # bumped when what is in flight becomes worthless
+    epoch: int = 0
     was_admitted: bool = False
 
     # Prefix cache
     salts: list[Salt] = field(default_factory=list)
-    keyable: int = 0  # rows below this are told by ids and salts
-    keys: list[tuple[bytes, bool]] = field(
-        default_factory=list
-    )  # of full blocks: (chained key, has media rows)
-    published: int = 0  # leading blocks that may be shared: never written again
+    # rows below this are told by ids and salts
+    keyable: int = 0
+    # of full blocks: (chained key, has media rows)
+    keys: list[tuple[bytes, bool]] = field(default_factory=list)
+    # leading blocks that may be shared: never written again
+    published: int = 0
     # It has picked a token, so all rows up to there are numbers. Before that nobody knows, and
     # blocks that held bad ones would make every later request with this beginning fail.
     proven: bool = False

@@ -50,9 +50,11 @@ class Arrival:
 
     link: str
     request: RequestId
-    payload: Any  # of the type that the receiver declares for the link, or None
+    # of the type that the receiver declares for the link, or None
+    payload: Any
     mark: Mark
-    event: torch.cuda.Event | None = None  # after which device tensors are there
+    # after which device tensors are there
+    event: torch.cuda.Event | None = None
 
     def adopt(self) -> None:
         """Make the current stream wait for the payload's device tensors, and keep their memory from

@@ -23,9 +23,11 @@ class StageTimings:
 
     begun: float
     marks: list[float] = field(default_factory=list)
-    chunks: list[float] = field(default_factory=list)  # of the prompt
+    # of the prompt
+    chunks: list[float] = field(default_factory=list)
     cached: int = 0
-    encoded: int = 0  # pieces of media
+    # pieces of media
+    encoded: int = 0
     encoded_at: float = 0.0
 
     def mark_chunk(self, now: float) -> None:

@@ -34,7 +34,8 @@ class Channel:
         self._lock = threading.Lock()
         self._posted: list[bytes] = []
         self._behind: SimpleQueue[bytes | None] = SimpleQueue()
-        self._late = False  # something is in the thread's hands
+        # something is in the thread's hands
+        self._late = False
         self._features = FeatureBuffer()
         self._writer = threading.Thread(target=self._write, name="stretto-reports", daemon=True)
         self._writer.start()
@@ -92,7 +93,8 @@ class Channel:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(data)  # the engine has gone: the reader sees it too, and ends the host
+            # the engine has gone: the reader sees it too, and ends the host
+            return len(data)
 
     def _exactly(self, size: int) -> bytearray | None:
         data = bytearray(size)

@@ -14,9 +14,8 @@ class FeatureBuffer:
     """Features that came ahead of their requests, by request."""
 
     def __init__(self) -> None:
-        self._parts: dict[
-            RequestId, tuple[memoryview, int]
-        ] = {}  # all of them, and how much has come
+        # all of them, and how much has come
+        self._parts: dict[RequestId, tuple[memoryview, int]] = {}
 
     def add(self, message: Features, piece: bytearray) -> None:
         if message.size > MAX_BLOB:

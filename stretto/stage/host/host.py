@@ -51,7 +51,8 @@ from stretto.types import Mark, RequestId
 
 log = logging.getLogger(__name__)
 
-SPANS = 20_000  # at most in one answer to a ping
+# at most in one answer to a ping
+SPANS = 20_000
 CONTROL = 2048
 """Of the places for messages, those that new requests leave free: what was taken must be able to
 end."""
@@ -90,7 +91,8 @@ class Host:
             configure=configure,
         )
         self.stages: dict[str, Stage] = {}
-        self._admitted = False  # requests were, since the last round
+        # requests were, since the last round
+        self._admitted = False
 
     def load(self) -> None:
         """Build the stages and the loop that polls them. On the main thread; the loop does not run
@@ -156,7 +158,8 @@ class Host:
                     self._fail(id, stage.name, item)
         made = self._move(stage, stage.poll())
         launched = stage.launch()
-        if launched:  # on a CPU the launch was the work
+        if launched:
+            # on a CPU the launch was the work
             self._move(stage, stage.poll())
         return received or made or launched
 
@@ -172,7 +175,8 @@ class Host:
     def _send(self, stage: Stage, sent: ToLink) -> None:
         outlet = self.links.outlets[sent.link]
         if sent.request not in outlet:
-            return  # it was cancelled while this waited to be sent
+            # it was cancelled while this waited to be sent
+            return
         if outlet.is_local:
             outlet.hand(sent)
             self.receive(sent)
@@ -258,7 +262,8 @@ class Host:
         except StrettoError as e:
             self._fail(a.request, first, e)
         except torch.AcceleratorError:
-            raise  # the device is lost, and this host with it
+            # the device is lost, and this host with it
+            raise
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
 
@@ -307,9 +312,8 @@ def take_messages(host: Host, channel: Channel) -> None:
         message, blob = item
         if isinstance(message, Quit):
             return
-        if not isinstance(
-            message, Features
-        ):  # those are gathered by the channel until their request is announced
+        if not isinstance(message, Features):
+            # those are gathered by the channel until their request is announced
             _post(host, channel, message, blob)
 
 
@@ -330,7 +334,8 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
     try:
         host.loop.post(run, CONTROL if isinstance(message, Admit) else 0)
     except Gone:
-        pass  # it died just now, and all its requests with it: the next read says so
+        # it died just now, and all its requests with it: the next read says so
+        pass
     except Busy as e:
         if not isinstance(message, Admit):
             raise

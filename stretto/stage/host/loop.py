@@ -58,7 +58,8 @@ class Wakeup:
 
     def sleep(self, ticks: int | None = None) -> None:
         """Until `wake` is called, or for `ticks`."""
-        if ticks is not None and not self._poll.poll(ticks):  # in milliseconds, which ticks are
+        if ticks is not None and not self._poll.poll(ticks):
+            # in milliseconds, which ticks are
             return
         os.eventfd_read(self._fd)
         # After the read: a wake in between is dropped, but the sleeper looks for work next and
@@ -85,7 +86,8 @@ class Loop:
         self.failure: BaseException | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._first: Callback = lambda: None
-        self.idle_ns = 0  # asleep, since `run` began
+        # asleep, since `run` began
+        self.idle_ns = 0
         self._begun = time.monotonic()
         self._messages: deque[Callback] = deque()
         self._stopping = False

@@ -11,9 +11,12 @@ from stretto.stage.stage import Stage
 class Poll(Enum):
     """What a round does beside polling stages."""
 
-    LINKS = auto()  # what went wrong on links to other hosts
-    PUSH = auto()  # send the reports of the stages that were polled before
-    NEW_PROMPTS = auto()  # poll the first stage, if requests were admitted since the last round
+    # what went wrong on links to other hosts
+    LINKS = auto()
+    # send the reports of the stages that were polled before
+    PUSH = auto()
+    # poll the first stage, if requests were admitted since the last round
+    NEW_PROMPTS = auto()
 
 
 def poll_order(stages: Sequence[Stage]) -> list[Stage | Poll]:

@@ -74,7 +74,8 @@ def serve(sock: socket.socket) -> int:
     except Busy as e:
         channel.send(Broken("StageDead", f"the stage loop takes no messages: {e}"))
         channel.flush()
-        return 1  # without `close`, which would wait for the loop
+        # without `close`, which would wait for the loop
+        return 1
     code = 0
     if host.loop.failure is not None:
         channel.send(Broken("StageDead", f"the stage loop died: {host.loop.failure!r}"))
@@ -97,15 +98,15 @@ def main() -> None:
     p.add_argument("--fd", type=int, required=True)
     args = p.parse_args()
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C in the terminal is the engine's to handle
+    # a Ctrl-C in the terminal is the engine's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     sock = socket.socket(fileno=args.fd)
     code = serve(sock)
     sys.stdout.flush()
     logs.drain()
-    os._exit(code)  # threads in driver calls must not hold us up
+    # threads in driver calls must not hold us up
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ class HostToDevice:
     device: torch.device
     switches: OverlapSwitches = field(default_factory=OverlapSwitches)
     keep: frozenset[str] = frozenset()
-    stream: torch.cuda.Stream | None = None  # None: a new one, if there is a GPU
-    took: Histogram = field(default_factory=Histogram)  # each upload, until it was found to be done
+    # None: a new one, if there is a GPU
+    stream: torch.cuda.Stream | None = None
+    # each upload, until it was found to be done
+    took: Histogram = field(default_factory=Histogram)
     _running: deque[tuple[CopyEvent, Chunk, float]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -47,9 +49,8 @@ class HostToDevice:
             chunk.release()
             return cloned
         current = torch.cuda.current_stream(self.device)
-        torch.cuda.set_stream(
-            stream
-        )  # not `with torch.cuda.stream`, which costs as much as two copies
+        # not `with torch.cuda.stream`, which costs as much as two copies
+        torch.cuda.set_stream(stream)
         try:
             tensors = {
                 name: t.clone() if name in self.keep else t.to(self.device, non_blocking=True)

@@ -36,7 +36,8 @@ class LinkEndpoint:
     incoming: Incoming | None = None
     outgoing: Outgoing | None = None
     last_fault: StrettoError | None = None
-    down: bool = False  # and reported to the engine
+    # and reported to the engine
+    down: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +57,13 @@ class LinkEndpoints:
     links: Links
     settings: HostSettings
     device: torch.device
-    wake: Callable[[], None]  # wakes the loop
+    # wakes the loop
+    wake: Callable[[], None]
     registry: Registry = connectors
     recorder: Recorder = field(default_factory=Recorder)
     ends: dict[str, LinkEndpoint] = field(init=False, default_factory=dict)
-    streams: dict[str, torch.cuda.Stream] = field(
-        init=False, default_factory=dict
-    )  # that links copy on, by end
+    # that links copy on, by end
+    streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)
 
     def handle(
         self, m: Listen | Connect | Unlink, switches: OverlapSwitches
@@ -87,9 +88,8 @@ class LinkEndpoints:
         connector = self.registry.get(m.connector)
         try:
             receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m))
-        except (
-            OSError
-        ) as e:  # no descriptor to be had, say: it is tried again, and the stages here live
+        except OSError as e:
+            # no descriptor to be had, say: it is tried again, and the stages here live
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.receiver = receiver

@@ -42,8 +42,10 @@ class Inbox:
     """The chunks of one request on one link, in order, until the stage pops them."""
 
     request: RequestId
-    mark: Mark = Mark.MORE  # of the last chunk accepted
-    _stops: list[int] = field(default_factory=list)  # where each chunk ended: seq -> stop
+    # of the last chunk accepted
+    mark: Mark = Mark.MORE
+    # where each chunk ended: seq -> stop
+    _stops: list[int] = field(default_factory=list)
     _queue: deque[Chunk] = field(default_factory=deque)
 
     @property

@@ -26,7 +26,8 @@ class Inlet:
         self.kind = kind
         self.is_local = is_local
         self._open: set[RequestId] = set()
-        self.remote = RemoteInlet()  # of a sender in another host
+        # of a sender in another host
+        self.remote = RemoteInlet()
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
@@ -76,10 +77,13 @@ class Outlet:
         self.link = link
         self.kind = kind
         self.is_local = is_local
-        self.local_payloads = 0  # payloads, to a receiver in this host
-        self.remote = RemoteOutlet()  # to one in another host
+        # payloads, to a receiver in this host
+        self.local_payloads = 0
+        # to one in another host
+        self.remote = RemoteOutlet()
         self._open: set[RequestId] = set()
-        self._slow: set[RequestId] = set()  # whose listener does not keep up
+        # whose listener does not keep up
+        self._slow: set[RequestId] = set()
 
     def __len__(self) -> int:
         """Requests that it holds anything for."""
@@ -128,9 +132,8 @@ class Outlet:
     def close(self, id: RequestId, purge: bool) -> None:
         """The request is over. With `purge`, so is what is on its way."""
         self._slow.discard(id)
-        if id in self._open and (
-            purge or id not in self.remote.full
-        ):  # else its last chunks still wait for room
+        if id in self._open and (purge or id not in self.remote.full):
+            # else its last chunks still wait for room
             self._forget(id, purge)
 
     def _forget(self, id: RequestId, purge: bool = False) -> None:
@@ -145,9 +148,11 @@ class Links:
     def __init__(self, stages: Mapping[str, Stage]) -> None:
         self.inlets: dict[str, Inlet] = {}
         self.outlets: dict[str, Outlet] = {}
-        self.receivers: dict[str, Stage] = {}  # by link
+        # by link
+        self.receivers: dict[str, Stage] = {}
         self.senders: dict[str, Stage] = {}
-        self._inlets: dict[str, list[Inlet]] = {name: [] for name in stages}  # by stage
+        # by stage
+        self._inlets: dict[str, list[Inlet]] = {name: [] for name in stages}
         self._outlets: dict[str, list[Outlet]] = {name: [] for name in stages}
         into = {link for stage in stages.values() for link in stage.receives}
         out = {link for stage in stages.values() for link in stage.sends}

@@ -31,7 +31,8 @@ class ChunkSink(Protocol):
 class Outbox:
     def __init__(self, request: RequestId) -> None:
         self.request = request
-        self.sent = 0  # rows
+        # rows
+        self.sent = 0
         self.ended = False
         self._seq = 0
         self._waiting: deque[Chunk] = deque()

@@ -25,7 +25,8 @@ class RemoteOutlet:
         self.full: dict[RequestId, None] = {}
         self._courier: Outgoing | None = None
         self._boxes: dict[RequestId, Outbox] = {}
-        self._slot_bytes = 0  # of a chunk; known when the link is laid, which is before any request
+        # of a chunk; known when the link is laid, which is before any request
+        self._slot_bytes = 0
 
     def attach(self, courier: Outgoing) -> None:
         self._courier = courier

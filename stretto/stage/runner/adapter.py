@@ -1,6 +1,6 @@
 """What the runner needs of a model: one adapter per autoregressive stage.
 
-The runner knows rows, steps and graphs; a adapter knows what an input row is, how to run the model,
+The runner knows rows, steps and graphs; an adapter knows what an input row is, how to run the model,
 and how to pick. `device_input`, `forward` without extras, and `pick` make up a decode step: fixed
 shapes, device data only."""
 
@@ -28,8 +28,10 @@ class HostInput(Generic[E]):
     """Input rows that come from the host's side: a run of a prompt, or rows to be computed
     again."""
 
-    x: torch.Tensor  # [rows, hidden]
-    positions: torch.Tensor  # [3, rows] float32
+    # [rows, hidden]
+    x: torch.Tensor
+    # [3, rows] float32
+    positions: torch.Tensor
     extra: E | None = None
 
 
@@ -37,8 +39,9 @@ class HostInput(Generic[E]):
 class Picked:
     """What the sampling rows of a step gave. `tokens` < 0 marks a row whose numbers went bad."""
 
-    tokens: torch.Tensor  # [rows, columns] int64; column 0 is what the scheduler calls the token
-    # [rows, hidden] that they were picked from, of a adapter with a `DeviceRows.head`
+    # [rows, columns] int64; column 0 is what the scheduler calls the token
+    tokens: torch.Tensor
+    # [rows, hidden] that they were picked from, of an adapter with a `DeviceRows.head`
     hidden: torch.Tensor | None = None
 
 
@@ -54,9 +57,12 @@ class SideRows:
 class ModelAdapter(Protocol[E]):
     rows: DeviceRows
     cache: KVCache
-    inputs: dict[RequestId, Any]  # what each request brought; the stage adds and removes
-    columns: int  # of `Picked.tokens`
-    fused: bool  # there is a `fused_step`, which serves rows of any sampling parameters
+    # what each request brought; the stage adds and removes
+    inputs: dict[RequestId, Any]
+    # of `Picked.tokens`
+    columns: int
+    # there is a `fused_step`, which serves rows of any sampling parameters
+    fused: bool
 
     def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]: ...
 

@@ -22,8 +22,10 @@ class SamplingMode:
     """Which sampling kernels the picks of a batch need, known on the host. It chooses the captured
     graph too."""
 
-    sampled: bool  # some row draws
-    penalty: bool  # some row has a repetition penalty
+    # some row draws
+    sampled: bool
+    # some row has a repetition penalty
+    penalty: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> SamplingMode:
@@ -36,8 +38,10 @@ class SamplingColumns:
     """Sampling parameters by row."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.floats = torch.ones(3, rows, device=device)  # temperature, top_p, repetition penalty
-        self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)  # top_k, seed
+        # temperature, top_p, repetition penalty
+        self.floats = torch.ones(3, rows, device=device)
+        # top_k, seed
+        self.ints = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.floats[0] = 0.0
 
     def write(self, row: int, p: SamplingParams) -> None:
@@ -62,7 +66,8 @@ class MaskColumns:
         self.bits = torch.zeros(num_rows, -(-vocab // 32), dtype=torch.int32, device=device)
         self.masked = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._fused = fused
-        self._used: set[int] = set()  # rows with a mask
+        # rows with a mask
+        self._used: set[int] = set()
 
     def clear(self, row: int) -> None:
         """For a new request, which has none."""
@@ -71,9 +76,8 @@ class MaskColumns:
             self.masked[row].fill_(False)
 
     def write(self, row: int, bits: npt.NDArray[np.int32]) -> None:
-        self.bits[row] = to_device(
-            bits.copy(), self.bits.device, torch.int32
-        )  # a guide writes over its own
+        # a guide writes over its own
+        self.bits[row] = to_device(bits.copy(), self.bits.device, torch.int32)
         if row not in self._used:
             self._used.add(row)
             self.masked[row].fill_(True)
@@ -137,7 +141,8 @@ class BiasColumns:
         self.ids = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
         self.values = torch.zeros(num_rows, most, device=device)
         self._fused = fused
-        self._used: set[int] = set()  # rows with a bias
+        # rows with a bias
+        self._used: set[int] = set()
 
     def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
         """Each token once."""

@@ -20,8 +20,10 @@ Scored = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a token, and the likeliest tokens of its place with theirs, the likeliest
 first."""
 
-SLICE = 16  # rows at once: a row of logits in float32 takes over half a MiB
-LOWEST = -9999.0  # for what cannot come at all: infinity has no form in JSON
+# rows at once: a row of logits in float32 takes over half a MiB
+SLICE = 16
+# for what cannot come at all: infinity has no form in JSON
+LOWEST = -9999.0
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +32,10 @@ class StepLogprobs:
 
     # row of the step's tokens -> row here, and how many of the likeliest
     requested: dict[int, tuple[int, int]]
-    values: torch.Tensor  # [rows, 1 + most]: of the token, then of the likeliest
-    ids: torch.Tensor  # [rows, most]
+    # [rows, 1 + most]: of the token, then of the likeliest
+    values: torch.Tensor
+    # [rows, most]
+    ids: torch.Tensor
 
     def to_host(self) -> StepLogprobs:
         """Begins the copy to pinned memory; complete when the step's own copy is."""
@@ -60,9 +64,8 @@ def score(
     values, ids = [], []
     for some in torch.split(rows, SLICE):
         chances = torch.log_softmax(head(hidden[some]).float(), -1)
-        own = chances.gather(
-            1, tokens[some].long().clamp(min=0)[:, None]
-        )  # -1 marks numbers that went bad
+        # -1 marks numbers that went bad
+        own = chances.gather(1, tokens[some].long().clamp(min=0)[:, None])
         best = chances.topk(most, -1)
         values.append(torch.cat((own, best.values), 1))
         ids.append(best.indices)

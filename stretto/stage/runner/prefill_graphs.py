@@ -4,7 +4,7 @@ A pass of some fifty layers is hundreds of launches; for a short prompt the host
 for them than the device for the work. A graph takes any mix of sequences (prompt chunks, decoding
 rows) up to its rows and its number of sequences; what is missing is padding, which reads nothing
 and writes nowhere. Inputs are copied into static buffers, which all graphs share, on the stage's
-stream; a replay's results stay valid on that stream until the next one. Owned by a adapter,
+stream; a replay's results stay valid on that stream until the next one. Owned by an adapter,
 captured once at start, run on the stage's thread."""
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from stretto.layers.decoder import Decoder
 from stretto.layers.prefill import Ragged, pack_starts, packed_size, split_starts
 from stretto.stage.runner.rows import DeviceRows
 
+# 1152: a full chunk and 128 answers
 SIZES = (
     16,
     32,
@@ -34,7 +35,7 @@ SIZES = (
     1536,
     2048,
     2560,
-)  # 1152: a full chunk and 128 answers
+)
 STAGED = 8
 
 

@@ -35,7 +35,7 @@ class DeviceRows:
         bias: BiasColumns | None = None,
         head: Head | None = None,
     ) -> None:
-        """`masks` and `bias` of a adapter that takes guided requests, `head` of one that tells how
+        """`masks` and `bias` of an adapter that takes guided requests, `head` of one that tells how
         likely its tokens were."""
         self.device = cache.data.device
         self.cache = cache
@@ -43,9 +43,8 @@ class DeviceRows:
         self.sink = num_rows
         total = num_rows + 1
         self.tables = torch.zeros(total, max_blocks, dtype=torch.int32, device=self.device)
-        self.offset = torch.zeros(
-            total, device=self.device
-        )  # rotary position of a generated row, minus its index
+        # rotary position of a generated row, minus its index
+        self.offset = torch.zeros(total, device=self.device)
         self.seen = torch.zeros(total, vocab_size, dtype=torch.bool, device=self.device)
         # Index of the first token of the answer that may be the end.
         self.min_end = torch.zeros(total, dtype=torch.int64, device=self.device)

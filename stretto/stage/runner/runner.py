@@ -41,9 +41,11 @@ class _StepPlan:
     whose input is on the device."""
 
     spans: Sequence[RowSpan]
-    index: Sequence[int]  # in the batch
+    # in the batch
+    index: Sequence[int]
     requests: list[StageRequest]
-    decodes: bool  # every span goes on from its own last pick
+    # every span goes on from its own last pick
+    decodes: bool
 
 
 class Runner:
@@ -59,9 +61,8 @@ class Runner:
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
-            self.stream.wait_stream(
-                torch.cuda.current_stream(self.device)
-            )  # weights and rows were made there
+            # weights and rows were made there
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Everything that touches device rows happens on the stage's own stream."""
@@ -220,11 +221,13 @@ class Runner:
         captured: SideRows,
         logprobs: StepLogprobs | None,
     ) -> Step:
-        tokens = tokens.to(torch.int32)  # as links carry them
+        # as links carry them
+        tokens = tokens.to(torch.int32)
         if self.stream is None:
             return Step(batch, sampling, tokens, tokens, None, captured, None, logprobs)
         rows_at = None
-        if captured.rows:  # complete before the copy below: whoever takes them need not wait for it
+        if captured.rows:
+            # complete before the copy below: whoever takes them need not wait for it
             rows_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
             rows_at.record(self.stream)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

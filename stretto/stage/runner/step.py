@@ -20,14 +20,21 @@ from stretto.stage.scheduler.batch import Batch
 @dataclass(slots=True, eq=False)
 class Step:
     batch: Batch
-    sampling: list[int]  # spans that sampled, in the order of the rows of `tokens`
-    tokens: torch.Tensor  # [sampling spans, columns] on the device
-    host: torch.Tensor  # the same in pinned memory, valid once `copied` has fired
-    copied: torch.cuda.Event | None  # None on a CPU: all is done at launch
+    # spans that sampled, in the order of the rows of `tokens`
+    sampling: list[int]
+    # [sampling spans, columns] on the device
+    tokens: torch.Tensor
+    # the same in pinned memory, valid once `copied` has fired
+    host: torch.Tensor
+    # None on a CPU: all is done at launch
+    copied: torch.cuda.Event | None
     captured: SideRows
-    captured_at: torch.cuda.Event | None  # the captured rows are complete
-    logprobs: StepLogprobs | None = None  # on the host once `copied` has fired
-    error: StrettoError | None = None  # the launch failed; nothing ran
+    # the captured rows are complete
+    captured_at: torch.cuda.Event | None
+    # on the host once `copied` has fired
+    logprobs: StepLogprobs | None = None
+    # the launch failed; nothing ran
+    error: StrettoError | None = None
 
     @property
     def done(self) -> bool:

@@ -17,8 +17,10 @@ class Allocation:
         self.block_size = block_size
         self.max_rows = max_rows
         self.by_row: dict[RowId, StageRequest] = {}
-        self.joined: list[RowJoin] = []  # since the last batch
-        self.num_deferred = 0  # blocks in deferred_free
+        # since the last batch
+        self.joined: list[RowJoin] = []
+        # blocks in deferred_free
+        self.num_deferred = 0
         self._free_rows = [RowId(i) for i in reversed(range(max_rows))]
         self._deferred_free: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
 

@@ -41,7 +41,8 @@ class RowSpan(NamedTuple):
     # the table holds beyond the block of row stop - 1 is stale.
     first_block: int
     new_blocks: tuple[BlockId, ...]
-    epoch: int  # the scheduler's: results of an older epoch are surplus
+    # the scheduler's: results of an older epoch are surplus
+    epoch: int
 
 
 class RowJoin(NamedTuple):
@@ -49,10 +50,10 @@ class RowJoin(NamedTuple):
 
     request: RequestId
     row: RowId
-    blocks: tuple[
-        BlockId, ...
-    ]  # the whole table so far; `new_blocks` of the same batch come on top
-    filled: int  # rows whose KV is in those blocks
+    # the whole table so far; `new_blocks` of the same batch come on top
+    blocks: tuple[BlockId, ...]
+    # rows whose KV is in those blocks
+    filled: int
     # Rows [reused_from, filled) came from the prefix cache and were never launched for this
     # request: their output is confirmed, and their payload, where they have one and the request
     # needs it, is in `payloads` as (block index, handle). The handles stay good as long as the
@@ -65,13 +66,16 @@ class RowJoin(NamedTuple):
 class Batch:
     """One step, as the scheduler wants it."""
 
-    step: int  # 0, 1, 2, ... in launch order
-    spans: tuple[
-        RowSpan, ...
-    ]  # at most one per row; decodes first, then prefill chunks; most urgent first in each
-    num_decodes: int  # spans[:num_decodes] each compute one row and sample
-    num_tokens: int  # rows computed by all spans
-    joined: tuple[RowJoin, ...]  # since the batch before; no step in flight uses these rows
+    # 0, 1, 2, ... in launch order
+    step: int
+    # at most one per row; decodes first, then prefill chunks; most urgent first in each
+    spans: tuple[RowSpan, ...]
+    # spans[:num_decodes] each compute one row and sample
+    num_decodes: int
+    # rows computed by all spans
+    num_tokens: int
+    # since the batch before; no step in flight uses these rows
+    joined: tuple[RowJoin, ...]
 
     @property
     def decode_only(self) -> bool:
@@ -83,10 +87,10 @@ class Batch:
 class StepResult:
     """What the host learned from one step."""
 
-    tokens: Sequence[int]  # one per span, in order; ignored where the span does not sample
-    errors: Mapping[RequestId, StrettoError] = field(
-        default_factory=dict
-    )  # these requests fail, the others stand
+    # one per span, in order; ignored where the span does not sample
+    tokens: Sequence[int]
+    # these requests fail, the others stand
+    errors: Mapping[RequestId, StrettoError] = field(default_factory=dict)
 
     @classmethod
     def failed(cls, batch: Batch, error: StrettoError) -> StepResult:
@@ -99,7 +103,8 @@ class Published(NamedTuple):
 
     block: BlockId
     key: bytes
-    start: int  # its rows
+    # its rows
+    start: int
     stop: int
 
 
@@ -107,8 +112,12 @@ class Outcome(NamedTuple):
     """What a retired step meant for one request. Surplus spans have none."""
 
     request: StageRequest
-    at: int  # index of its span in the batch
-    confirmed: Confirmed  # rows; as many as before if the span only computed rows again
-    token: int | None  # newly certain token `confirmed`; None if the span did not sample
-    reason: Reason | None  # why the request ended with this step
+    # index of its span in the batch
+    at: int
+    # rows; as many as before if the span only computed rows again
+    confirmed: Confirmed
+    # newly certain token `confirmed`; None if the span did not sample
+    token: int | None
+    # why the request ended with this step
+    reason: Reason | None
     published: tuple[Published, ...]

@@ -67,7 +67,8 @@ def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
         return
     key = keys[-1][0] if keys else _root(request.spec.cache_root)
     ids = array("q", request.ids[begin:end]).tobytes()
-    salts, first, last = request.salts, 0, 0  # they come in order, and none reaches into another
+    # they come in order, and none reaches into another
+    salts, first, last = request.salts, 0, 0
     for start in range(begin, end, block_size):
         stop = start + block_size
         while first < len(salts) and salts[first].span.stop <= start:
@@ -87,7 +88,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._on_drop = on_drop
         self._free = [BlockId(i) for i in reversed(range(num_blocks))]
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # oldest first
+        # oldest first
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, BlockId] = {}

@@ -10,23 +10,31 @@ from stretto.errors import Invalid
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     num_blocks: int
-    block_size: int = 16  # rows of KV per block
-    max_rows: int = 128  # requests that can be in a batch
-    max_waiting: int = 256  # requests never admitted yet; more are refused with Busy
-    max_context: int = 32768  # prompt and answer of one request
-    max_step_tokens: int = 8192  # rows computed by one step
+    # rows of KV per block
+    block_size: int = 16
+    # requests that can be in a batch
+    max_rows: int = 128
+    # requests never admitted yet; more are refused with Busy
+    max_waiting: int = 256
+    # prompt and answer of one request
+    max_context: int = 32768
+    # rows computed by one step
+    max_step_tokens: int = 8192
     # of those, prefill rows while any request is answering: keeps the decodes' cadence
     prefill_chunk: int = 1024
-    lone_prefill_chunk: int = (
-        1 << 30
-    )  # the same while none is: so that the next stage can follow a long prompt
+    # the same while none is: so that the next stage can follow a long prompt
+    lone_prefill_chunk: int = 1 << 30
     # prefills and decodes in one step; else they take turns, each in steps of their own
     mixed: bool = True
-    least_share: int = 64  # a prefill's share of a step is not cut below this for others' sake
-    overlap_depth: int = 2  # steps in flight
+    # a prefill's share of a step is not cut below this for others' sake
+    least_share: int = 64
+    # steps in flight
+    overlap_depth: int = 2
     prefix_cache: bool = True
-    patience: int = 64  # steps that a ready request may be left out before it goes first
-    max_preemptions: int = 2  # a request that was preempted more often goes before all others
+    # steps that a ready request may be left out before it goes first
+    patience: int = 64
+    # a request that was preempted more often goes before all others
+    max_preemptions: int = 2
 
     def __post_init__(self) -> None:
         least = {
@@ -34,10 +42,8 @@ class SchedulerConfig:
             "block_size": (self.block_size, 1),
             "max_rows": (self.max_rows, 1),
             "max_waiting": (self.max_waiting, 1),
-            "max_step_tokens": (
-                self.max_step_tokens,
-                2,
-            ),  # one for decodes and one for prefill: neither starves
+            # one for decodes and one for prefill: neither starves
+            "max_step_tokens": (self.max_step_tokens, 2),
             "prefill_chunk": (self.prefill_chunk, 1),
             "lone_prefill_chunk": (self.lone_prefill_chunk, 1),
             "least_share": (self.least_share, 1),

@@ -81,9 +81,8 @@ class Preemption:
             if num_gone < len(victims):
                 for block in victims[num_gone].blocks:
                     counts[block] += 1
-                    have += counts[block] == self._allocation.pool.num_refs(
-                        block
-                    )  # the last to hold it
+                    # the last to hold it
+                    have += counts[block] == self._allocation.pool.num_refs(block)
         return False, ()
 
     def _victims(

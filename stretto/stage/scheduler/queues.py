@@ -12,7 +12,8 @@ from operator import attrgetter
 
 from stretto.stage.request import StageRequest
 
-by_order = attrgetter("order")  # the most urgent first
+# the most urgent first
+by_order = attrgetter("order")
 by_age = attrgetter("since")
 
 
@@ -21,7 +22,8 @@ class Waiting:
     that does not fit yet, and a large one is served as soon as enough others have ended."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, StageRequest] = {}  # by arrival
+        # by arrival
+        self._requests: dict[int, StageRequest] = {}
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -21,7 +21,8 @@ class RequestTable:
         self.allocation = Allocation(pool, config.block_size, config.max_rows)
         self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
-        self.step = 0  # of the batch being made, or of the next
+        # of the batch being made, or of the next
+        self.step = 0
         self._preemption = Preemption(config, self.allocation, self.requests)
 
     # -- states
@@ -82,9 +83,8 @@ class RequestTable:
             self.allocation.assign_row(head, found)
             new.add(head)
             self._move(head, State.RUNNING)
-            self.update_state(
-                head
-            )  # rows whose input is missing may begin right behind those found
+            # rows whose input is missing may begin right behind those found
+            self.update_state(head)
 
     def grow(self, request: StageRequest, stop: int, idle: bool) -> int:
         """Blocks for rows up to `stop`, or for as many as there are; others are preempted only if
@@ -102,9 +102,8 @@ class RequestTable:
         """Whether a row is free. If not, the request that has been starved for longest gives up its
         row, but keeps its blocks."""
         if not self.allocation.num_free_rows:
-            new = {
-                join.request for join in self.allocation.joined
-            }  # nobody has heard of: to take it back gains nothing
+            # nobody has heard of: to take it back gains nothing
+            new = {join.request for join in self.allocation.joined}
             starved = [
                 r
                 for r in self.allocation.by_row.values()

@@ -36,7 +36,8 @@ class Scheduler:
         self._arrivals = 0
         # the last batch had to leave ready requests out, so some may be ageing
         self._left_out = False
-        self._prefilled = False  # the last batch held prefills
+        # the last batch held prefills
+        self._prefilled = False
 
     # -- what others may ask
 
@@ -316,7 +317,8 @@ class Scheduler:
     ) -> None:
         """Puts a request's rows up to `stop` into the batch, or as many of them as get blocks."""
         if request.state is not State.RUNNING:
-            return  # preempted for a more urgent one in this very pass
+            # preempted for a more urgent one in this very pass
+            return
         cursor = request.cursor
         start, table = cursor.filled, len(request.blocks)
         new_blocks: tuple[BlockId, ...] = ()
@@ -377,7 +379,8 @@ class Scheduler:
         )
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
-        confirmed = request.cursor.confirm(0)  # nothing new
+        # nothing new
+        confirmed = request.cursor.confirm(0)
         request.error = error
         self._table.end(request, Reason.FAILED)
         return Outcome(request, index, confirmed, None, Reason.FAILED, ())

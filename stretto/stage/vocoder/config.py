@@ -7,21 +7,28 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class CodecConfig:
-    slots: int = 128  # streams at once
-    max_waiting: int = 256  # announced streams without a slot
-    max_pending: int = 4096  # frames that one stream may have waiting
+    # streams at once
+    slots: int = 128
+    # announced streams without a slot
+    max_waiting: int = 256
+    # frames that one stream may have waiting
+    max_pending: int = 4096
+    # frames per step; packets grow to no more by default
     frame_sizes: tuple[int, ...] = (
         1,
         2,
         4,
         8,
-    )  # frames per step; packets grow to no more by default
-    stream_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)  # streams per step
+    )
+    # streams per step
+    stream_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     overlap_depth: int = 2
     # streams x frames of a step (unless it is of one frame): larger ones save nothing more
     max_cells: int = 256
-    urgent_s: float = 0.1  # a stream that runs dry within this time goes before others
-    primers: int = 32  # states behind primers that are kept
+    # a stream that runs dry within this time goes before others
+    urgent_s: float = 0.1
+    # states behind primers that are kept
+    primers: int = 32
     # streams x frames by which a step may be padded to a size that there is already
     spare_cells: int = 0
 

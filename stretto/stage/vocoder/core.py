@@ -43,7 +43,8 @@ class VocoderOutput:
     request: RequestId
     start: int
     samples: npt.NDArray[np.float32]
-    frames: int  # decoded so far, these included
+    # decoded so far, these included
+    frames: int
     reason: Reason | None
     error: StrettoError | None = None
 
@@ -53,11 +54,14 @@ NOTHING = np.zeros(0, np.float32)
 
 @dataclass(slots=True, eq=False)
 class CodecStep:
-    parts: list[tuple[Stream, int, int]]  # stream, its frames before, those that it takes
-    host: torch.Tensor  # [streams, samples], pinned
+    # stream, its frames before, those that it takes
+    parts: list[tuple[Stream, int, int]]
+    # [streams, samples], pinned
+    host: torch.Tensor
     copied: torch.cuda.Event | None
     error: StrettoError | None = None
-    begun_ns: int = 0  # its launch, and on a GPU its end
+    # its launch, and on a GPU its end
+    begun_ns: int = 0
     ended_ns: int = 0
 
     def end(self) -> None:
@@ -91,20 +95,19 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
         self.stream: torch.cuda.Stream | None = None
-        if (
-            self.device.type == "cuda"
-        ):  # the listener waits for this stage: its kernels go before all others
+        if self.device.type == "cuda":
+            # the listener waits for this stage: its kernels go before all others
             self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.stats = CodecStats()
-        self._free_ns = 0  # the device had done all steps that were retired
+        # the device had done all steps that were retired
+        self._free_ns = 0
         self._slots = Slots(c.slots)
         self._streams: dict[RequestId, Stream] = {}
         self._arrivals = 0
         self.primers = Primers(self.state, c.primers)
-        self._sizes = {
-            streams: c.sizes_for(streams) for streams, _ in c.shapes()
-        }  # by number, the smallest first
+        # by number, the smallest first
+        self._sizes = {streams: c.sizes_for(streams) for streams, _ in c.shapes()}
         self.graphs: dict[tuple[int, int], Captured[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._staging = Staging(
             c, model.config.num_quantizers, model.config.samples_per_frame, self.device
@@ -139,9 +142,8 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         if stream.num_pending + len(codes) > self.config.max_pending:
             raise Busy(f"stream {id}: more than {self.config.max_pending} frames are waiting")
         if len(codes):
-            stream.add(
-                codes.cpu().numpy().astype(np.int64)
-            )  # a copy: the sender's memory goes back
+            # a copy: the sender's memory goes back
+            stream.add(codes.cpu().numpy().astype(np.int64))
         stream.ended = last
         if last is not None and not stream.num_pending and not stream.in_flight:
             self._pass_on(stream, NOTHING, stream.done, last)
@@ -324,7 +326,8 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
             # slow reader.
             samples = wav[span.start : span.stop].copy()
             self._pass_on(stream, samples, before, stream.ended if last else None)
-        elif last:  # nothing came behind its primer
+        elif last:
+            # nothing came behind its primer
             self._pass_on(stream, NOTHING, before, stream.ended)
 
     def _pass_on(

@@ -22,7 +22,8 @@ class FrameFormat(Protocol):
 class SlotState(Protocol):
     """What a vocoder remembers of the streams in its slots, on its device."""
 
-    frames: torch.Tensor  # int64: that each has heard
+    # int64: that each has heard
+    frames: torch.Tensor
 
     def reset(self, slot: int) -> None:
         """A new stream takes the slot."""

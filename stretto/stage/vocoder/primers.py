@@ -15,7 +15,8 @@ class Primers:
     def __init__(self, state: Any, most: int) -> None:
         self._state = state
         self.most = most
-        self._kept: dict[bytes, Any] = {}  # states, the least lately used first
+        # states, the least lately used first
+        self._kept: dict[bytes, Any] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -35,7 +36,8 @@ class Primers:
             self._kept[primer.key] = saved
             self._state.load(slot, saved, stream.primed)
             stream.launched = stream.done = stream.primed
-        else:  # it was there when the stream was announced
+        else:
+            # it was there when the stream was announced
             self._state.reset(slot)
             stream.pending.appendleft(primer.codes)
             stream.num_pending += stream.primed

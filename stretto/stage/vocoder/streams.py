@@ -21,7 +21,8 @@ class Primer:
     then remembers is kept by `key`, for the next stream with the same."""
 
     key: bytes
-    codes: npt.NDArray[np.int64]  # [n, 16]
+    # [n, 16]
+    codes: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +30,19 @@ class Stream:
     request: RequestId
     arrival: int
     slot: int | None = None
-    pending: deque[npt.NDArray[np.int64]] = field(default_factory=deque)  # codes [n, 16] each
+    # codes [n, 16] each
+    pending: deque[npt.NDArray[np.int64]] = field(default_factory=deque)
     num_pending: int = 0
-    since_ns: int = 0  # its first frames came
-    launched: int = 0  # frames
-    done: int = 0  # frames whose samples are out
-    ended: Reason | None = None  # no more frames will come
-    deadline: float | None = None  # when the sound sent so far runs out; None: nothing sent yet
+    # its first frames came
+    since_ns: int = 0
+    # frames
+    launched: int = 0
+    # frames whose samples are out
+    done: int = 0
+    # no more frames will come
+    ended: Reason | None = None
+    # when the sound sent so far runs out; None: nothing sent yet
+    deadline: float | None = None
     in_flight: int = 0
     gone: bool = False
     primer: Primer | None = None
@@ -77,7 +84,8 @@ class Slots:
     """Which stream holds which slot, and which ones wait for one."""
 
     def __init__(self, count: int) -> None:
-        self.free = list(range(count))  # a heap: the lowest slots are used first
+        # a heap: the lowest slots are used first
+        self.free = list(range(count))
         self.waiting: deque[Stream] = deque()
         self.by_slot: dict[int, Stream] = {}
 
