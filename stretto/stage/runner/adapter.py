@@ -1,8 +1,8 @@
 """What the runner needs of a model: one adapter per autoregressive stage.
 
-The runner knows rows, steps and graphs; an adapter knows what an input row is, how to run the model,
-and how to pick. `device_input`, `forward` without extras, and `pick` make up a decode step: fixed
-shapes, device data only."""
+The runner knows rows, steps and graphs; an adapter knows what an input row is, how to run the
+model, and how to pick. `device_input`, `forward` without extras, and `pick` make up a decode step:
+fixed shapes, device data only."""
 
 from __future__ import annotations
 
