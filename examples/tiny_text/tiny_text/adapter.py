@@ -12,7 +12,8 @@ from stretto.kernels.reference.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
-from stretto.stage.runner.rows import DeviceRows, SamplingColumns, SamplingMode
+from stretto.stage.runner.columns import SamplingColumns, SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.types import RequestId, SamplingParams
 from tiny_text.model import TinyTextModel
@@ -52,7 +53,7 @@ class TinyTextAdapter:
         return self.model.embed_tokens(self.next[rows]), positions.float().expand(3, -1)
 
     def host_input(
-        self, request: StageRequest, start: int, stop: int, fresh: int
+        self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[None]:
         device = self.model.device
         x = self.model.embed_tokens(to_device(request.ids[start:stop], device, torch.int64))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from stretto.layers.numpy_decoder import Array
+from stretto.layers.decoder_layer import Array
 from tiny_text.model import TinyTextModel
 
 
