@@ -69,13 +69,14 @@ class Kind:
     name: str
     capability: Capability
     prompt: Question
+    ways: tuple[str, ...] = ("on", "off")
 
 
 KINDS = {
     k.name: k
     for k in (
         Kind("text", "text", Question(100)),
-        Kind("speech", "speech", Question(100)),
+        Kind("speech", "speech", Question(100), tuple(WAYS)),
         Kind("spoken question", "speech", Question(20, audio_s=2.0)),
     )
 }
@@ -306,7 +307,10 @@ class Run:
         """First audio and RTF of requests that come one by one while others are answered."""
         workload = Workload("gaps", "", kind.prompt, self.args.text, self.args.frames)
         found: dict[str, list[Any]] = {way: [] for way in self.args.ways}
-        for _, way in turns(self.args.ways, self.args.rounds):
+        start = time.monotonic()
+        for number, way in turns(self.args.ways, self.args.rounds):
+            if number and (time.monotonic() - start > 3 * self.args.seconds or self.late()):
+                break
             questions = self.asker.round(workload, min(ARRIVALS, max(self.args.rows)))
             self.host.begin(len(questions))
             with WAYS[way](self.host):
@@ -314,8 +318,6 @@ class Run:
             found[way] += [{"first_audio": s.first_audio, "rtf": s.rtf} for s in samples]
             self.result["arrivals"] = {"apart_s": APART_S, "ways": found}
             write(self.args.out, self.result)
-            if self.late():
-                break
         for way, samples in found.items():
             first = [s["first_audio"] for s in samples if s["first_audio"] is not None]
             if first:
@@ -324,10 +326,11 @@ class Run:
 
     def cell(self, kind: Kind, rows: int) -> None:
         workload = Workload("gaps", "", kind.prompt, self.args.text, self.args.frames)
-        rounds: dict[str, list[Any]] = {way: [] for way in self.args.ways}
+        ways = [way for way in self.args.ways if way in kind.ways]
+        rounds: dict[str, list[Any]] = {way: [] for way in ways}
         self.host.measure(self.asker.round(workload, rows, kind.capability))  # warm
         start = time.monotonic()
-        for number, way in turns(self.args.ways, self.args.rounds):
+        for number, way in turns(ways, self.args.rounds):
             spent = time.monotonic() - start > self.args.seconds or self.late()
             if spent and number and len(rounds[way]) >= number:
                 break

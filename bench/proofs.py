@@ -54,7 +54,7 @@ PARTS = {
     p.name: p
     for p in (
         Part(
-            "gaps", 1.0, ("gaps",),
+            "gaps", 1.25, ("gaps",),
             ("--rows", "1", "2", "--rounds", "1", "--text", "8", "--frames", "12"),
         ),
         Part(

@@ -87,8 +87,7 @@ def tree_table(record: Any) -> str:
                 if run["tree"] == name and cell["streams"] == streams and cell["answers"]
             ]
             if cells:
-                commit = str(source.get("commit") or "not recorded")[:7]
-                lines.append((str(streams), f"{name}, {commit}", *heard(cells)))
+                lines.append((str(streams), f"{name}, {short(source)}", *heard(cells)))
     return markdown(("streams", "checkout", *HEARD), lines)
 
 
@@ -248,7 +247,11 @@ def commit(results: Results, name: str) -> str:
     """At which a record was made."""
     file = results.file(name) or {}
     env = file.get("env") or next((run["env"] for run in file.get("runs", ())), {})
-    return str(env.get("commit") or "not recorded")[:7]
+    return short(env)
+
+
+def short(env: Any) -> str:
+    return str(env["commit"])[:7] if env.get("commit") else "commit not recorded"
 
 
 def chunk_promises(results: Results) -> list[Line]:
