@@ -44,9 +44,18 @@ def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
     )
 
 
+def cores(host: OneHost) -> list[Any]:
+    return [host.codec(), *(host.host.stages[s].core for s in ("thinker", "talker"))]  # type: ignore[union-attr]
+
+
 def depth_one(host: OneHost) -> AbstractContextManager[Any]:
-    owners = [host.codec(), *(host.host.stages[s].core.scheduler for s in ("thinker", "talker"))]  # type: ignore[union-attr]
-    return swapped([(o, "config", replace(o.config, overlap_depth=1)) for o in owners])
+    """A stage launches a step when the one before it is retired."""
+
+    def alone(core: Any) -> Callable[..., bool]:
+        launch: Callable[..., bool] = core.launch
+        return lambda *args, **more: not core.in_flight and launch(*args, **more)
+
+    return swapped([(core, "launch", alone(core)) for core in cores(host)])
 
 
 def at_once(host: OneHost) -> AbstractContextManager[Any]:
@@ -70,8 +79,7 @@ def retire_all(host: OneHost) -> AbstractContextManager[Any]:
 
         return poll_all
 
-    cores = [host.codec(), *(host.host.stages[s].core for s in ("thinker", "talker"))]  # type: ignore[union-attr]
-    return swapped([(core, "poll", drained(core)) for core in cores])
+    return swapped([(core, "poll", drained(core)) for core in cores(host)])
 
 
 def no_graphs(host: OneHost) -> AbstractContextManager[Any]:

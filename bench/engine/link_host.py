@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stretto.config.engine import OverlapSwitches
 from stretto.messages.hosts import Connect, Listen, Unlink
@@ -25,9 +26,11 @@ handle = LinkEndpoints.handle
 
 def switched(
     endpoints: LinkEndpoints, message: Listen | Connect | Unlink, switches: OverlapSwitches
-) -> None:
+) -> Any:
     off = json.loads(Path(os.environ[FILE]).read_text(encoding="utf-8"))
-    handle(endpoints, message, replace(switches, **{name: name not in off for name in SWITCHES}))
+    return handle(
+        endpoints, message, replace(switches, **{name: name not in off for name in SWITCHES})
+    )
 
 
 if __name__ == "__main__":
