@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench import gaps
-from bench.gaps import Mark, Round, gaps_of, idle_share, summary
+from bench.gaps import WAYS, Mark, Round, gaps_of, idle_share, summary
+from bench.harness.host import STAGES
 from bench.harness.results import read
 
 
@@ -43,6 +46,35 @@ def test_the_vocoder_counts_when_all_requests_have_sound() -> None:
     marks = marked(*[("code2wav", True)] * 4)
     assert Round(marks, audible=2).steady("code2wav") == marks[2:]
     assert Round(marks).steady("code2wav") == []
+
+
+class Core:
+    """Of a stage: each poll retires one step."""
+
+    in_flight = 0
+
+    def launch(self) -> bool:
+        self.in_flight += 1
+        return True
+
+    def poll(self) -> list[str]:
+        self.in_flight -= bool(self.in_flight)
+        return ["a step"]
+
+
+def test_what_the_ways_switch() -> None:
+    made = [Core() for _ in range(3)]
+    stages = {name: SimpleNamespace(core=core) for name, core in zip(STAGES, made, strict=True)}
+    host: Any = SimpleNamespace(codec=lambda: made[2], host=SimpleNamespace(stages=stages))
+    with WAYS["off"](host):
+        assert [(core.launch(), core.launch()) for core in made] == [(True, False)] * 3
+    with WAYS["on"](host):
+        assert all(core.launch() for core in made)
+    assert [core.in_flight for core in made] == [2] * 3
+    with WAYS["retire all"](host):
+        assert [len(core.poll()) for core in made] == [3] * 3, "the last finds nothing"
+        assert not any(core.in_flight for core in made)
+    assert [len(core.poll()) for core in made] == [1] * 3
 
 
 def test_every_cell_has_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
