@@ -100,6 +100,13 @@ class ServerConfig:
     max_concurrent: int = setting(
         64, "limits", "requests answered at once (default: twice --max-rows)", "N"
     )
+    max_concurrent_share: float = setting(
+        0.875,
+        "limits",
+        "part of these places that one API key (without keys: address) may have, and one place at "
+        "least; its other requests wait, so that others find a place",
+        "PART",
+    )
     max_live: int = setting(
         32,
         "limits",
@@ -225,6 +232,7 @@ class ServerConfig:
             "port": 0 <= self.port <= 65535,
             "metrics_port": self.metrics_port is None or 0 <= self.metrics_port <= 65535,
             "max_concurrent": self.max_concurrent >= 1,
+            "max_concurrent_share": 0 < self.max_concurrent_share <= 1,
             "max_live": self.max_live >= 2,
             "max_queue": self.max_queue >= 0,
             "queue_timeout": self.queue_timeout > 0,
@@ -276,6 +284,10 @@ class ServerConfig:
     @property
     def realtime_total_bytes(self) -> int:
         return int(self.realtime_total_mb * (1 << 20))
+
+    @property
+    def places_per_owner(self) -> int:
+        return max(1, int(self.max_concurrent * self.max_concurrent_share))
 
     @property
     def engine_requests(self) -> int:

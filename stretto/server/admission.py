@@ -1,11 +1,12 @@
 """How many requests are answered at once, and whose turn it is. Used on the event loop, before
 anything of a request is computed.
 
-There are so many places. Anybody may take a free one, so a single client can use the whole server.
-When all are taken, requests wait, and the next place goes to the owner (an API key or, without
-keys, an address) that holds the fewest; of those that hold equally many to the one that has gone
-without one for longest, and within an owner in order of arrival. The queue is bounded: when it is
-full, the last request of the owner with the most requests in it makes room for one with fewer."""
+There are so many places. An owner (an API key or, without keys, an address) may have most of them
+but not all, so that another owner's request finds one. When all are taken, requests wait, and the
+next place goes to the owner that holds the fewest; of those that hold equally many to the one that
+has gone without one for longest, and within an owner in order of arrival. The queue is bounded:
+when it is full, the last request of the owner with the most requests in it makes room for one with
+fewer."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ class _Turn:
 
 @dataclass(slots=True)
 class Admission:
-    """`limit`: places. `queue`: requests that may wait, each for `patience` seconds.
+    """`limit`: places, of which an owner may have `share`. `limit_per_owner`: requests of an owner,
+    with those that wait; 0: any number. `queue`: requests that may wait, each for `patience`
+    seconds.
 
     Speech of a text that is still being written holds its request in the engine open for as long as
     its client likes, and with it what the engine has for a stream. Owners share `live` of such
     readings, so that others' requests always find room in the engine."""
 
     limit: int
-    limit_per_owner: int  # 0: none
+    share: int
+    limit_per_owner: int = 0
     queue: int = 0
     patience: float = 60.0
     live: int = 32
@@ -66,7 +70,11 @@ class Admission:
 
     def check(self, owner: str) -> None:
         """Refuse a request for which there is neither a place nor room in the queue."""
-        waits = self.running >= self.limit or self._next() is not None
+        waits = (
+            self.running >= self.limit
+            or self._places[owner] >= self.share
+            or self._next() is not None
+        )
         if waits and self._overfull(owner, 1) == owner:
             raise self._full()
         self.check_owner(owner, 1)
@@ -96,7 +104,7 @@ class Admission:
 
     def weight(self, wanted: int) -> int:
         """How many places a request can ever have."""
-        return min(wanted, self.limit, self.limit_per_owner or self.limit)
+        return min(wanted, self.share, self.limit_per_owner or self.share)
 
     def arrive(self) -> int:
         self._arrivals += 1
@@ -168,7 +176,7 @@ class Admission:
             if not turn.reading or self.readings.fits(turn.owner, 1):
                 heads[turn.owner] = turn
         return min(
-            heads.values(),
+            (t for t in heads.values() if self._places[t.owner] + t.weight <= self.share),
             key=lambda t: (self._places[t.owner], self._last[t.owner], t.number),
             default=None,
         )
@@ -186,7 +194,9 @@ class Admission:
     def _full(self) -> Refused:
         more = f", and {self.queue} wait already" if self.queue else ""
         return _refused(
-            f"the server answers {self.limit} requests at once, and does{more}", "server_busy"
+            f"the server answers {self.limit} requests at once, at most {self.share} of one "
+            f"client{more}",
+            "server_busy",
         )
 
 

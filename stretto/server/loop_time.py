@@ -1,12 +1,21 @@
-"""Turns of the event loop for work that takes a millisecond or more: reading a large request, a
+"""Work that takes long and would delay everything else that the event loop serves. One of each of
+these per server.
+
+`LoopTurns`: work of a millisecond or more on the loop itself, such as reading a large request or a
 large event of a realtime session. One such piece is done in each pass of the loop, in the order in
-which turns were asked for, so that everything else that is ready is served between two of them. One
-`LoopTurns` per server."""
+which turns were asked for, so that everything else that is ready is served between two of them.
+
+`ThreadTurns`: Python's work in threads, such as converting an item of many sounds. The loop waits
+for the interpreter a millisecond for each thread that has some to do, so only a few may."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from stretto.preprocess.pool.fair_queue import FairQueue
 
 HEAVY = 8 << 10  # bytes; what is shorter is read in a fraction of a millisecond, without a turn
 
@@ -20,3 +29,18 @@ class LoopTurns:
         of the loop."""
         async with self._lock:
             await asyncio.sleep(0)
+
+
+@dataclass(slots=True)
+class ThreadTurns:
+    """Two at once, of different clients."""
+
+    _queue: FairQueue = field(default_factory=lambda: FairQueue(2))
+
+    @asynccontextmanager
+    async def turn(self, sender: str) -> AsyncIterator[None]:
+        await self._queue.enter(sender)
+        try:
+            yield
+        finally:
+            self._queue.leave(sender)

@@ -24,6 +24,7 @@ from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
+from stretto.server.shares import owner_of_address
 from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")
@@ -103,9 +104,8 @@ class AccessMiddleware:
         self, visit: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
     ) -> None:
         visit.owner = self.service.keys.owner(headers, other_key)
-        visit.sender = (
-            visit.owner if self.service.keys.needed else str((scope.get("client") or ("",))[0])
-        )
+        address = str((scope.get("client") or ("",))[0])
+        visit.sender = visit.owner if self.service.keys.needed else owner_of_address(address)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an

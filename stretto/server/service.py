@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 from stretto.server.admission import Admission
 from stretto.server.heap import Trimmer, map_large_blocks
 from stretto.server.keys import Keys
-from stretto.server.loop_time import LoopTurns
+from stretto.server.loop_time import LoopTurns, ThreadTurns
 from stretto.server.metrics import Metrics
 from stretto.server.openai.answer_store import AudioMemory
 from stretto.server.openai.error_body import Refused
@@ -44,6 +44,7 @@ class Service:
     bodies: Shares  # bytes
     sessions: SessionSlots
     turns: LoopTurns = field(default_factory=LoopTurns)
+    thread_turns: ThreadTurns = field(default_factory=ThreadTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
     opened: asyncio.Event = field(
@@ -58,6 +59,7 @@ class Service:
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
         limits = (
             config.max_concurrent,
+            config.places_per_owner,
             config.max_concurrent_per_key,
             config.max_queue,
             config.queue_timeout,

@@ -1,15 +1,30 @@
 """How a bounded whole is shared by those who use it: bytes of bodies, memory of sessions, sessions.
 
-An owner is an API key or, without keys, a client's address. It may take more as long as what it
-then holds is at most what is then still free. So one owner alone gets half of the whole, `n` owners
-get an `n + 1`th each, and a newcomer always finds room. On the event loop."""
+An owner is an API key or, without keys, a client's address: of IPv6 its network of 64 bits, of
+which a client may use any. It may take more as long as what it then holds is at most what is then
+still free. So one owner alone gets half of the whole, `n` owners get an `n + 1`th each, and a
+newcomer always finds room. On the event loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_network
 
 RESERVE = 16
 """The part of the whole that floors leave free, for those who need little."""
+
+
+@lru_cache(4096)
+def owner_of_address(address: str) -> str:
+    """What is no IPv6 address stands for itself; an IPv4 address may be written as one."""
+    try:
+        ipv6 = IPv6Address(address)
+    except ValueError:
+        return address
+    if ipv6.ipv4_mapped is not None:
+        return str(ipv6.ipv4_mapped)
+    return str(ip_network((ipv6, 64), strict=False))
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ async def until(fulfilled) -> None:
 
 def test_turns_come_in_order_and_nobody_loses_a_slot() -> None:
     async def work() -> None:
-        admission, order = Admission(1, 0, queue=3, patience=60), []
+        admission, order = Admission(1, 1, queue=3, patience=60), []
 
         async def one(name: str, gate: asyncio.Event) -> None:
             async with admission.place("me"):
@@ -82,7 +82,7 @@ def test_turns_come_in_order_and_nobody_loses_a_slot() -> None:
 
 def test_patience_ends() -> None:
     async def work() -> None:
-        admission = Admission(1, 0, queue=1, patience=0.01)
+        admission = Admission(1, 1, queue=1, patience=0.01)
         async with admission.place("a"):
             with pytest.raises(Refused, match="no place came free") as refused:
                 async with admission.place("b"):

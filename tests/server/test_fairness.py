@@ -27,6 +27,7 @@ from tests.server.conftest import HEAD, PATIENCE_S, Reply, Running, read_until, 
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine
+from tests.server.realtime.sounds import b64
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT
 from tests.server.test_limits import HeldServer
@@ -55,6 +56,20 @@ def ask(running: Running, body: bytes | dict[str, Any], address: str = ME, **hea
         line.request("POST", CHAT, data, {"Content-Type": "application/json", **headers})
         answer = line.getresponse()
         return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+
+
+@contextmanager
+def posted(
+    running: Running, body: dict[str, Any], address: str = ME, lines: str = ""
+) -> Iterator[socket.socket]:
+    """A connection from one of the addresses of the loopback on which a chat request was sent."""
+    data = json.dumps(body).encode()
+    with socket.create_connection(
+        (ME, running.port), timeout=PATIENCE_S, source_address=(address, 0)
+    ) as s:
+        head = f"POST {CHAT} {HEAD}{lines}Content-Length: {len(data)}\r\n\r\n"
+        s.sendall(head.encode() + data)
+        yield s
 
 
 # ---- bodies
@@ -94,10 +109,8 @@ def test_stalled_uploads_of_one_client_refuse_nobody_else() -> None:
 
 
 def test_several_answers_take_several_places() -> None:
-    with HeldServer(max_concurrent=8, max_queue=0) as held:
-        wide = json.dumps({**ASK, "n": 8, "stream": True}).encode()
-        with socket.create_connection((ME, held.running.port), timeout=PATIENCE_S) as s:
-            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(wide)}\r\n\r\n".encode() + wide)
+    with HeldServer(max_concurrent=8, max_concurrent_share=1.0, max_queue=0) as held:
+        with posted(held.running, {**ASK, "n": 8, "stream": True}) as s:
             read_until(s, b'"content"')
             assert held.running.server.service.admission.running == 8
             assert ask(held.running, ASK, OTHER).error["code"] == "server_busy"
@@ -106,12 +119,48 @@ def test_several_answers_take_several_places() -> None:
         assert ask(held.running, ASK, OTHER).status == 200
 
 
+@pytest.mark.parametrize(("places", "mine"), [(16, 14), (8, 7), (2, 1)])
+def test_one_client_leaves_a_place_to_others(places: int, mine: int) -> None:
+    """Its next request waits, though there is room; another client's is answered."""
+    with HeldServer(max_concurrent=places) as held, ExitStack() as stack:
+        admission = held.running.server.service.admission
+        answered = [held.start(ALOUD) for _ in range(mine)]
+        waiting = stack.enter_context(posted(held.running, ASK))
+        until(held.running, lambda: admission.waiting == 1)
+        with posted(held.running, {**ALOUD, "stream": True}, OTHER) as other:
+            read_until(other, b'"data"')
+            assert (admission.running, admission.waiting) == (mine + 1, 1)
+        held.release()
+        assert read_until(waiting, b'"usage"').startswith(b"HTTP/1.1 200 ")
+        for s in answered:
+            held.rest(s)
+
+
+def test_a_client_alone_is_answered_where_there_is_one_place() -> None:
+    with serve(ScriptedEngine(), max_concurrent=1, max_queue=0) as running:
+        assert ask(running, ASK).status == 200
+        assert ask(running, {**ASK, "n": 2}).status == 200
+
+
+def test_a_request_as_wide_as_the_share_goes_before_the_later_ones_of_its_client() -> None:
+    with HeldServer(max_concurrent=8) as held, ExitStack() as stack:
+        admission = held.running.server.service.admission
+        first = held.start(ALOUD)
+        wide = stack.enter_context(posted(held.running, {**ASK, "n": 8}))
+        until(held.running, lambda: admission.waiting == 1)
+        later = stack.enter_context(posted(held.running, ASK))
+        until(held.running, lambda: admission.waiting == 2)
+        assert admission.running == 1
+        held.release()
+        held.rest(first)
+        for s in (wide, later):
+            assert read_until(s, b'"usage"').startswith(b"HTTP/1.1 200 ")
+
+
 def test_several_answers_wait_until_there_is_room() -> None:
     with HeldServer(max_concurrent=8) as held:
         first = held.start(ALOUD)
-        wide = json.dumps({**ASK, "n": 8}).encode()
-        with socket.create_connection((ME, held.running.port), timeout=PATIENCE_S) as s:
-            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(wide)}\r\n\r\n".encode() + wide)
+        with posted(held.running, {**ASK, "n": 8}) as s:
             until(held.running, lambda: held.running.server.service.admission.waiting == 1)
             assert len(held.engine.ledger.running) == 1
             held.release()
@@ -124,24 +173,18 @@ def test_several_answers_wait_until_there_is_room() -> None:
 def test_a_client_that_fills_the_queue_refuses_nobody_else() -> None:
     """It keeps its places; the last of its waiting requests makes room, and the next place is the
     other's."""
-    with HeldServer(max_concurrent=2, max_queue=4) as held, ExitStack() as stack:
+    with (
+        HeldServer(max_concurrent=2, max_concurrent_share=1.0, max_queue=4) as held,
+        ExitStack() as stack,
+    ):
         admission = held.running.server.service.admission
         first = [held.start(ALOUD) for _ in range(2)]
-        data = json.dumps(ASK).encode()
         waiting = []
         for i in range(4):
-            s = stack.enter_context(
-                socket.create_connection((ME, held.running.port), timeout=PATIENCE_S)
-            )
-            s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            waiting.append(s)
+            waiting.append(stack.enter_context(posted(held.running, ASK)))
             until(held.running, lambda i=i: admission.waiting == i + 1)  # type: ignore[misc]
         assert ask(held.running, ASK).error["code"] == "server_busy"
-        other = socket.create_connection(
-            (ME, held.running.port), timeout=PATIENCE_S, source_address=(OTHER, 0)
-        )
-        with other:
-            other.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        with posted(held.running, ASK, OTHER) as other:
             assert waiting[-1].recv(4096).startswith(b"HTTP/1.1 429 "), (
                 "it came last of the one with the most"
             )
@@ -169,6 +212,19 @@ def test_only_named_proxies_say_who_calls(trusted: tuple[str, ...], second: int)
         assert forged.status == second
         held.release()
         held.rest(first)
+
+
+def test_addresses_of_one_ipv6_network_are_one_client() -> None:
+    first, wrong = "X-Forwarded-For: 2001:db8::1\r\n", {**ASK, "modle": 1}
+    with (
+        HeldServer(max_concurrent_per_key=1, trusted_proxies=("*",)) as held,
+        posted(held.running, {**ALOUD, "stream": True}, lines=first) as s,
+    ):
+        read_until(s, b'"data"')
+        for address, status in (("2001:db8::ffff:2", 429), ("2001:db8:0:1::1", 400)):
+            assert ask(held.running, wrong, **{"X-Forwarded-For": address}).status == status
+        held.release()
+        held.rest(s)
 
 
 @pytest.mark.parametrize(("trusted", "status"), [((), 200), ((ME,), 403)])
@@ -288,10 +344,10 @@ def test_an_answer_to_a_request_is_finished_without_its_key(
 # ---- memory of sessions
 
 
-def fill(c: Client, size: int) -> str:
+def fill(c: Client, size: int, piece: int = 1_440_000) -> str:
     """Sound until there is no room; what is said then."""
-    for _ in range(size // 1_440_000 + 1):
-        c.append(bytes(1_440_000), 1_440_000)
+    for _ in range(size // piece + 1):
+        c.append(bytes(piece), piece)
         c.send("conversation.item.retrieve", item_id="nothing")
         errors = [c.until("error")["error"]]
         while errors[-1]["code"] != "item_retrieve_invalid_item_id":
@@ -310,7 +366,7 @@ def test_all_sessions_of_one_client_have_half_of_the_memory() -> None:
         mine, more = (stack.enter_context(talk(running)) for _ in range(2))
         mine.manual()
         more.manual()
-        assert fill(mine, 20 * MIB) == "a session holds at most 16 MiB of sound and pictures"
+        assert fill(mine, 20 * MIB) == "a session holds at most 16 MiB"
         assert "your sessions hold all that they may" in fill(more, 20 * MIB)
         assert 20 * MIB < memory.of(ME) <= 24 * MIB
         with talk(running, source_address=(OTHER, 0)) as other:
@@ -321,6 +377,76 @@ def test_all_sessions_of_one_client_have_half_of_the_memory() -> None:
         until(running, lambda: memory.of(ME) < 16 * MIB)
         assert fill(more, 4 * MIB) == ""
         stack.close()
+        until(running, lambda: not memory.held)
+
+
+LONG = "word " * 20_000
+TOOLS = [{"type": "function", "name": f"f{i}", "description": "d" * 20_000} for i in range(8)]
+
+
+def test_settings_and_texts_of_sessions_count() -> None:
+    """Instructions, tools and texts are of the sender's share; what it gives up, it may use
+    again."""
+    with (
+        talking(TalkEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,
+        ExitStack() as stack,
+    ):
+        memory = running.server.service.sessions.memory
+        mine, more = (stack.enter_context(talk(running)) for _ in range(2))
+        for c in (mine, more):
+            c.manual(instructions=LONG, tools=TOOLS)
+        until(running, lambda: memory.of(ME) > 2 * (24 * 160_000 + 100_000))
+        with talk(running, source_address=(OTHER, 0)) as other, talk(running) as third:
+            other.manual(instructions=LONG, tools=TOOLS)
+            third.send("session.update", session={"type": "realtime", "tools": TOOLS})
+            assert third.until("error")["error"]["code"] == "session_full"
+        assert "your sessions hold all that they may" in fill(more, 2 * MIB, 36_000)
+        mine.update(instructions="", tools=[])
+        assert fill(more, 2 * MIB, 36_000) == ""
+        before = memory.of(ME)
+        item = {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": LONG}],
+        }
+        mine.send("conversation.item.create", item=item)
+        mine.until("conversation.item.done")
+        mine.sync()
+        until(running, lambda: memory.of(ME) > before + len(LONG))
+        stack.close()
+        until(running, lambda: not memory.held)
+
+
+def test_what_a_response_is_asked_with_counts_until_it_is_over() -> None:
+    engine = TalkEngine()
+    release = asyncio.Event()
+
+    async def gate(i: int) -> None:
+        await release.wait()
+
+    engine.gate = gate
+    sound = {"type": "input_audio", "audio": b64(bytes(480_000))}
+    asked = {
+        "conversation": "none",
+        "output_modalities": ["text"],
+        "input": [{"type": "message", "role": "user", "content": [sound]}] * 2,
+    }
+    with talking(engine, realtime_held_mb=2.0) as running:
+        memory = running.server.service.sessions.memory
+        with talk(running) as c:
+            c.manual()
+            c.sync()
+            before = memory.held
+            c.send("response.create", response=asked)
+            c.until("response.created")
+            until(running, lambda: memory.held > before + 2 * 640_000)
+            c.send("response.create", response=asked)
+            assert c.until("error")["error"]["code"] == "conversation_full"
+            running.loop.call_soon_threadsafe(release.set)
+            c.until("response.done")
+            until(running, lambda: memory.held == before)
+            c.send("response.create", response=asked)
+            c.until("response.done")
         until(running, lambda: not memory.held)
 
 

@@ -58,7 +58,11 @@ def test_a_body_that_does_not_come() -> None:
 def test_too_many_at_once() -> None:
     """One request is held inside the engine; what comes meanwhile is told to come back."""
     with HeldServer(
-        max_concurrent=2, max_queue=0, max_concurrent_per_key=1, api_key=("a", "b")
+        max_concurrent=2,
+        max_concurrent_share=1.0,
+        max_queue=0,
+        max_concurrent_per_key=1,
+        api_key=("a", "b"),
     ) as held:
         first = held.start(ALOUD, key="a")
         same_key = held.running.ask(CHAT, ASK, headers={"Authorization": "Bearer a"})

@@ -8,7 +8,6 @@ import base64
 import contextlib
 import json
 import runpy
-import socket
 import sys
 import wave
 from collections.abc import Callable, Iterator
@@ -32,14 +31,12 @@ from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
 from stretto.testing.qwen3_tts import write_tiny
 from stretto.types import RequestId
-from tests.server.conftest import Running, read_until
+from tests.server.conftest import Running
 from tests.server.real_engine import Served, served
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_bodies import Turned
 from tests.server.test_http import ASK, CHAT
 from tests.server.test_tts import SPEECH, VOICES, same, sound
-from tests.server.test_websocket import TEXT as TEXT_FRAME
-from tests.server.test_websocket import frame
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client_live_speech.py"
 TEXT = "Hello there, how are you on this fine morning?"
@@ -403,8 +400,8 @@ def test_a_place_goes_back_when_all_of_the_text_is_spoken(monkeypatch: pytest.Mo
         with dribbling(it, 1) as [socket]:
             until(it, lambda: len(engine.ledger.running) == 1 and admission.running == 0)
             with ExitStack() as stack:
-                for _ in range(4):
-                    it.do(stack_place(stack, it, admission.place("someone else")))
+                for i in range(4):
+                    it.do(stack_place(stack, it, admission.place(f"client {i}")))
                 assert ask(it) == 429
             assert ask(it) == 200
             tell(socket, "input.text", text="and more")
@@ -422,8 +419,8 @@ def test_a_text_that_goes_on_waits_its_turn(monkeypatch: pytest.MonkeyPatch) -> 
         with dribbling(it, 1) as [socket]:
             until(it, lambda: len(engine.ledger.running) == 1 and admission.running == 0)
             with ExitStack() as stack:
-                for _ in range(4):
-                    it.do(stack_place(stack, it, admission.place("someone else")))
+                for i in range(4):
+                    it.do(stack_place(stack, it, admission.place(f"client {i}")))
                 tell(socket, "input.text", text="and more")
                 until(it, lambda: admission.waiting == 1)
             tell(socket, "input.done")
@@ -436,7 +433,7 @@ def test_a_text_with_speech_to_come_keeps_its_place() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        admission = Admission(2, 0)
+        admission = Admission(2, 2)
         async with admission.place("me", reading=True) as place:
             reading = livespeech.LiveReading(None, None, None, None)  # type: ignore[arg-type]
             text = reading._text("one ", place)
@@ -573,32 +570,61 @@ def test_many_messages_at_once_leave_others_their_turn() -> None:
     async def open_engine() -> Any:
         return ScriptedEngine()
 
-    def text(message: Any) -> Any:
-        return {"type": "websocket.receive", "bytes": json.dumps(message).encode()}
-
     asyncio.run(main())
     assert sent == ["websocket.accept"]
 
 
 def test_a_listener_that_takes_nothing_is_dropped() -> None:
-    with scripted(send_timeout=0.2) as (engine, it):
-        engine.packets = [np.zeros(400_000, np.float32)] * 40
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            s.connect(("127.0.0.1", it.running.port))
-            s.sendall(
-                f"GET {livespeech.PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: "
-                f"Upgrade\r\nUpgrade: websocket\r\n"
-                "Authorization: Bearer one\r\nSec-WebSocket-Version: 13\r\n"
-                "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
-            )
-            read_until(s, b"\r\n\r\n")
-            for message in (
-                {"type": "session.config"},
-                {"type": "input.text", "text": "Hello"},
-                {"type": "input.done"},
-            ):
-                s.sendall(frame(TEXT_FRAME, json.dumps(message).encode()))
-            until(it, lambda: engine.ledger.closed == 1)
-            assert engine.ledger.finished == 0
-            it.do(nothing_waits(it))
+    """A message may take `send_timeout` seconds, and then what it holds goes back."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        service = Service.of(ServerConfig(send_timeout=30.0), open_engine)
+        service.start()
+        await service.opened.wait()
+        coming = iter(
+            [
+                {"type": "websocket.connect"},
+                text({"type": "session.config"}),
+                text({"type": "input.text", "text": "Hello"}),
+                text({"type": "input.done"}),
+            ]
+        )
+        sending = asyncio.Event()
+
+        async def receive() -> Any:
+            if (message := next(coming, None)) is None:
+                await asyncio.Event().wait()
+            return message
+
+        async def take(message: Any) -> None:
+            if message["type"] != "websocket.accept":
+                sending.set()
+                await asyncio.Event().wait()
+
+        visit = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        app = livespeech.LiveSpeech(service)
+        task = asyncio.ensure_future(app({"type": "websocket", VISIT: visit}, receive, take))
+        await sending.wait()
+        await pass_time(loop, 29.0)
+        assert (task.done(), service.admission.running) == (False, 1)
+        await pass_time(loop, 2.0)
+        assert (task.done(), service.admission.running) == (True, 0)
+        assert (visit.ended, service.sessions.running) == ("left", 0)
+        await service.close()
+
+    async def open_engine() -> Any:
+        return ScriptedEngine(packets=[np.zeros(4000, np.float32)])
+
+    with contextlib.closing(Turned()) as loop:
+        loop.run_until_complete(main())
+
+
+async def pass_time(loop: Any, seconds: float) -> None:
+    loop.ahead += seconds
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def text(message: Any) -> Any:
+    return {"type": "websocket.receive", "bytes": json.dumps(message).encode()}

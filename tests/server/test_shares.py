@@ -7,7 +7,7 @@ import random
 import pytest
 
 from stretto.server.heap import EVERY, SOME, Trimmer
-from stretto.server.shares import Holding, Shares
+from stretto.server.shares import Holding, Shares, owner_of_address
 
 
 def fill(shares: Shares, owner: str, piece: int) -> int:
@@ -66,6 +66,23 @@ def test_the_whole_is_never_exceeded_and_all_comes_back(seed: int) -> None:
         shares.give_back(owner, size)
     assert shares.held == 0
     assert not shares._by_owner, "an owner that holds nothing is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("address", "owner"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2::3", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff:ffff:ffff:ffff", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::3", "2001:db8:1:3::/64"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.8", "192.0.2.8"),
+        ("", ""),
+        ("unknown", "unknown"),
+    ],
+)
+def test_addresses_of_one_network_are_one_owner(address: str, owner: str) -> None:
+    assert owner_of_address(address) == owner
 
 
 def test_a_holding_grows_shrinks_and_changes_its_owner() -> None:

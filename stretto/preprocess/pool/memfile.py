@@ -1,8 +1,8 @@
 """Bytes in a file that has no name and lies in memory (memfd): filled piece by piece, handed to
 another process by its descriptor, so that nobody copies a large request on the event loop.
 
-Each file has one owner, which closes it: `with MemFile.of(...) as file`, or by `close`. A function
-that returns one says that its caller closes it.
+Each file has one owner, which closes it: `with MemFile.of(...) as file`, on the event loop `async
+with`, or by `close`. A function that returns one says that its caller closes it.
 
 A file that comes from another process is mapped only if it is sealed: one that could still shrink
 would end this process with a bus error."""
@@ -21,6 +21,8 @@ from threading import Thread
 from stretto.errors import StageDead, WireError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+SMALL_BYTES = 1 << 20
+"""Freed in a fraction of a millisecond."""
 Buffer = bytes | bytearray | memoryview
 _CLOSING: SimpleQueue[int] = SimpleQueue()
 
@@ -109,11 +111,27 @@ class MemFile:
             os.close(self.fd)
             self.fd = -1
 
+    def close_in_thread(self) -> None:
+        """For the event loop, which has no time to free the pages of a large file. Not for a
+        process that was forked from one that has called this."""
+        if self.size <= SMALL_BYTES:
+            self.close()
+        elif self.fd >= 0:
+            _start_closing()
+            _CLOSING.put(self.fd)
+            self.fd = -1
+
     def __enter__(self) -> MemFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> MemFile:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close_in_thread()
 
 
 def check_room(size: int) -> None:

@@ -54,7 +54,7 @@ class Body:
     def replace(self, memfile: MemFile) -> None:
         """The same in another form."""
         assert self.memfile is not None
-        self.memfile.close()
+        self.memfile.close_in_thread()
         self.memfile = memfile
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Body:
         self.size = 0
         self._parts.clear()
         if self.memfile is not None:
-            self.memfile.close()
+            self.memfile.close_in_thread()
 
     def _too_many(self, size: int) -> Refused:
         if self.shares.free < size:

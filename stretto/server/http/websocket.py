@@ -13,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import BaseTransport, TimerHandle
+from collections.abc import Generator
+from functools import partial
 from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
+from websockets.streams import StreamReader
 
 from stretto.server.http.flow_throttle import TurnQueue
 from stretto.server.loop_time import HEAVY
-from stretto.server.shares import Holding, Shares
+from stretto.server.shares import Holding, Shares, owner_of_address
 
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
 SLICE_BYTES = 512  # parsed at once: 85 frames at most
@@ -31,6 +34,7 @@ MANY, TINY_BYTES = (
     64,
 )  # a turn that brought so many frames, of fewer bytes on average, is part of a flood
 MAX_FRAGMENTS = 16_384  # of a message
+FREE_BYTES = 1 << 20  # in one pass of the event loop
 SMALL_BYTES = 64 << 10  # of a connection, which is never cut for holding these
 INCOMING = "stretto.incoming"  # where an ASGI scope has what was received and is not taken in
 MAX_UNREAD_BYTES = (
@@ -38,11 +42,30 @@ MAX_UNREAD_BYTES = (
 )  # that a client may leave here; the app itself waits at a small part of that
 
 
+class LargeReader(StreamReader):
+    """Hands the payload of a large frame over as it lies here, where the parent copies it."""
+
+    def read_exact(self, n: int) -> Generator[None, None, bytearray]:
+        if n <= SMALL_BYTES:
+            return (yield from super().read_exact(n))
+        while len(self.buffer) < n:
+            if self.eof:
+                raise EOFError(f"stream ends after {len(self.buffer)} bytes, expected {n} bytes")
+            yield
+        payload = self.buffer
+        self.buffer = payload[n:]
+        del payload[n:]
+        return payload
+
+
 class Socket(WebSocketsSansIOProtocol):
     def __init__(
         self, floods: TurnQueue, large_reads: TurnQueue, memory: Shares, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.conn.reader = LargeReader()
+        self.conn.parser = self.conn.parse()  # the one before has begun with the reader before
+        next(self.conn.parser)
         self.floods = floods
         self.large_reads = large_reads
         self.incoming = Holding(memory, "")
@@ -56,7 +79,7 @@ class Socket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)
-        self.incoming.belong_to(self.client[0] if self.client else "")
+        self.incoming.belong_to(owner_of_address(self.client[0] if self.client else ""))
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -112,12 +135,22 @@ class Socket(WebSocketsSansIOProtocol):
 
     def _drop(self) -> None:
         self.rest = b""
+        self._free(self.frames)
         self.frames = []
         self.gathered = 0
         self.queued = 0
         self.taken = 0
         self.conn.reader.discard()
         self.incoming.close()
+
+    def _free(self, parts: list[bytes]) -> None:
+        """Free some of a message's parts now and the others in later passes of the event loop: for
+        20 MiB it takes some milliseconds, and many connections may end at once."""
+        size = 0
+        while parts and size < FREE_BYTES:
+            size += len(parts.pop())
+        if parts:
+            self.large_reads.wait(self.loop, partial(self._free, parts))
 
     def _parse_rest(self) -> None:
         rest = self.rest

@@ -84,7 +84,7 @@ def fields(form: Form) -> TranscriptionRequest:
 
 
 async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> None:
-    with sound.file:
+    async with sound.file:
         engine, visit, request = (
             service.engine(),
             exchange.visit,
@@ -95,7 +95,7 @@ async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> No
             raise Invalid("this model writes down no speech", "model")
         words = instruction(engine.info.transcription, request, sound.translate)
         cut, file = await engine.cut(sound.file, WINDOW_S, visit.sender)
-    with file:
+    async with file:
         view = file.view()
         texts = Windows(service, exchange, words, request, [view[a:b] for a, b in cut.windows])
         await (stream_text if request.stream else whole_text)(texts)

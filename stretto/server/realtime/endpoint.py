@@ -24,6 +24,7 @@ from stretto.server.realtime.realtime_session import RealtimeSession
 from stretto.server.realtime.send_queue import SendQueue, SlowClient
 from stretto.server.request_log import VISIT, RequestLog
 from stretto.server.service import Service
+from stretto.server.shares import Holding
 
 PATHS = ("/v1/realtime", "/realtime")
 SUBPROTOCOL = "realtime"
@@ -68,7 +69,8 @@ class Realtime:
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
             with self.service.sessions.slot(visit.sender):
-                send_queue = SendQueue(self.service.config.send_timeout)
+                held = Holding(self.service.sessions.memory, visit.sender)
+                send_queue = SendQueue(self.service.config.send_timeout, held)
                 session = RealtimeSession.open(self.service, engine, send_queue, visit, model)
                 connection = RealtimeConnection(
                     self.service, session, send_queue, receive, send, visit.owner
@@ -79,6 +81,7 @@ class Realtime:
                     )
                 finally:
                     await session.close()  # the client may have left before it was accepted
+                    send_queue.close()
                 visit.ended = connection.ending.reason
         except StrettoError as e:
             visit.ended = type(e).__name__
@@ -180,7 +183,10 @@ class RealtimeConnection:
 
     async def _decode(self, data: bytes) -> Event | None:
         try:
-            return await asyncio.to_thread(decode, data) if len(data) > LARGE else decode(data)
+            if len(data) <= LARGE:
+                return decode(data)
+            async with self.service.thread_turns.turn(self.session.sender):
+                return await asyncio.to_thread(decode, data)
         except Malformed as e:
             self.session.error(e.code, str(e), e.param, e.event_id)
             return None

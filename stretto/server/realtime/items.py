@@ -58,7 +58,8 @@ class Entry:
     item: Item
     engine_id: str | None = None  # in the engine's session
     speech: Speech | None = None
-    size: int = 0  # bytes it holds, about
+    text_size: int = 0  # bytes of the item as clients see it
+    size: int = 0  # those, and of what the engine's session has of its media, about
 
     @property
     def id(self) -> str:
@@ -69,7 +70,7 @@ class Entry:
 class Conversation:
     session: Session
     entries: list[Entry] = field(default_factory=list)
-    size: int = 0  # bytes of what clients put in, about
+    size: int = 0  # bytes of its entries, about
 
     @property
     def last_id(self) -> str | None:
@@ -95,6 +96,15 @@ class Conversation:
         if len(self.entries) >= MAX_ITEMS:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
+    def append(self, entry: Entry) -> None:
+        """The engine's session has it already, or will never have it."""
+        self.entries.append(entry)
+        self.size += entry.size
+
+    def resize(self, entry: Entry, size: int) -> None:
+        self.size += size - entry.size
+        entry.size = size
+
     async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
         """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses
         is not there.
@@ -114,9 +124,8 @@ class Conversation:
             self.size -= entry.size
             raise
         if (added := self.engine_item(entry)) is not None:
-            more = max(0, feature_bytes(added.message) - entry.size)
-            entry.size = entry.size + more
-            self.size = self.size + more
+            features = entry.text_size + media_bytes(added.message)
+            self.resize(entry, max(entry.size, features))
 
     def _place(self, id: str) -> int:
         for at, entry in enumerate(self.entries):
@@ -154,12 +163,11 @@ class Conversation:
             await self.session.remove(entry.engine_id)
 
     def release_forgotten(self) -> None:
-        """What the engine has forgotten is not held any more."""
+        """The media that the engine has forgotten are not held any more."""
         engine_ids = self._engine_ids()
         for entry in self.entries:
-            if entry.size and entry.engine_id is not None and entry.engine_id not in engine_ids:
-                self.size -= entry.size
-                entry.size = 0
+            if entry.engine_id is not None and entry.engine_id not in engine_ids:
+                self.resize(entry, entry.text_size)
 
     def _engine_ids(self) -> set[str]:
         """What the engine's session holds: it may have forgotten the oldest turns."""
@@ -182,21 +190,22 @@ class Conversation:
 # ---- from what a client sends
 
 
-def read_item(fields: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
-    """An item of a client: as it is told again, as a message for the model, and about how many
-    bytes it holds.
+def read_item(fields: c.Item, format: FormatName) -> tuple[Entry, Message | None]:
+    """An item of a client, and as a message for the model.
 
     Converts sound, so a large one belongs in a thread."""
-    item, message, size = _read(fields, format)
-    if (wire_size := len(msgspec.json.encode(item))) > MAX_ITEM_BYTES:
+    item, message = _read(fields, format)
+    text_size = text_bytes(item)
+    if text_size > MAX_ITEM_BYTES:
         raise Invalid(
-            f"the item's text has {wire_size:,} bytes, more than the {MAX_ITEM_BYTES:,} allowed",
+            f"the item's text has {text_size:,} bytes, more than the {MAX_ITEM_BYTES:,} allowed",
             "item",
         )
-    return item, message, size
+    size = text_size + (media_bytes(message) if message is not None else 0)
+    return Entry(item, text_size=text_size, size=size), message
 
 
-def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None, int]:
+def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None]:
     id = fields.id or new_id("item")
     if fields.type == "function_call":
         name, call = _required(fields.name, "item.name"), fields.call_id or new_id("call")
@@ -204,11 +213,11 @@ def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None, int
         item = Item(
             id, fields.type, status="completed", call_id=call, name=name, arguments=arguments
         )
-        return item, call_message(call, name, arguments), len(arguments)
+        return item, call_message(call, name, arguments)
     if fields.type == "function_call_output":
         call, output = _required(fields.call_id, "item.call_id"), fields.output or ""
         item = Item(id, fields.type, status="completed", call_id=call, output=output)
-        return item, {"role": "tool", "tool_call_id": call, "content": output}, len(output)
+        return item, {"role": "tool", "tool_call_id": call, "content": output}
     if fields.type != "message":
         raise Invalid(f"an item of type {fields.type} cannot be created", "item.type")
     role = _required(fields.role, "item.role")
@@ -218,9 +227,9 @@ def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None, int
     )
     if role != "user":
         text = "".join(p.text or p.transcript or "" for p in parts)
-        return item, {"role": role, "content": text} if text else None, len(text)
+        return item, {"role": role, "content": text} if text else None
     content = [part for p in parts if (part := _to_message(p, format)) is not None]
-    return item, {"role": "user", "content": content} if content else None, sum(map(_size, content))
+    return item, {"role": "user", "content": content} if content else None
 
 
 def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -266,13 +275,20 @@ def audio_part(samples: Any) -> dict[str, Any]:
     return {"type": "audio", "data": np.asarray(samples, np.float32), "sample_rate": INPUT_RATE}
 
 
-def feature_bytes(message: Message) -> int:
+def text_bytes(item: Item) -> int:
+    """Bytes of an item as clients see it."""
+    return len(msgspec.json.encode(item))
+
+
+def media_bytes(message: Message) -> int:
     """Bytes of the features of a message's media, or of its media where it has no features."""
     content = message.get("content")
-    return sum(map(_features, content)) if isinstance(content, list | tuple) else 0
+    return sum(map(_media_bytes, content)) if isinstance(content, list | tuple) else 0
 
 
-def _features(part: Mapping[str, Any]) -> int:
+def _media_bytes(part: Mapping[str, Any]) -> int:
+    if (picture := part.get("image_url")) is not None:
+        return len(picture["url"])
     match part.get("data"):
         case AudioClip(pieces=pieces):
             return sum(4 * prod(p.shape) for p in pieces)
@@ -281,12 +297,3 @@ def _features(part: Mapping[str, Any]) -> int:
         case np.ndarray(nbytes=size):
             return size
     return 0
-
-
-def _size(part: dict[str, Any]) -> int:
-    match part["type"]:
-        case "audio":
-            return int(part["data"].nbytes)
-        case "image_url":
-            return len(part["image_url"]["url"])
-    return len(part["text"])

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from stretto.engine.events import Message
@@ -29,6 +30,7 @@ from stretto.server.realtime.items import (
     DuplicateItem,
     Entry,
     NoSuchItem,
+    media_bytes,
     new_id,
     read_item,
 )
@@ -97,6 +99,7 @@ class RealtimeSession:
             self.service, self.engine, self.engine_session, self.send_queue, self.sender,
             self.conversation, options=lambda: self.state.answers,
             on_begin=self._on_response_begin, on_end=self._on_response_end,
+            on_release=self._count_memory,
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
         self.transcriber = Transcriber(
@@ -156,7 +159,7 @@ class RealtimeSession:
                 kind,
             )
         finally:
-            self.held.resize(self._size if not self._closed else 0)
+            self._count_memory()
 
     def error(
         self,
@@ -207,6 +210,8 @@ class RealtimeSession:
     async def _update(self, fields: c.SessionFields) -> None:
         tools = await self._read_tools(fields)
         state = self.state.updated(fields, self.engine.info, tools)
+        more = max(0, state.answers.num_bytes - self.state.answers.num_bytes)
+        self._reserve(more, "session_full", "session")
         if self.responses.voice_locked:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
         before = self.state
@@ -308,8 +313,7 @@ class RealtimeSession:
             content=[s.Part("input_audio", transcript=None)],
         )
         entry = Entry(item, engine_item.id, size=int(seconds * INPUT_RATE) * SAMPLE_BYTES)
-        self.conversation.entries.append(entry)
-        self.conversation.size += entry.size
+        self.conversation.append(entry)
         self.send_queue.put(s.Committed(previous_item_id=previous, item_id=id))
         self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=item))
         self.send_queue.put(s.ItemDone(previous_item_id=previous, item=item))
@@ -367,10 +371,10 @@ class RealtimeSession:
             self.conversation.check_new(event.item.id)
             if self.audio_input.turn is not None and event.item.id == self._item_id:
                 raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
-            item, message, size = await self._read(event.item)
-            self._reserve(size, "conversation_full", "item")
-            entry = Entry(item, size=size)
-            await self.conversation.insert(entry, message, event.previous_item_id)
+            async with self._conversion(event.item):
+                entry, message = await self._read(event.item)
+                self._reserve(entry.size, "conversation_full", "item")
+                await self.conversation.insert(entry, message, event.previous_item_id)
             try:
                 self._reserve(0, "conversation_full", "item")  # now that its pictures are decoded
             except Problem:
@@ -383,28 +387,38 @@ class RealtimeSession:
         except Invalid as e:
             raise _named(e, "item") from None
         previous = self.conversation.before(entry)
-        self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=item))
-        self.send_queue.put(s.ItemDone(previous_item_id=previous, item=item))
+        self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=entry.item))
+        self.send_queue.put(s.ItemDone(previous_item_id=previous, item=entry.item))
 
-    async def _read(self, fields: c.Item) -> tuple[s.Item, Message | None, int]:
-        sizes = [len(p.audio) for p in fields.content or () if p.audio]
-        if sum(sizes) > THREAD_BYTES or len(sizes) > MAX_INLINE_SOUNDS:
+    async def _read(self, fields: c.Item) -> tuple[Entry, Message | None]:
+        if _has_many_sounds(fields):
             return await asyncio.to_thread(read_item, fields, self.state.input_format)
         return read_item(fields, self.state.input_format)
 
+    def _conversion(self, fields: c.Item) -> AbstractAsyncContextManager[None]:
+        """A turn for what is done with an item's sounds in threads. Pictures are decoded in other
+        processes, which have turns of their own."""
+        pictures = any(p.image_url for p in fields.content or ())
+        if pictures or not _has_many_sounds(fields):
+            return nullcontext()
+        return self.service.thread_turns.turn(self.sender)
+
     @property
     def _size(self) -> int:
-        """Bytes that it holds, about."""
-        return self.audio_input.held_bytes + self.conversation.size
+        """Bytes that it holds, about. What waits to be sent counts by itself."""
+        settings = self.state.answers.num_bytes + self.responses.held_bytes
+        return self.audio_input.held_bytes + self.conversation.size + settings
+
+    def _count_memory(self) -> None:
+        if not self._closed:
+            self.held.resize(self._size)
 
     def _reserve(self, coming: int, code: str, param: str) -> None:
         """For so many bytes more, within what one session and the sessions of its sender may
         hold."""
         size, most = self._size + coming, self.service.config.realtime_held_bytes
         if size > most:
-            raise Problem(
-                code, f"a session holds at most {most >> 20} MiB of sound and pictures", param
-            )
+            raise Problem(code, f"a session holds at most {most >> 20} MiB", param)
         if not self.held.fits(size):
             raise Problem(
                 code,
@@ -446,7 +460,10 @@ class RealtimeSession:
         options = self.state.answers.updated(
             fields, self.engine.info, await self._read_tools(fields)
         )
-        items = await self._input(fields.input) if isinstance(fields.input, list) else None
+        self._reserve(options.num_bytes, "conversation_full", "response")
+        items, size = None, 0
+        if isinstance(fields.input, list):
+            items, size = await self._input(fields.input, options.num_bytes)
         out_of_band = fields.conversation == "none"
         if (active := self.responses.active) is not None and not out_of_band:
             message = f"Conversation already has an active response in progress: {active.id}"
@@ -457,7 +474,11 @@ class RealtimeSession:
                 f"{MAX_OUT_OF_BAND} responses beside the conversation run already",
             )
         response = self.responses.make(
-            options, out_of_band=out_of_band, metadata=fields.metadata, items=items
+            options,
+            out_of_band=out_of_band,
+            metadata=fields.metadata,
+            items=items,
+            items_bytes=size,
         )
         response.speech_end = self._committed
         self._committed = None
@@ -466,8 +487,10 @@ class RealtimeSession:
         else:
             self.responses.start_response(response)
 
-    async def _input(self, items: list[c.Item]) -> list[EngineItem]:
-        """What is answered instead of the conversation."""
+    async def _input(self, items: list[c.Item], beside: int) -> tuple[list[EngineItem], int]:
+        """What is answered instead of the conversation, and its bytes, for which there is room with
+        so many `beside` them."""
+        size = 0
         out = []
         for number, fields in enumerate(items):
             if fields.type == "item_reference":
@@ -477,14 +500,20 @@ class RealtimeSession:
                     raise Invalid(f"there is no item {fields.id!r}", "response.input")
                 out.append(found)
             else:
-                item, message, _ = await self._read(fields)
-                if message is None:
-                    continue
-                try:
-                    out.append(await self.engine_session.item(message, id=item.id))
-                except Invalid as e:
-                    raise _named(e, f"response.input[{number}]") from None
-        return out
+                place = f"response.input[{number}]"
+                async with self._conversion(fields):
+                    entry, message = await self._read(fields)
+                    if message is None:
+                        continue
+                    self._reserve(beside + size + entry.size, "conversation_full", place)
+                    try:
+                        item = await self.engine_session.item(message, id=entry.id)
+                    except Invalid as e:
+                        raise _named(e, place) from None
+                size += max(entry.size, entry.text_size + media_bytes(item.message))
+                self._reserve(beside + size, "conversation_full", place)
+                out.append(item)
+        return out, size
 
     # -- what the speaker tells
 
@@ -494,6 +523,11 @@ class RealtimeSession:
     def _on_response_end(self, response: ResponseTask) -> None:
         """Waiting for the user begins when all of it was heard."""
         self._idle_from = self.audio_input.position + int(response.playback.lead * INPUT_RATE)
+
+
+def _has_many_sounds(fields: c.Item) -> bool:
+    sizes = [len(p.audio) for p in fields.content or () if p.audio]
+    return sum(sizes) > THREAD_BYTES or len(sizes) > MAX_INLINE_SOUNDS
 
 
 def _named(error: Invalid, place: str) -> Invalid:

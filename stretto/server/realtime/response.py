@@ -48,6 +48,7 @@ class ResponseTask:
     admission: Admission
     sender: str  # whose turn it is where requests wait
     lead: float  # seconds that sound may be ahead of its playback
+    held_bytes: int = 0  # of what it alone was asked with
     parser: ToolParser | None = None
     speculative: bool = False
     started_at: float = field(default_factory=clock)

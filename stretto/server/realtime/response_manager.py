@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from stretto.engine.events import Usage
@@ -45,10 +46,12 @@ class ResponseManager:
     options: Callable[[], Options]  # of answers that the client has not asked for itself
     on_begin: Callable[[], None]  # a response of the conversation is told to the client
     on_end: Callable[[ResponseTask], None]  # it is over, by itself
+    on_release: Callable[[], None]  # what a response held is free, and its words are stored
     active: ResponseTask | None = None  # of the conversation; told to the client
     voice_locked: bool = False  # sound was sent: then the voice stays
     speculative: SpeculativeResponse | None = None
     out_of_band: set[ResponseTask] = field(default_factory=set)
+    held_bytes: int = 0  # of what responses were asked with
     _answer_next: bool = False  # a turn ended while an answer was running
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _conversation_id: str = field(default_factory=lambda: new_id("conv"))
@@ -86,6 +89,7 @@ class ResponseManager:
         out_of_band: bool = False,
         metadata: dict[str, str] | None = None,
         items: list[EngineItem] | None = None,
+        items_bytes: int = 0,
     ) -> ResponseTask:
         tools = options.chat_tools()
         config = self.service.config
@@ -118,6 +122,7 @@ class ResponseManager:
             admission=self.service.admission,
             sender=self.sender,
             lead=config.realtime_lead,
+            held_bytes=options.num_bytes + items_bytes,
             parser=ToolParser() if tools else None,
         )
 
@@ -150,8 +155,14 @@ class ResponseManager:
     def _run_task(self, response: ResponseTask) -> None:
         task = asyncio.create_task(self._run(response), name="response")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.held_bytes += response.held_bytes
+        task.add_done_callback(partial(self._release, response))
         response.task = task
+
+    def _release(self, response: ResponseTask, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.held_bytes -= response.held_bytes
+        self.on_release()
 
     async def _run(self, response: ResponseTask) -> None:
         try:

@@ -1,8 +1,8 @@
 """What waits to be sent to one client: bounded, in order, written by a task of its own.
 
 Events are encoded when they are put in. A response waits for room before it adds sound, so only
-answers to a client's own events can pile up; a client that asks and does not read is closed. On the
-event loop."""
+answers to a client's own events can pile up; a client that asks and does not read is closed, and so
+is one whose sessions hold all that they may. On the event loop."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from stretto.server.realtime.server_events import ServerEvent
+from stretto.server.shares import Holding
 
 HIGH_WATER_BYTES = 512 << 10  # bytes that may lie here before a response waits
 MAX_BYTES = 8 << 20
@@ -28,7 +29,7 @@ class SlowClient(Exception):
 @dataclass(slots=True)
 class SendQueue:
     timeout: float  # seconds that one message may take
-    size: int = 0
+    held: Holding  # of the memory of all sessions
     num_sent: int = 0  # messages
     overflowed: bool = False
     _waiting: deque[bytes] = field(default_factory=deque)
@@ -45,13 +46,19 @@ class SendQueue:
         event.event_id = f"event_{secrets.token_hex(10)}"
         data = _encode(event)
         self._waiting.append(data)
-        self.size += len(data)
-        if self.size > MAX_BYTES:
+        size = self.size + len(data)
+        if size > MAX_BYTES or (size > HIGH_WATER_BYTES and not self.held.fits(size)):
             self.overflowed = True
             self._waiting.clear()
-        if self.size > HIGH_WATER_BYTES:
+        self.held.resize(size)
+        if size > HIGH_WATER_BYTES:
             self._has_space.clear()
         self._changed.set()
+
+    @property
+    def size(self) -> int:
+        """Bytes that lie here."""
+        return self.held.size
 
     async def wait_for_space(self) -> None:
         """Until the client has taken enough of what lies here."""
@@ -61,6 +68,12 @@ class SendQueue:
         """Nothing more is put in; `run` ends when all has been sent."""
         self._finished = True
         self._changed.set()
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._finished = True
+        self._waiting.clear()
+        self.held.close()
 
     async def run(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Send until finished. Raises `SlowClient`."""
@@ -79,7 +92,7 @@ class SendQueue:
                     await send(data)
             except TimeoutError:
                 raise SlowClient(f"no message was taken for {self.timeout:g} s") from None
-            self.size -= len(data)
+            self.held.resize(self.size - len(data))
             self.num_sent += 1
             if self.size <= HIGH_WATER_BYTES:
                 self._has_space.set()

@@ -17,7 +17,7 @@ from stretto.server.openai.generating_route import slices
 from stretto.server.openai.tools import Call
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.audio_formats import AudioEncoder, Float
-from stretto.server.realtime.items import Conversation, Entry, Speech, new_id
+from stretto.server.realtime.items import Conversation, Entry, Speech, new_id, text_bytes
 from stretto.server.realtime.options import Options, format_to_wire
 
 FRAMES_A_SECOND = 12.5  # of speech; each counts as a token
@@ -161,7 +161,7 @@ class ResponseWriter:
         )
         if self.conversation is not None:
             previous = self.conversation.last_id
-            self.conversation.entries.append(entry)
+            self.conversation.append(entry)
             self.put(s.ItemAdded(previous_item_id=previous, item=item))
         return entry
 
@@ -190,9 +190,10 @@ class ResponseWriter:
         self._end(message.entry, message.index)
 
     def _end(self, entry: Entry, index: int) -> None:
-        if (
-            self.conversation is not None and entry in self.conversation.entries
-        ):  # it may have been deleted
+        # it may have been deleted
+        if self.conversation is not None and entry in self.conversation.entries:
+            entry.text_size = text_bytes(entry.item)
+            self.conversation.resize(entry, entry.text_size)
             self.put(s.ItemDone(previous_item_id=self.conversation.before(entry), item=entry.item))
         self.put(s.OutputItemDone(response_id=self.id, output_index=index, item=entry.item))
 

@@ -104,8 +104,8 @@ def test_large_messages_that_are_something_else() -> None:
 def test_items_say_what_they_mean_to_the_model() -> None:
     def read(**item: Any) -> tuple[Any, Any]:
         got = decode(event(type="conversation.item.create", item=item))
-        told, message, _ = read_item(got.item, "audio/pcm")  # type: ignore[union-attr]
-        return told, message
+        entry, message = read_item(got.item, "audio/pcm")  # type: ignore[union-attr]
+        return entry.item, message
 
     told, message = read(
         type="message", role="user", content=[{"type": "input_text", "text": "Hi"}], id="mine"

@@ -16,6 +16,7 @@ from stretto.server.realtime.options import Options
 from stretto.server.realtime.response import ResponseTask
 from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.writer import ResponseWriter
+from stretto.server.shares import Holding, Shares
 from tests.server.realtime.scripted import TalkEngine
 
 Json = dict[str, Any]
@@ -42,7 +43,8 @@ def respond(work: Callable[[ResponseTask, list[Json], TalkEngine], Awaitable[Non
         def start(on_prompt: Any) -> Any:
             return session.respond(modalities=("text", "audio"), params=Params())
 
-        response = ResponseTask(writer, start, SendQueue(5.0), Admission(8, 0), "me", lead=10.0)
+        send_queue = SendQueue(5.0, Holding(Shares(1 << 20), "me"))
+        response = ResponseTask(writer, start, send_queue, Admission(8, 8), "me", lead=10.0)
         response.task = asyncio.create_task(response.run())
         await work(response, told, engine)
         if not response.task.done():

@@ -8,11 +8,16 @@ import pytest
 from stretto.server.realtime import send_queue as module
 from stretto.server.realtime.send_queue import SendQueue, SlowClient
 from stretto.server.realtime.server_events import Cleared, ItemDeleted
+from stretto.server.shares import Holding, Shares
+
+
+def queue(timeout: float, memory: int = 1 << 30) -> SendQueue:
+    return SendQueue(timeout, Holding(Shares(memory), "me"))
 
 
 def test_everything_in_order_with_ids_of_their_own() -> None:
     async def main() -> None:
-        box, got = SendQueue(5.0), []
+        box, got = queue(5.0), []
 
         async def send(data: bytes) -> None:
             got.append(json.loads(data))
@@ -33,7 +38,7 @@ def test_everything_in_order_with_ids_of_their_own() -> None:
 
 def test_a_client_that_takes_nothing() -> None:
     async def main() -> None:
-        box = SendQueue(0.01)
+        box = queue(0.01)
         box.put(Cleared())
 
         async def never(data: bytes) -> None:
@@ -49,7 +54,7 @@ def test_a_client_that_asks_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         monkeypatch.setattr(module, "HIGH_WATER_BYTES", 500)
         monkeypatch.setattr(module, "MAX_BYTES", 1000)
-        box, hold = SendQueue(60.0), asyncio.Event()
+        box, hold = queue(60.0), asyncio.Event()
 
         async def send(data: bytes) -> None:
             await hold.wait()
@@ -63,10 +68,30 @@ def test_a_client_that_asks_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(100):
             box.put(ItemDeleted(item_id="x" * 100))
         assert box.overflowed
-        assert not box._waiting  # what was there is given up
         hold.set()
         with pytest.raises(SlowClient):
             await task
         waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_client_whose_share_of_the_memory_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a little in any case; what lies here is given back."""
+
+    async def main() -> None:
+        monkeypatch.setattr(module, "HIGH_WATER_BYTES", 500)
+        box = queue(5.0, memory=1)
+        memory = box.held.shares
+        while box.size < 300:
+            box.put(ItemDeleted(item_id="x" * 100))
+        assert not box.overflowed
+        assert memory.of("me") == box.size
+        while box.size <= 500:
+            box.put(ItemDeleted(item_id="x" * 100))
+        assert box.overflowed
+        box.close()
+        box.put(Cleared())
+        assert memory.held == 0
 
     asyncio.run(main())
