@@ -43,7 +43,7 @@ from stretto.server.origins import FORMS, VOICES
 from stretto.server.pages import WEB, Pages
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.realtime.endpoint import Realtime
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import OpenEngine, Service
 
 POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
@@ -179,13 +179,13 @@ class Routes:
         )
 
     async def voices(self, request: Request) -> Response:
-        visit: RequestLog = request.scope[VISIT]
-        return _json(self.service.voices.listed(visit.owner, self.service.engine().info))
+        request_log: RequestLog = request.scope[REQUEST_LOG]
+        return _json(self.service.voices.listed(request_log.owner, self.service.engine().info))
 
     async def forget_voice(self, request: Request) -> Response:
-        visit: RequestLog = request.scope[VISIT]
+        request_log: RequestLog = request.scope[REQUEST_LOG]
         return _json(
-            VoiceDeleted(self.service.voices.forget(visit.owner, request.path_params["name"]))
+            VoiceDeleted(self.service.voices.forget(request_log.owner, request.path_params["name"]))
         )
 
     def _card(self, name: str, engine: EngineClient) -> ModelCard:
@@ -300,9 +300,9 @@ async def _tell(request: Request, error: Exception) -> Response:
 
 def _counted(route: str, handler: Handler) -> Handler:
     async def run(request: Request) -> Response:
-        visit = request.scope[VISIT]
-        assert isinstance(visit, RequestLog)
-        visit.route = route
+        request_log = request.scope[REQUEST_LOG]
+        assert isinstance(request_log, RequestLog)
+        request_log.route = route
         return await handler(request)
 
     return run

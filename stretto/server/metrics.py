@@ -138,26 +138,26 @@ class Metrics:
         )
         self.realtime = RealtimeMetrics(r)
 
-    def record(self, visit: RequestLog) -> None:
+    def record(self, request_log: RequestLog) -> None:
         """A request is over."""
-        self.requests.labels(visit.route, str(visit.status)).inc()
-        self.seconds.labels(visit.route).observe(visit.elapsed())
-        if visit.queued is not None:
-            self.queue.observe(visit.queued)
-        if visit.first_text is not None:
-            self.first_text.observe(visit.first_text)
-            self.tokens.inc(visit.num_tokens)
-            if visit.token_gap is not None:
-                self.token_gap.observe(visit.token_gap)
-        self.prompts.inc(visit.prompt_tokens)
-        self.cached.inc(visit.cached_tokens)
-        if visit.first_audio is not None and visit.rtf is not None:
-            self.first_audio.observe(visit.first_audio)
-            self.rtf.observe(visit.rtf)
-            self.audio.inc(visit.audio_seconds)
-            self.underrun.inc(visit.underrun)
-            self.smooth.inc(0 if visit.underrun else 1)
-        if visit.ended == "left":
+        self.requests.labels(request_log.route, str(request_log.status)).inc()
+        self.seconds.labels(request_log.route).observe(request_log.elapsed())
+        if request_log.queued is not None:
+            self.queue.observe(request_log.queued)
+        if request_log.first_text is not None:
+            self.first_text.observe(request_log.first_text)
+            self.tokens.inc(request_log.num_tokens)
+            if request_log.token_gap is not None:
+                self.token_gap.observe(request_log.token_gap)
+        self.prompts.inc(request_log.prompt_tokens)
+        self.cached.inc(request_log.cached_tokens)
+        if request_log.first_audio is not None and request_log.rtf is not None:
+            self.first_audio.observe(request_log.first_audio)
+            self.rtf.observe(request_log.rtf)
+            self.audio.inc(request_log.audio_seconds)
+            self.underrun.inc(request_log.underrun)
+            self.smooth.inc(0 if request_log.underrun else 1)
+        if request_log.ended == "left":
             self.gone.inc()
 
     def page(self, render: Callable[[], bytes]) -> bytes:

@@ -22,7 +22,7 @@ from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.endpoint import PATHS as REALTIME
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import owner_of_address
 from stretto.types import RequestId
@@ -53,16 +53,16 @@ class AccessMiddleware:
             await self._other(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        visit = _visit(scope, headers)
-        added = [(b"x-request-id", visit.client_id.encode())]
+        request_log = _new_log(scope, headers)
+        added = [(b"x-request-id", request_log.client_id.encode())]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
+                request_log.status = message["status"]
                 queued = (
                     []
-                    if visit.queued is None
-                    else [(QUEUED, f"{1000 * visit.queued:.1f}".encode())]
+                    if request_log.queued is None
+                    else [(QUEUED, f"{1000 * request_log.queued:.1f}".encode())]
                 )
                 message["headers"] = [*message.get("headers", ()), *added, *queued]
             await send(message)
@@ -76,36 +76,40 @@ class AccessMiddleware:
         except Refused as e:
             await respond(e)(scope, receive, send_with_id)
         except CutConnection:
-            visit.ended = visit.ended or "broken"
+            request_log.ended = request_log.ended or "broken"
             raise
         finally:
-            self._record(scope, visit)
+            self._record(scope, request_log)
 
     def _admit(self, scope: Scope, headers: Headers, origin: str, host: str) -> ASGIApp:
         """What answers this request, if it may be answered."""
-        visit: RequestLog = scope[VISIT]
+        request_log: RequestLog = scope[REQUEST_LOG]
         api = is_api(scope)
         preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
         if origin and (api or preflight):
             self.callers.check_origin(origin, host, scope["scheme"])
         if preflight:
-            visit.route = "preflight"
+            request_log.route = "preflight"
             return Response(status_code=200, headers=preflight_headers(headers))
         if api and scope["method"] != "OPTIONS":
-            self._identify(visit, scope, headers)
+            self._identify(request_log, scope, headers)
             session = headers.get("x-session-id", "")
-            visit.session = f"{visit.owner}/{session}" if _FINE_ID.fullmatch(session) else None
+            request_log.session = (
+                f"{request_log.owner}/{session}" if _FINE_ID.fullmatch(session) else None
+            )
             if scope["method"] == "POST":
-                visit.content_type = headers.get("content-type", "")
+                request_log.content_type = headers.get("content-type", "")
                 check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
         return self.app
 
     def _identify(
-        self, visit: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
+        self, request_log: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
     ) -> None:
-        visit.owner = self.service.keys.owner(headers, other_key)
+        request_log.owner = self.service.keys.owner(headers, other_key)
         address = str((scope.get("client") or ("",))[0])
-        visit.sender = visit.owner if self.service.keys.needed else owner_of_address(address)
+        request_log.sender = (
+            request_log.owner if self.service.keys.needed else owner_of_address(address)
+        )
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an
@@ -119,13 +123,13 @@ class AccessMiddleware:
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        visit = _visit(scope, headers)
+        request_log = _new_log(scope, headers)
 
         async def watched(message: Message) -> None:
             if message["type"] == "websocket.accept":
-                visit.status = 101
+                request_log.status = 101
             elif message["type"] == "websocket.http.response.start":
-                visit.status = message["status"]
+                request_log.status = message["status"]
             await send(message)
 
         try:
@@ -136,37 +140,37 @@ class AccessMiddleware:
                 self.callers.check_origin(
                     origin, host, "https" if scope["scheme"] == "wss" else "http"
                 )
-            self._identify(visit, scope, headers, _other_key(scope))
+            self._identify(request_log, scope, headers, _other_key(scope))
             if (
                 incoming := scope.get(INCOMING)
             ) is not None:  # another server may hold the connection, as Ray's does
-                incoming.belong_to(visit.sender)
+                incoming.belong_to(request_log.sender)
             await self.app(scope, receive, watched)
         except Refused as e:
             await receive()  # websocket.connect
             await respond(e)(scope, receive, watched)
         finally:
-            self._record(scope, visit)
+            self._record(scope, request_log)
 
-    def _record(self, scope: Scope, visit: RequestLog) -> None:
-        self.service.metrics.record(visit)
-        level = logging.DEBUG if visit.route in _QUIET else logging.INFO
+    def _record(self, scope: Scope, request_log: RequestLog) -> None:
+        self.service.metrics.record(request_log)
+        level = logging.DEBUG if request_log.route in _QUIET else logging.INFO
         if log.isEnabledFor(level):
-            fields = facts(scope, visit)
+            fields = facts(scope, request_log)
             log.log(
                 level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields}
             )
 
 
-def _visit(scope: Scope, headers: Headers) -> RequestLog:
+def _new_log(scope: Scope, headers: Headers) -> RequestLog:
     ours = RequestId(f"req-{secrets.token_hex(12)}")
     theirs = headers.get("x-request-id", "")
     # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
-    visit = RequestLog(
+    request_log = RequestLog(
         ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter()
     )
-    scope[VISIT] = visit
-    return visit
+    scope[REQUEST_LOG] = request_log
+    return request_log
 
 
 def _path(scope: Scope) -> str:
@@ -188,35 +192,35 @@ def is_api(scope: Scope) -> bool:
     return path == "/v1" or path.startswith("/v1/")
 
 
-def facts(scope: Scope, visit: RequestLog) -> dict[str, str | int | float]:
+def facts(scope: Scope, request_log: RequestLog) -> dict[str, str | int | float]:
     """What a log line says about a request."""
-    out: dict[str, str | int | float] = {"id": str(visit.request_id)}
-    if visit.client_id != visit.request_id:
-        out["client_id"] = visit.client_id
+    out: dict[str, str | int | float] = {"id": str(request_log.request_id)}
+    if request_log.client_id != request_log.request_id:
+        out["client_id"] = request_log.client_id
     out |= {
         "method": scope.get("method", "WEBSOCKET"),
         "path": _shown(scope["path"]),
-        "status": visit.status,
+        "status": request_log.status,
     }
-    if visit.owner:
-        out["key"] = visit.owner
+    if request_log.owner:
+        out["key"] = request_log.owner
     times = (
-        ("queued_ms", visit.queued),
-        ("first_text_ms", visit.first_text),
-        ("first_audio_ms", visit.first_audio),
+        ("queued_ms", request_log.queued),
+        ("first_text_ms", request_log.first_text),
+        ("first_audio_ms", request_log.first_audio),
     )
     for name, seconds in times:
         if seconds is not None:
             out[name] = round(1000 * seconds, 1)
-    if visit.num_tokens:
-        out["tokens"] = visit.num_tokens
-    if visit.rtf is not None:
-        out |= {"audio_s": round(visit.audio_seconds, 2), "rtf": round(visit.rtf, 3)}
-    if visit.underrun:
-        out["underrun_ms"] = round(1000 * visit.underrun, 1)
-    if visit.ended:
-        out["ended"] = visit.ended
-    out["ms"] = round(1000 * visit.elapsed(), 1)
+    if request_log.num_tokens:
+        out["tokens"] = request_log.num_tokens
+    if request_log.rtf is not None:
+        out |= {"audio_s": round(request_log.audio_seconds, 2), "rtf": round(request_log.rtf, 3)}
+    if request_log.underrun:
+        out["underrun_ms"] = round(1000 * request_log.underrun, 1)
+    if request_log.ended:
+        out["ended"] = request_log.ended
+    out["ms"] = round(1000 * request_log.elapsed(), 1)
     return out
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stretto.types import RequestId
 
-VISIT = "stretto.visit"  # where a RequestLog lies in an ASGI scope
+REQUEST_LOG = "stretto.request_log"  # where a RequestLog lies in an ASGI scope
 
 
 @dataclass(slots=True)

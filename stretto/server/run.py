@@ -88,7 +88,7 @@ class Server:
     config: ServerConfig
     app: Starlette
     listeners: list[Listener]
-    _uvicorn: _Uvicorn
+    uvicorn: _Uvicorn
     _stopping: asyncio.Task[None] | None = None
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -124,7 +124,7 @@ class Server:
     async def serve(self) -> int:
         """Until it is told to stop. The process's exit status: 1 if the engine never came up."""
         try:
-            await self._uvicorn.serve([x.socket for x in self.listeners])
+            await self.uvicorn.serve([x.socket for x in self.listeners])
             if self._stopping is not None:
                 await self._stopping
         finally:
@@ -160,7 +160,7 @@ class Server:
         if cut := self.service.admission.running:
             log.warning("ending with %d requests unfinished", cut)
             self.service.cut.set_result(None)
-        self._uvicorn.should_exit = True
+        self.uvicorn.should_exit = True
 
     async def _drain(self, timeout: float) -> None:
         try:

@@ -1,10 +1,14 @@
-"""The admission queue: its order, its bound, its time limit, and what callers learn of it."""
+"""Places for requests: whose turn it is, how many wait and for how long, and that none is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,295 @@ from tests.server.conftest import serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT
 from tests.server.test_limits import HeldServer
+
+
+class Desk:
+    """Requests that hold their places until they are told to leave."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission, self.served = admission, list[str]()
+        self.leave: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, *names: str, places: int = 1, reading: bool = False) -> None:
+        """The first letter of a name is its owner."""
+        for name in names:
+            self.leave[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._stay(name, places, reading))
+            await settle()
+
+    async def _stay(self, name: str, places: int, reading: bool) -> None:
+        async with self.admission.place(name[0], reading=reading) as place:
+            if places > 1:
+                await place.widen(places)
+            self.served.append(name)
+            await self.leave[name].wait()
+
+    async def go(self, *names: str) -> None:
+        for name in names:
+            self.leave[name].set()
+            await settle()
+
+    def refused(self, name: str) -> bool:
+        task = self.tasks[name]
+        return task.done() and isinstance(task.exception(), Refused)
+
+    async def close(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        assert (self.admission.running, self.admission.waiting, self.admission.readings.held) == (
+            0,
+            0,
+            0,
+        )
+        assert self.admission.idle.is_set()
+        assert not [owner for owner in "abcdexyz" if f"'{owner}'" in repr(self.admission)]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def at_desk(
+    admission: Admission,
+) -> Callable[[Callable[[Desk], Coroutine[Any, Any, None]]], Callable[[], None]]:
+    """A test with a desk; afterwards nothing may be held."""
+
+    def wrap(test: Callable[[Desk], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        async def main() -> None:
+            desk = Desk(admission)
+            await test(desk)
+            await desk.close()
+
+        def run() -> None:
+            asyncio.run(main())
+
+        return run
+
+    return wrap
+
+
+@at_desk(Admission(3, 3))
+async def test_one_owner_may_hold_all_places(desk: Desk) -> None:
+    await desk.come("a1", "a2", "a3")
+    assert desk.served == ["a1", "a2", "a3"]
+    assert not desk.admission.idle.is_set()
+    await desk.come("a4", "b1")
+    assert desk.refused("a4")
+    assert desk.refused("b1"), "nobody can wait where there is no queue"
+
+
+@at_desk(Admission(4, 4, queue=16))
+async def test_the_next_place_is_for_the_owner_with_the_fewest(desk: Desk) -> None:
+    await desk.come("a1", "a2", "a3", "a4", "a5", "a6", "b1", "b2", "c1", "b3")
+    await desk.go("a1", "a2", "a3", "a4")
+    # With 3, 0 and 0 places b has come before c; then c has none; with 1, 1 and 1 it is a's turn,
+    # and then b's.
+    assert desk.served[4:] == ["b1", "c1", "a5", "b2"]
+    await desk.go("c1", "b1")
+    assert desk.served[8:] == ["a6", "b3"]
+
+
+@at_desk(Admission(1, 1, queue=4))
+async def test_a_full_queue_drops_the_last_of_the_owner_with_the_most(desk: Desk) -> None:
+    await desk.come("a0", "a1", "a2", "a3", "a4", "a5")
+    assert desk.refused("a5")
+    await desk.come("b1", "b2", "b3")
+    assert [n for n in desk.tasks if desk.refused(n)] == ["a3", "a4", "a5", "b3"]
+    await desk.come("c1")
+    assert desk.refused("b2") != desk.refused("a2"), "one of those with the most"
+    await desk.go("a0", "a1", "b1", "c1")
+    assert desk.served == ["a0", "a1", "b1", "c1", "b2"]
+
+
+@at_desk(Admission(1, 1, queue=99))
+async def test_one_place_goes_round(desk: Desk) -> None:
+    """Nobody waits for all that another owner has in the queue, nor is passed by owners who come
+    later."""
+    await desk.come("a0", "a1", "a2", "a3", "b1", "b2", "c1")
+    for _ in range(3):
+        await desk.go(desk.served[-1])
+    assert desk.served == ["a0", "a1", "b1", "c1"]
+    await desk.come("d1", "e1")
+    for _ in range(5):
+        await desk.go(desk.served[-1])
+    assert desk.served[4:] == ["a2", "b2", "d1", "e1", "a3"]
+
+
+@at_desk(Admission(1, 1, queue=2))
+async def test_what_would_be_refused_is_refused_before_its_body_is_read(desk: Desk) -> None:
+    await desk.come("a0")
+    desk.admission.check("a")
+    await desk.come("a1", "a2")
+    with pytest.raises(
+        Refused, match="1 requests at once, at most 1 of one client, and 2 wait already"
+    ) as refused:
+        desk.admission.check("a")
+    assert (refused.value.status, refused.value.code) == (429, "server_busy")
+    desk.admission.check("b")
+
+
+@at_desk(Admission(4, 4, 2, queue=9))
+async def test_an_owner_may_have_a_limit_of_its_own(desk: Desk) -> None:
+    await desk.come("a1", "a2", "a3", "b1")
+    assert desk.refused("a3")
+    with pytest.raises(Refused, match="2 requests of this API key"):
+        desk.admission.check("a")
+    desk.admission.check("b")
+    await desk.go("a1", "b1")
+    await desk.come("c1", places=8)
+    assert "c1" in desk.served
+    assert desk.admission.running == 3, "it has as many places as its owner may have"
+    await desk.come("c2")
+    assert desk.refused("c2")
+
+
+# ---- wide requests
+
+
+@at_desk(Admission(8, 8, queue=9))
+async def test_a_wide_request_takes_its_places_and_is_not_overtaken(desk: Desk) -> None:
+    await desk.come(*(f"a{i}" for i in range(8)))
+    await desk.come("b1", places=6)
+    await desk.come("c1", "c2")
+    await desk.go("a0")
+    assert desk.served[8:] == ["c1"], "b had one place, and gave it back to wait for six"
+    await desk.go("a1", "a2", "a3", "a4", "a5")
+    await desk.come("d1", "e1")
+    assert desk.served[9:] == [], "places come together for b"
+    await desk.go("a6")
+    assert desk.served[9:] == ["b1"]
+    assert desk.admission.running == 8
+    await desk.go("a7", "b1")
+    assert sorted(desk.served[10:]) == ["c2", "d1", "e1"]
+    assert desk.admission.running == 4
+
+
+@at_desk(Admission(4, 4, queue=16))
+async def test_many_wide_requests_do_not_wait_for_each_other_for_ever(desk: Desk) -> None:
+    for name in ("a1", "b1", "c1", "d1", "a2"):
+        await desk.come(name, places=8)
+        assert desk.admission.running <= 4
+    assert desk.served == ["a1"]
+    await desk.go("a1")
+    await desk.go("b1", "c1", "d1", "a2")
+    assert sorted(desk.served) == ["a1", "a2", "b1", "c1", "d1"]
+
+
+@at_desk(Admission(4, 4, queue=16))
+async def test_a_wide_request_that_leaves_lets_others_go_on(desk: Desk) -> None:
+    await desk.come("a1")
+    await desk.come("b1", places=4)
+    await desk.come("c1")
+    assert "c1" not in desk.served
+    desk.tasks["b1"].cancel()
+    await settle()
+    assert "c1" in desk.served
+
+
+# ---- readings
+
+
+@at_desk(Admission(8, 8, queue=16, live=4))
+async def test_texts_that_are_being_written_leave_others_room_in_the_engine(desk: Desk) -> None:
+    await desk.come("a1", "a2", "a3", "b1", "b2", "c1", reading=True)
+    assert desk.served == ["a1", "a2", "b1"], "of 4 in all: half for one, and one for each of two"
+    await desk.come("a4")
+    assert desk.served[3:] == ["a4"], "other requests pass them"
+    await desk.go("a1")
+    assert desk.served[4:] == ["c1"]
+    await desk.go("b1", "a2")
+    assert desk.served[5:] == ["b2", "a3"]
+
+
+def test_a_reading_without_a_place_still_counts_as_one() -> None:
+    async def main() -> None:
+        admission = Admission(4, 4, queue=4, live=2)
+        async with admission.place("a", reading=True) as place:
+            place.give_back()
+            assert (admission.running, admission.readings.held) == (0, 1)
+            assert admission.idle.is_set()
+            place.give_back()
+            async with AsyncExitStack() as stack:
+                for _ in range(4):
+                    await stack.enter_async_context(admission.place("b"))
+                again = asyncio.create_task(place.take())
+                await settle()
+                assert not again.done()
+            await again
+            assert (admission.running, admission.readings.held) == (1, 1)
+        assert (admission.running, admission.readings.held) == (0, 0)
+
+    asyncio.run(main())
+
+
+# ---- those who leave
+
+
+@at_desk(Admission(1, 1, queue=4))
+async def test_who_leaves_as_its_turn_comes_passes_the_place_on(desk: Desk) -> None:
+    await desk.come("a1", "b1", "c1")
+    desk.leave["a1"].set()
+    while desk.admission.waiting == 2:
+        await asyncio.sleep(0)
+    desk.tasks["b1"].cancel()  # it has the place, and has not run since
+    await settle()
+    assert desk.served == ["a1", "c1"]
+
+
+@at_desk(Admission(1, 1, queue=4))
+async def test_who_has_left_is_given_nothing(desk: Desk) -> None:
+    async with desk.admission.place("a") as place:
+        await desk.come("b1", "c1")
+        desk.tasks["b1"].cancel()
+        place.give_back()  # before its task has run again
+        await settle()
+        assert desk.served == ["c1"]
+
+
+@at_desk(Admission(1, 1, queue=4, patience=0.01))
+async def test_patience_ends(desk: Desk) -> None:
+    await desk.come("a1", "b1")
+    with pytest.raises(Refused, match=r"no place came free within 0.01 s"):
+        await desk.tasks["b1"]
+    assert desk.admission.waiting == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_place_is_lost_or_made(seed: int) -> None:
+    """Whatever requests do, at any moment."""
+
+    async def main() -> None:
+        rng, desk = random.Random(seed), Desk(Admission(6, 6, queue=10, live=3))
+        for i in range(300):
+            if rng.random() < 0.5:
+                places, reading = (
+                    (rng.choice((1, 1, 2, 6)), False) if rng.random() < 0.7 else (1, True)
+                )
+                await desk.come(f"{rng.choice('abcd')}{i}", places=places, reading=reading)
+            elif desk.tasks:
+                name = rng.choice(list(desk.tasks))
+                if rng.random() < 0.5:
+                    desk.leave[name].set()
+                else:
+                    desk.tasks[name].cancel()
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            assert 0 <= desk.admission.running <= 6
+            assert desk.admission.readings.held <= 3
+            assert desk.admission.waiting <= 10
+        for name in list(desk.tasks):
+            desk.leave[name].set()
+            await settle()
+        assert all(t.done() for t in desk.tasks.values())
+        await desk.close()
+
+    asyncio.run(main())
+
+
+# ---- over HTTP
 
 
 def test_eight_calls_of_the_stock_client_at_a_server_for_one() -> None:
@@ -76,18 +369,5 @@ def test_turns_come_in_order_and_nobody_loses_a_slot() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         assert order == ["0", "2", "3"]
         assert (admission.running, admission.waiting, admission.idle.is_set()) == (0, 0, True)
-
-    asyncio.run(work())
-
-
-def test_patience_ends() -> None:
-    async def work() -> None:
-        admission = Admission(1, 1, queue=1, patience=0.01)
-        async with admission.place("a"):
-            with pytest.raises(Refused, match="no place came free") as refused:
-                async with admission.place("b"):
-                    raise AssertionError
-        assert refused.value.status == 429
-        assert (admission.running, admission.waiting) == (0, 0)
 
     asyncio.run(work())

@@ -14,7 +14,7 @@ from stretto.config.engine import EngineConfig
 from stretto.engine import request as ticket
 from stretto.engine import stall_watch as watch
 from tests.pipeline import LINKS, STAGES
-from tests.server.conftest import HEAD, read_until
+from tests.server.conftest import HEAD, PATIENCE_S, read_until
 from tests.server.real_engine import Served, served
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
@@ -62,7 +62,7 @@ def test_speech_is_refused_while_running_speech_is_too_slow(strict: Served) -> N
         "max_tokens": 2000,
     }
     data = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", strict.running.port), timeout=60) as s:
+    with socket.create_connection(("127.0.0.1", strict.running.port), timeout=PATIENCE_S) as s:
         s.sendall(
             f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data
         )

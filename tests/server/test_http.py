@@ -22,7 +22,7 @@ from stretto.engine.protocol import EngineClient
 from stretto.errors import Bug, Busy, Invalid, StageDead, WireError
 from stretto.params import ChunkSizes
 from stretto.server.app import make_app
-from tests.server.conftest import Running, serve
+from tests.server.conftest import PATIENCE_S, Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
@@ -137,7 +137,7 @@ def test_speech_is_sent_as_it_is_made(format: str) -> None:
 
     engine = ScriptedEngine(pieces=(), packets=list(noise), gate=gate)
     with serve(engine) as running:
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
         body = json.dumps({"input": "Hi", "response_format": format})
         connection.request("POST", SPEECH, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -548,9 +548,9 @@ def test_nobody_looks_at_a_timeline_that_was_not_asked_for() -> None:
 
 
 def test_the_docs_name_every_number() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
     with serve(ScriptedEngine()) as running:
-        told = running.ask("/metrics").body.decode()
-    types = dict(re.findall(r"^# TYPE (stretto_\w+) (\w+)", told, re.M))
+        page = running.ask("/metrics").body.decode()
+    types = dict(re.findall(r"^# TYPE (stretto_\w+) (\w+)", page, re.M))
     names = {n for n in types if not n.endswith("_created")}
     assert {n for n in names if f"`{n}`" not in text and f"`{n}{{" not in text} == set()

@@ -14,7 +14,7 @@ import pytest
 
 from stretto.engine.protocol import EngineClient
 from stretto.errors import StrettoError
-from tests.server.conftest import HEAD, Running, read_until, serve
+from tests.server.conftest import HEAD, PATIENCE_S, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT, SOUND, SPEECH
 
@@ -32,7 +32,7 @@ def test_a_large_body_is_refused_while_it_is_read() -> None:
                 model="x", messages=[{"role": "user", "content": "x" * 20_000}]
             )
         assert caught.value.status_code == 413
-        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as s:
             s.sendall(f"POST {CHAT} {HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
             for _ in range(6):  # and no end
                 s.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
@@ -41,7 +41,7 @@ def test_a_large_body_is_refused_while_it_is_read() -> None:
             b"Content-Length: 99999999999",
             b"Expect: 100-continue\r\nContent-Length: 20000",
         ):
-            with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+            with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as s:
                 s.sendall(f"POST {CHAT} {HEAD}".encode() + lie + b"\r\n\r\n")
                 assert s.recv(4096).startswith(b"HTTP/1.1 413 ")
         assert running.ask(CHAT, ASK).status == 200
@@ -49,7 +49,7 @@ def test_a_large_body_is_refused_while_it_is_read() -> None:
 
 def test_a_body_that_does_not_come() -> None:
     with serve(ScriptedEngine(), body_timeout=0.05) as running:
-        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as s:
             s.sendall(f"POST {CHAT} {HEAD}Content-Length: 100\r\n\r\n{{".encode())
             assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
         assert running.ask("/health").status == 200
@@ -107,7 +107,7 @@ class HeldServer:
     def start(self, body: dict[str, Any], path: str = CHAT, key: str = "") -> socket.socket:
         """Sends a request and reads until sound has come."""
         data = json.dumps({**body, "stream": True} if path == CHAT else body).encode()
-        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=120)
+        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=PATIENCE_S)
         auth = f"Authorization: Bearer {key}\r\n" if key else ""
         s.sendall(f"POST {path} {HEAD}{auth}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         read_until(s, b'"data"' if path == CHAT else b"\r\n\r\n")
@@ -139,7 +139,7 @@ def test_leaving_cancels_at_once(path: str) -> None:
 def test_leaving_before_a_whole_answer() -> None:
     with HeldServer() as held:
         data = json.dumps(ALOUD).encode()
-        s = socket.create_connection(("127.0.0.1", held.running.port), timeout=120)
+        s = socket.create_connection(("127.0.0.1", held.running.port), timeout=PATIENCE_S)
         s.sendall(f"POST {CHAT} {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
         async def started() -> None:

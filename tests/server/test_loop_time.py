@@ -117,7 +117,7 @@ def test_a_field_counts_once(running: Running, monkeypatch: pytest.MonkeyPatch) 
     """Thousands of them in one body are thousands of numbers to read, of which one is good for
     something."""
     decoded: list[int] = []
-    decoder = exchange._fields
+    decoder = exchange.raw_fields
 
     class Fields:
         def decode(self, data: bytes) -> Any:
@@ -125,7 +125,7 @@ def test_a_field_counts_once(running: Running, monkeypatch: pytest.MonkeyPatch) 
             decoded.append(len(fields))
             return fields
 
-    monkeypatch.setattr(exchange, "_fields", Fields())
+    monkeypatch.setattr(exchange, "raw_fields", Fields())
     body = b'{"input":"hi",' + b'"seed":1,' * SMALL + b'"response_format":"pcm"}'
     assert running.ask("/v1/audio/speech", body).status == 200
     assert decoded == [3]

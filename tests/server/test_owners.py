@@ -18,7 +18,7 @@ from stretto.config.loader import load_settings
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from tests.engine.common import freed, stats
-from tests.server.conftest import read_until
+from tests.server.conftest import PATIENCE_S, read_until
 from tests.server.real_engine import Served, served
 
 KEYS = ("first-secret", "second-secret", "third-secret", "fourth-secret")
@@ -137,7 +137,7 @@ def test_a_connection_that_ends_frees_everything(apart: Served, wanted: bytes) -
     head = (
         f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEYS[3]}\r\nContent-Type: application/json\r\n"
     )
-    with socket.create_connection(("127.0.0.1", apart.running.port), timeout=60) as s:
+    with socket.create_connection(("127.0.0.1", apart.running.port), timeout=PATIENCE_S) as s:
         s.sendall(
             f"POST /v1/chat/completions HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode()  # noqa: E501
             + body

@@ -218,14 +218,14 @@ def test_underruns_are_counted_as_a_player_hears_them() -> None:
         def elapsed(self) -> float:
             return now[0]
 
-    visit = Clocked(RequestId("r"), "r", arrived=0.0, sample_rate=1000)
+    request_log = Clocked(RequestId("r"), "r", arrived=0.0, sample_rate=1000)
     for now[0] in (1.0, 1.4, 2.0, 2.2):  # packets of 0.5 s; the third comes just in time
-        visit.saw_audio(500)
-    assert visit.underrun == pytest.approx(0.0)
+        request_log.saw_audio(500)
+    assert request_log.underrun == pytest.approx(0.0)
     now[0] = 4.0  # what there was, 2.0 s from 1.0 on, had been played at 3.0
-    visit.saw_audio(500)
-    assert visit.underrun == pytest.approx(1.0)
-    assert visit.rtf == pytest.approx(4.0 / 2.5)
+    request_log.saw_audio(500)
+    assert request_log.underrun == pytest.approx(1.0)
+    assert request_log.rtf == pytest.approx(4.0 / 2.5)
 
 
 def test_env_says_what_is_installed() -> None:

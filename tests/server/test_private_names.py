@@ -24,7 +24,7 @@ from stretto.server.http import websocket
 from stretto.server.http.connection import Connection
 from stretto.server.http.websocket import Socket
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
-from tests.server.conftest import HEAD, Running, read_until, serve
+from tests.server.conftest import HEAD, PATIENCE_S, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def running() -> Any:
 
 
 def connections(running: Running, kind: type[Any]) -> list[Any]:
-    return [c for c in running.server._uvicorn.server_state.connections if isinstance(c, kind)]
+    return [c for c in running.server.uvicorn.server_state.connections if isinstance(c, kind)]
 
 
 def test_the_installed_version_is_one_that_may_be() -> None:
@@ -85,7 +85,7 @@ def test_the_installed_version_is_one_that_may_be() -> None:
 
 
 def test_http(running: Running) -> None:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as s:
         s.sendall(f"GET /live {HEAD}\r\n".encode())
         read_until(s, b"alive")
         [connection] = connections(running, Connection)
@@ -124,7 +124,7 @@ def test_websocket(running: Running) -> None:
 
 
 def test_server(running: Running) -> None:
-    check(running.server._uvicorn, used(run, "_Uvicorn"), run, uvicorn.Server)
+    check(running.server.uvicorn, used(run, "_Uvicorn"), run, uvicorn.Server)
     check(uvicorn.Server, {"startup", "capture_signals", "serve"}, run, uvicorn.Server)
 
 

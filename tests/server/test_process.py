@@ -26,7 +26,7 @@ import pytest
 
 from stretto.commands.serve import greeting
 from stretto.config.server import ServerConfig
-from tests.server.conftest import HEAD, Running, read_until, serve
+from tests.server.conftest import HEAD, PATIENCE_S, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
 
@@ -112,7 +112,7 @@ def test_sigterm_drains_and_exits_with_0() -> None:
         body = json.dumps(
             {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
         ).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as s:
             head = f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nX-Request-Id: mine\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
             s.sendall(head.encode() + body)
             got = read_until(s, b"One")
@@ -138,7 +138,9 @@ def test_sigterm_drains_and_exits_with_0() -> None:
 
 def health(port: int) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=120) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S
+        ) as answer:
             return str(json.load(answer)["status"])
     except urllib.error.HTTPError as e:
         return str(json.load(e)["status"])
@@ -180,7 +182,9 @@ def test_a_log_whose_reader_is_gone_stops_nobody() -> None:
         process.stderr.close()
         port = int(ready.split()[1].rstrip("/").rpartition(":")[2])
         for _ in range(5):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=120) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}/version", timeout=PATIENCE_S
+            ) as answer:
                 assert answer.status == 200
         process.terminate()
         assert process.wait(120) == 0
@@ -200,7 +204,7 @@ def test_a_path_forges_nothing_in_the_log(log_format: str) -> None:
         assert process.stderr is not None
         begun = lines_until(process, "ready: " if log_format == "json" else "page ")
         port = int(re.findall(r"127\.0\.0\.1:(\d+)", begun[-1])[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             for sign in breaks:
                 connection.request("GET", "/v1/models/a" + quote(f"{sign}{FORGED}", safe=""))
@@ -228,7 +232,7 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
         body = json.dumps(
             {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
         ).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as s:
             head = (
                 f"POST /v1/chat/completions {HEAD}Authorization: Bearer k\r\nContent-Length: "
                 f"{len(body)}\r\n\r\n"
@@ -252,7 +256,7 @@ def look_until_gone(port: int, most: int) -> None:
     """Ask for /live, again and again, until nobody listens any more."""
     with contextlib.suppress(OSError):
         for _ in range(most):
-            with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as s:
                 s.sendall(f"GET /live {HEAD}Connection: close\r\n\r\n".encode())
                 while s.recv(65536):
                     pass
@@ -268,7 +272,7 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
          "temperature": 1.0, "seed": 1, "max_tokens": 4000, "max_audio_frames": 4000}
     ).encode()  # fmt: skip
     for wanted in (b'"role"', b'"data"'):
-        with socket.create_connection(("127.0.0.1", solo_server.port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", solo_server.port), timeout=PATIENCE_S) as s:
             s.sendall(
                 f"POST /v1/chat/completions {HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
                 + body
@@ -319,7 +323,9 @@ def test_tls_and_unix_sockets(tmp_path: Path) -> None:
     with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key) as running:
         assert running.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)
-        with urllib.request.urlopen(f"{running.url}/health", context=trust, timeout=120) as answer:
+        with urllib.request.urlopen(
+            f"{running.url}/health", context=trust, timeout=PATIENCE_S
+        ) as answer:
             assert answer.status == 200
     path = str(tmp_path / "socket")
     with serve(ScriptedEngine(), uds=path) as running, socket.socket(socket.AF_UNIX) as s:

@@ -55,7 +55,7 @@ def census(real: Served) -> dict[str, Any]:
             )
         )
         await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
-        await until(lambda: not real.engine._accepted)
+        await until(lambda: not real.engine.metrics()["stretto_engine_running"])
 
     real.do(idle())
     until_all_are_closed()
@@ -124,7 +124,7 @@ def test_a_worker_that_can_build_no_prompt_is_restarted_and_seen(real: Served) -
 
     refused = real.running.ask(CHAT, HELLO)
     assert (refused.status, refused.error["message"]) == (500, "the prompt cannot be built")
-    second = real.do(asyncio.wait_for(stop_the_next(), 60))
+    second = real.do(stop_the_next())
     health = real.running.ask("/health")
     assert (health.status, health.json["status"]) == (503, "loading")
     assert (
@@ -134,7 +134,11 @@ def test_a_worker_that_can_build_no_prompt_is_restarted_and_seen(real: Served) -
     assert b"stretto_prompt_worker_ready 0.0" in real.running.ask("/metrics").body
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(real.running.ask, CHAT, HELLO)
-        real.do(asyncio.wait_for(until(lambda: real.engine._accepted == 1), 60))
+        real.do(
+            asyncio.wait_for(
+                until(lambda: real.engine.metrics()["stretto_engine_running"] == 1), 60
+            )
+        )
         os.kill(second, signal.SIGCONT)
         assert waiting.result().status == 200
     assert real.running.ask("/health").json["status"] == "ready"

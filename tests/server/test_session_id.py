@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-from tests.server.conftest import serve
+from tests.server.conftest import PATIENCE_S, serve
 from tests.server.scripted_engine import ScriptedEngine
 
 ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
@@ -15,7 +15,7 @@ ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 def ask(url: str, key: str, **headers: str) -> None:
     told = {"content-type": "application/json", "authorization": f"Bearer {key}", **headers}
     with urllib.request.urlopen(
-        urllib.request.Request(f"{url}/v1/chat/completions", ASK, told), timeout=60
+        urllib.request.Request(f"{url}/v1/chat/completions", ASK, told), timeout=PATIENCE_S
     ) as answer:
         assert answer.status == 200
 

@@ -19,7 +19,7 @@ from stretto.config.server import ServerConfig
 from stretto.errors import Gone, Invalid
 from stretto.server.http.body import Body
 from stretto.server.openai.error_body import Refused, describe, respond
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 
 T = TypeVar("T")
 SSE_HEADERS = (
@@ -46,10 +46,10 @@ class Exchange:
     events: bool = False  # the answer is a stream of events, in which an error can be told
 
     @property
-    def visit(self) -> RequestLog:
-        visit = self.scope[VISIT]
-        assert isinstance(visit, RequestLog)
-        return visit
+    def request_log(self) -> RequestLog:
+        request_log = self.scope[REQUEST_LOG]
+        assert isinstance(request_log, RequestLog)
+        return request_log
 
     # ---- in
 
@@ -193,7 +193,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 SMALL = 4 << 10
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def decode(
@@ -206,7 +206,7 @@ def decode(
     7 us, and 64 KiB hold thousands of them."""
     try:
         if len(data) > SMALL:
-            fields = read_json(data, _fields.decode)
+            fields = read_json(data, raw_fields.decode)
             check_sizes(fields, longest or {})
             data = _encode(fields)
         return read_json(data, decoder.decode)

@@ -174,15 +174,18 @@ class Socket(WebSocketsSansIOProtocol):
     def handle_text(self, event: Frame) -> None:
         self.gathered = len(event.data)
         super().handle_text(event)
+        event.data = b""  # the parser keeps the frame until the next one has come
 
     def handle_bytes(self, event: Frame) -> None:
         self.gathered = len(event.data)
         super().handle_bytes(event)
+        event.data = b""
 
     def handle_cont(self, event: Frame) -> None:
         self.gathered += len(event.data)
         if len(self.frames) < MAX_FRAGMENTS:
             super().handle_cont(event)
+            event.data = b""
         elif not self.close_sent:
             self.conn.send_close(CloseCode.MESSAGE_TOO_BIG, "a message of too many fragments")
             self.handle_parser_exception()

@@ -109,11 +109,11 @@ class ChatAnswer:
         return "tool_calls" if self.tools and self.tools.num_calls and reason == "stop" else reason
 
     def keep(self, transcript: str) -> int:
-        return self.service.memory.keep(self.audio_id, self.exchange.visit.owner, transcript)
+        return self.service.memory.keep(self.audio_id, self.exchange.request_log.owner, transcript)
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAsk:
+class ChatInput:
     """A request: its short fields, and its messages and tools as they came."""
 
     request: ChatRequest
@@ -121,7 +121,7 @@ class ChatAsk:
     grammar: str = ""  # that the answer must follow
 
 
-async def read_chat(service: Service, body: Body, visit: RequestLog) -> ChatAsk:
+async def read_chat(service: Service, body: Body, request_log: RequestLog) -> ChatInput:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
     if body.memfile is None:
         short, found = outline(body.data, LONG, MOST_SHORT)
@@ -132,17 +132,19 @@ async def read_chat(service: Service, body: Body, visit: RequestLog) -> ChatAsk:
         used = tools if calls_functions(request, tools) else None
         if used is not None and calls_required(request):
             check_schema_size(len(used), "tools")
-        recalled = service.memory.recall(references(messages), visit.owner)
+        recalled = service.memory.recall(references(messages), request_log.owner)
         grammar = grammar_of(request, used)
         more = {
             "recalled": recalled,
-            "sender": visit.sender,
+            "sender": request_log.sender,
             "close": body.close,
             "variables": variables(request),
         }
         talk = Conversation.of(messages, used, **more)
-        return ChatAsk(request, talk, grammar)
-    outlined, file = await service.engine().outline(body.memfile, LONG, MOST_SHORT, visit.sender)
+        return ChatInput(request, talk, grammar)
+    outlined, file = await service.engine().outline(
+        body.memfile, LONG, MOST_SHORT, request_log.sender
+    )
     body.replace(file)
     await service.turns.take()
     request = _decoded(file.read(0, outlined.short))
@@ -151,21 +153,21 @@ async def read_chat(service: Service, body: Body, visit: RequestLog) -> ChatAsk:
     span = outlined.long.get("tools")
     if span is None or not calls_functions(request, file.read(span[0], min(span[1], span[0] + 5))):
         span = None
-    recalled = service.memory.recall(outlined.references, visit.owner)
+    recalled = service.memory.recall(outlined.references, request_log.owner)
     talk = Conversation(
-        file, outlined.long["messages"], span, recalled, visit.sender, body.close,
+        file, outlined.long["messages"], span, recalled, request_log.sender, body.close,
         variables(request)
     )  # fmt: skip
     stated = None
     if span is not None and calls_required(request):
         check_schema_size(span[1] - span[0], "tools")
         stated = file.read(*span)
-    return ChatAsk(request, talk, grammar_of(request, stated))
+    return ChatInput(request, talk, grammar_of(request, stated))
 
 
-def num_answers(asked: ChatAsk) -> int:
+def num_answers(chat: ChatInput) -> int:
     """Each of them runs in the engine like a request of its own."""
-    return asked.request.n or 1
+    return chat.request.n or 1
 
 
 def _decoded(short: bytes) -> ChatRequest:
@@ -186,8 +188,8 @@ def _no_messages() -> Invalid:
     return Invalid("messages: missing required field messages", "messages")
 
 
-async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> None:
-    engine, visit, request = service.engine(), exchange.visit, asked.request
+async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> None:
+    engine, request_log, request = service.engine(), exchange.request_log, chat.request
     model = service.check_model(request.model, engine)
     refuse_unsupported(request)
     spoken, stream = "audio" in (request.modalities or ()), bool(request.stream)
@@ -198,10 +200,10 @@ async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> N
         model=model,
         info=engine.info,
         format=audio_format(request, stream) if spoken else None,
-        tools=ToolParser() if asked.talk.tools is not None else None,
+        tools=ToolParser() if chat.talk.tools is not None else None,
     )
-    visit.sample_rate = engine.info.sample_rate
-    params = to_params(request, engine.info.defaults, service.config.packets, asked.grammar)
+    request_log.sample_rate = engine.info.sample_rate
+    params = to_params(request, engine.info.defaults, service.config.packets, chat.grammar)
     voice = find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice")
     count = request.n or 1
 
@@ -212,12 +214,14 @@ async def answer_chat(service: Service, asked: ChatAsk, exchange: Exchange) -> N
             modalities=("text", "audio") if spoken else ("text",),
             voice=voice,
             params=replace(params, seed=seed),
-            request_id=visit.request_id if not i else RequestId(f"{visit.request_id}-{i}"),
-            session=visit.session,
-            owner=visit.owner,
+            request_id=request_log.request_id
+            if not i
+            else RequestId(f"{request_log.request_id}-{i}"),
+            session=request_log.session,
+            owner=request_log.owner,
         )
 
-    streams = [generate(talk, i) for i, talk in enumerate(asked.talk.shared(count))]
+    streams = [generate(talk, i) for i, talk in enumerate(chat.talk.shared(count))]
     answers = [
         replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)
     ]
@@ -254,17 +258,17 @@ async def whole_answers(
     answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
 ) -> None:
     first = answers[0]
-    visit = first.exchange.visit
+    request_log = first.exchange.request_log
     parts: list[list[str | Call]] = [[] for _ in answers]
-    told: list[list[TokenLogprob]] = [[] for _ in answers]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in answers]
     sound: list[bytes] = []
     ends: dict[int, Finished] = {}
     async for i, event in events:
-        note(event, visit)
+        note(event, request_log)
         match event:
             case TextDelta():
                 parts[i] += answers[i].parse(event.text)
-                told[i] += event.logprobs
+                logprobs[i] += event.logprobs
             case AudioChunk() if not answers[i].calling:
                 sound.append(event.pcm16())
             case Finished():
@@ -274,8 +278,8 @@ async def whole_answers(
     choices = []
     for i, answer in enumerate(answers):
         message = await whole_message(answer, parts[i] + answer.parse_rest(), b"".join(sound))
-        chances = logprobs_of(told[i]) if first.request.logprobs else None
-        choices.append(Choice(message, answer.reason(ends[i]), i, chances))
+        shown = logprobs_of(logprobs[i]) if first.request.logprobs else None
+        choices.append(Choice(message, answer.reason(ends[i]), i, shown))
     await first.exchange.reply(
         ChatResponse(
             id=first.id,
@@ -283,12 +287,12 @@ async def whole_answers(
             model=first.model,
             choices=choices,
             usage=chat_usage([ends[i].usage for i in range(len(answers))]),
-            stretto=report(ends[0], visit, bool(first.request.timeline)),
+            stretto=report(ends[0], request_log, bool(first.request.timeline)),
         )
     )
 
 
-def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     """In OpenAI's form, which does not list the token that ends the answer."""
 
     def letters(token: TokenLogprob) -> list[int] | None:
@@ -302,7 +306,7 @@ def logprobs_of(told: Sequence[TokenLogprob]) -> ChoiceLogprobs:
                 letters(t),
                 [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top],
             )
-            for t in told
+            for t in tokens
             if t.said is not None
         ]
     )
@@ -331,18 +335,18 @@ def call_id() -> str:
 async def stream_answers(
     answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
 ) -> None:
-    visit, writers = answers[0].exchange.visit, [Writer(answer) for answer in answers]
+    request_log, writers = answers[0].exchange.request_log, [Writer(answer) for answer in answers]
     ends: dict[int, Finished] = {}
     # Nothing is sent before the first event: until then, what fails has a status of its own.
     async for i, event in events:
-        note(event, visit)
+        note(event, request_log)
         match event:
             case TextDelta():
-                writers[i].told += event.logprobs
-                await writers[i].words(answers[i].parse(event.text))
+                writers[i].logprobs += event.logprobs
+                await writers[i].write_text(answers[i].parse(event.text))
             case AudioChunk():
                 if not answers[i].calling:
-                    await writers[i].sound(event.pcm16())
+                    await writers[i].write_sound(event.pcm16())
             case Finished():
                 ends[i] = event
                 await writers[i].finish(event)
@@ -359,14 +363,14 @@ class Writer:
     transcript: list[str] = field(default_factory=list)
     num_calls: int = 0
     begun: bool = False
-    told: list[TokenLogprob] = field(default_factory=list)  # of tokens whose words have not left
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is not sent
     _pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
 
     @property
     def spoken(self) -> bool:
         return self.answer.format is not None
 
-    async def words(self, parts: list[str | Call]) -> None:
+    async def write_text(self, parts: list[str | Call]) -> None:
         await self._begin()
         for part in parts:
             if isinstance(part, Call):
@@ -377,27 +381,27 @@ class Writer:
                 self.num_calls += 1
             elif self.spoken:
                 self.transcript.append(part)
-                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_told())
+                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_logprobs())
             else:
-                await self._delta(Delta(content=part), self._take_told())
+                await self._delta(Delta(content=part), self._take_logprobs())
 
-    async def sound(self, pcm: bytes) -> None:
+    async def write_sound(self, pcm: bytes) -> None:
         await self._begin()
         await self._sound(self._pieces.feed(pcm))
 
     async def finish(self, end: Finished) -> None:
-        await self.words(self.answer.parse_rest())
+        await self.write_text(self.answer.parse_rest())
         answer = self.answer
         if self.spoken:
             await self._sound(self._pieces.finish())
             await self._delta(
                 Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript))))
             )
-        made = report(end, answer.exchange.visit, bool(answer.request.timeline))
+        made = report(end, answer.exchange.request_log, bool(answer.request.timeline))
         # Words may have been held back and dropped (a stop string, a function's call): their tokens
-        # are told here.
+        # go out here.
         await self._send(
-            [ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_told())],
+            [ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_logprobs())],
             stretto=made,
         )
 
@@ -430,12 +434,12 @@ class Writer:
         for part in slices(data):
             await self._delta(Delta(audio=AudioDelta(data=part)))
 
-    def _take_told(self) -> ChoiceLogprobs | None:
+    def _take_logprobs(self) -> ChoiceLogprobs | None:
         """Log probabilities of the tokens up to here. Those of a token whose text is held back come
         with that text."""
-        told = self.told
-        self.told = []
-        found = logprobs_of(told)
+        logprobs = self.logprobs
+        self.logprobs = []
+        found = logprobs_of(logprobs)
         return found if found.content else None
 
     async def _delta(self, delta: Delta, logprobs: ChoiceLogprobs | None = None) -> None:

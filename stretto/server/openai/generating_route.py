@@ -51,48 +51,48 @@ class GeneratingRoute(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.service.config)
-        visit = exchange.visit
-        visit.route = self.route
+        request_log = exchange.request_log
+        request_log.route = self.route
         try:
             self.service.engine()  # before a long body is read for nothing
-            self.service.admission.check(visit.sender)
-            with Body(self.service.bodies, visit.sender) as body:
+            self.service.admission.check(request_log.sender)
+            with Body(self.service.bodies, request_log.sender) as body:
                 await exchange.read_body(body, self.max_bytes)
                 await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
             # nobody listens: there is nothing to say
-            visit.ended = "left"
-            visit.status = 499
+            request_log.ended = "left"
+            request_log.status = 499
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
-            visit.ended = type(e).__name__
+            request_log.ended = type(e).__name__
             await exchange.fail(e)
 
     async def _work(self, body: Body, exchange: Exchange) -> None:
-        visit = exchange.visit
+        request_log = exchange.request_log
         # Only now that all of it is there: clients that send slowly hold nobody else's slot.
-        async with self.service.admission.place(visit.sender) as place:
-            visit.queued = place.waited
+        async with self.service.admission.place(request_log.sender) as place:
+            request_log.queued = place.waited
             if body.size > HEAVY:
                 await self.service.turns.take()
-            request = await self.decode(self.service, body, visit)
+            request = await self.decode(self.service, body, request_log)
             if (places := self.places(request)) > 1:
                 await place.widen(places)
-                visit.queued = place.waited
+                request_log.queued = place.waited
             await self.work(self.service, request, exchange)
 
 
-def note(event: Event, visit: RequestLog) -> None:
+def note(event: Event, request_log: RequestLog) -> None:
     """Record when events came; every event of an answer passes here as soon as it is known."""
     match event:
         case TextDelta():
-            visit.saw_text()
-            visit.num_tokens += len(event.ids)
+            request_log.saw_text()
+            request_log.num_tokens += len(event.ids)
         case AudioChunk():
-            visit.saw_audio(len(event.samples))
+            request_log.saw_audio(len(event.samples))
         case Finished():
-            visit.prompt_tokens = event.usage.prompt_tokens
-            visit.cached_tokens = event.usage.cached_tokens
-            visit.ended = finish_reason(event)
+            request_log.prompt_tokens = event.usage.prompt_tokens
+            request_log.cached_tokens = event.usage.cached_tokens
+            request_log.ended = finish_reason(event)
 
 
 def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
@@ -108,7 +108,7 @@ def finish_reason(end: Finished) -> str:
     return "length" if "length" in (end.text, end.audio) else "stop"
 
 
-def report(end: Finished, visit: RequestLog, timeline: bool) -> Report:
+def report(end: Finished, request_log: RequestLog, timeline: bool) -> Report:
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 6)
 
@@ -119,12 +119,12 @@ def report(end: Finished, visit: RequestLog, timeline: bool) -> Report:
 
     return Report(
         seed=end.seed,
-        total_s=round(visit.elapsed(), 6),
-        audio_s=round(visit.audio_seconds, 6),
-        first_text_s=rounded(visit.first_text),
-        first_audio_s=rounded(visit.first_audio),
-        rtf=rounded(visit.rtf),
-        underrun_s=round(visit.underrun, 6),
+        total_s=round(request_log.elapsed(), 6),
+        audio_s=round(request_log.audio_seconds, 6),
+        first_text_s=rounded(request_log.first_text),
+        first_audio_s=rounded(request_log.first_audio),
+        rtf=rounded(request_log.rtf),
+        underrun_s=round(request_log.underrun, 6),
         timeline=entries() if timeline else msgspec.UNSET,
     )
 

@@ -37,15 +37,15 @@ from stretto.server.openai.schema import (
     SpeechUsage,
 )
 from stretto.server.openai.speech import speak, used
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 
 PATH = "/v1/audio/speech/stream"
 MAX_MESSAGE = 6 * MAX_INPUT + 1024
 """Bytes of one: a text of the greatest length fits, however it is escaped."""
-WRITING_S = 30.0
+INPUT_TIMEOUT_S = 30.0
 """From one piece of a text to the next, at most."""
-AHEAD_S = 2.0
+KEEP_PLACE_S = 2.0
 """After the last piece of text and the last sound: then all of the text is spoken, and the place
 goes back."""
 POLL_S = 1.0
@@ -105,27 +105,27 @@ class LiveSpeech:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        visit: RequestLog = scope[VISIT]
-        visit.route = "speech_stream"
+        request_log: RequestLog = scope[REQUEST_LOG]
+        request_log.route = "speech_stream"
         try:
             self.service.engine()
-            self.service.admission.check(visit.sender)
-            with self.service.sessions.slot(visit.sender):
+            self.service.admission.check(request_log.sender)
+            with self.service.sessions.slot(request_log.sender):
                 offered = SUBPROTOCOL in scope.get("subprotocols", ())
-                await LiveReading(self.service, visit, receive, send).run(
+                await SpeechStream(self.service, request_log, receive, send).run(
                     SUBPROTOCOL if offered else None
                 )
         except Left:
-            visit.ended = "left"
+            request_log.ended = "left"
         except StrettoError as e:  # before the upgrade
-            visit.ended = type(e).__name__
+            request_log.ended = type(e).__name__
             await respond(e)(scope, receive, send)
 
 
 @dataclass(slots=True)
-class LiveReading:
+class SpeechStream:
     service: Service
-    visit: RequestLog
+    request_log: RequestLog
     receive: Receive
     send: Send
     pieces: asyncio.Queue[str | None] = field(
@@ -135,15 +135,15 @@ class LiveReading:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     length: int = 0  # characters that came
-    moved: float = 0.0  # when a piece was taken or sound came, on the event loop's clock
-    told: bool = False  # the text has ended
+    last_progress: float = 0.0  # when a piece was taken or sound came, on the event loop's clock
+    input_ended: bool = False  # the text is complete
 
     async def run(self, subprotocol: str | None) -> None:
         """From the upgrade to the close frame."""
         await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
         try:
             async with asyncio.timeout(self.service.config.realtime_minutes * 60):
-                await self._converse()
+                await self._run_tasks()
         except Left:
             raise
         except Exception as e:  # noqa: BLE001 - the connection's boundary
@@ -151,33 +151,33 @@ class LiveReading:
         else:
             await self._close(DONE, "")
 
-    async def _converse(self) -> None:
+    async def _run_tasks(self) -> None:
         work = [
             asyncio.ensure_future(w)
-            for w in (self._speak(), self._read(), self._leave(), self._revoked())
+            for w in (self._speak(), self._read(), self._end_at_shutdown(), self._end_with_key())
         ]
         try:
             await asyncio.wait((*work, self.service.cut), return_when=asyncio.FIRST_COMPLETED)
             if ended := next((task for task in work if task.done()), None):
                 ended.result()
             else:
-                raise _going()
+                raise _shutting_down()
         finally:
             for task in work:
                 task.cancel()
             await asyncio.wait(work)
 
-    async def _leave(self) -> None:
+    async def _end_at_shutdown(self) -> None:
         """When the server stops, connections without text are closed at once; running answers
         finish."""
         await self.service.sessions.draining.wait()
         if not self.length:
-            raise _going()
+            raise _shutting_down()
         await asyncio.Event().wait()
 
-    async def _revoked(self) -> None:
+    async def _end_with_key(self) -> None:
         """When the API key that it was opened with is none any more."""
-        while self.service.keys.still_valid(self.visit.owner):
+        while self.service.keys.still_valid(self.request_log.owner):
             await asyncio.sleep(POLL_S)
         raise Refused(
             401,
@@ -192,7 +192,7 @@ class LiveReading:
         """The next message. A client that has begun a text may not be silent for long: it holds a
         stream in the engine."""
         idle = self.service.config.realtime_idle
-        patience = None if self.told else min(WRITING_S, idle) if self.length else idle
+        patience = None if self.input_ended else min(INPUT_TIMEOUT_S, idle) if self.length else idle
         try:
             async with asyncio.timeout(patience):
                 message = await self.receive()
@@ -215,12 +215,12 @@ class LiveReading:
         self.configured.set_result(first)
         while True:
             message = await self._next()
-            if self.told or isinstance(message, SessionConfig):
+            if self.input_ended or isinstance(message, SessionConfig):
                 raise Invalid(
                     "nothing can come behind input.done, and session.config comes once", "type"
                 )
             if isinstance(message, InputDone):
-                self.told = True
+                self.input_ended = True
                 self.pieces.put_nowait(None)
             elif message.text:
                 self.length += len(message.text)
@@ -231,15 +231,15 @@ class LiveReading:
                 0
             )  # messages that came together are there without waiting: others have their turn
 
-    async def _text(self, first: str, place: Place) -> AsyncIterator[str]:
+    async def read_text(self, first: str, place: Place) -> AsyncIterator[str]:
         piece: str | None = first
         while piece is not None:
-            self._move()
+            self.mark_progress()
             yield piece
             piece = await self._piece(place)
 
-    def _move(self) -> None:
-        self.moved = asyncio.get_running_loop().time()
+    def mark_progress(self) -> None:
+        self.last_progress = asyncio.get_running_loop().time()
 
     async def _piece(self, place: Place) -> str | None:
         """The next piece. If none comes before all the others are spoken, the place goes back
@@ -247,8 +247,10 @@ class LiveReading:
         coming, loop = asyncio.ensure_future(self.pieces.get()), asyncio.get_running_loop()
         try:
             while not coming.done() and place.weight:
-                await asyncio.wait([coming], timeout=max(0.0, self.moved + AHEAD_S - loop.time()))
-                if not coming.done() and loop.time() >= self.moved + AHEAD_S:
+                await asyncio.wait(
+                    [coming], timeout=max(0.0, self.last_progress + KEEP_PLACE_S - loop.time())
+                )
+                if not coming.done() and loop.time() >= self.last_progress + KEEP_PLACE_S:
                     place.give_back()
             piece = await coming
         finally:
@@ -276,40 +278,44 @@ class LiveReading:
         if first is None:
             raise Invalid("there is nothing to say", "text")
         whole = None if live else await self._whole(first)
-        async with self.service.admission.place(self.visit.sender, reading=live) as place:
-            self.visit.queued = place.waited
-            text = self._text(first, place) if whole is None else whole
-            events = speak(self.service, config, self.visit, text)
+        async with self.service.admission.place(self.request_log.sender, reading=live) as place:
+            self.request_log.queued = place.waited
+            text = self.read_text(first, place) if whole is None else whole
+            events = speak(self.service, config, self.request_log, text)
             async with closing(events):
                 end, size = None, 0
-                encoder = codecs.streamed(format, self.visit.sample_rate)
+                encoder = codecs.streamed(format, self.request_log.sample_rate)
                 async for event in events:
-                    note(event, self.visit)
-                    self._move()
+                    note(event, self.request_log)
+                    self.mark_progress()
                     if isinstance(event, AudioChunk):
                         if not size:
-                            await self._tell(AudioStart(format, self.visit.sample_rate))
-                        size += await self._sound(config, await codecs.feed(encoder, event.pcm16()))
+                            await self._send_event(AudioStart(format, self.request_log.sample_rate))
+                        size += await self._send_sound(
+                            config, await codecs.feed(encoder, event.pcm16())
+                        )
                     elif isinstance(event, Finished):
                         end = event
                 if end is None:
                     raise unfinished()
-                size += await self._sound(config, await codecs.finish(encoder))
-                await self._tell(AudioDone(size, used(end, self.visit, bool(config.timeline))))
-        await self._tell(SessionDone())
+                size += await self._send_sound(config, await codecs.finish(encoder))
+                await self._send_event(
+                    AudioDone(size, used(end, self.request_log, bool(config.timeline)))
+                )
+        await self._send_event(SessionDone())
 
-    async def _sound(self, config: SessionConfig, data: bytes) -> int:
+    async def _send_sound(self, config: SessionConfig, data: bytes) -> int:
         for part in slices(data):
             if config.encoding == "base64":
-                await self._tell(SpeechDelta(part))
+                await self._send_event(SpeechDelta(part))
             else:
-                await self._put({"type": "websocket.send", "bytes": part})
+                await self._send({"type": "websocket.send", "bytes": part})
         return len(data)
 
-    async def _tell(self, event: Struct) -> None:
-        await self._put({"type": "websocket.send", "text": _encode(event).decode()})
+    async def _send_event(self, event: Struct) -> None:
+        await self._send({"type": "websocket.send", "text": _encode(event).decode()})
 
-    async def _put(self, message: dict[str, object]) -> None:
+    async def _send(self, message: dict[str, object]) -> None:
         try:
             async with asyncio.timeout(self.service.config.send_timeout):
                 await self.send(message)
@@ -320,18 +326,18 @@ class LiveReading:
 
     async def _fail(self, error: Exception) -> None:
         """Say what was wrong, and close."""
-        self.visit.ended = type(error).__name__
+        self.request_log.ended = type(error).__name__
         status, body = describe(error)
         param = "input" if body.error.param == "text" else body.error.param
-        told = ErrorBody(body.error.message, body.error.type, param, body.error.code)
+        error_body = ErrorBody(body.error.message, body.error.type, param, body.error.code)
         with contextlib.suppress(Gone):
-            await self._tell(ErrorEvent(told.message, told))
-        fault = RESTART if told.code == "draining" else INTERNAL
-        await self._close(POLICY if status < 500 else fault, told.message)
+            await self._send_event(ErrorEvent(error_body.message, error_body))
+        fault = RESTART if error_body.code == "draining" else INTERNAL
+        await self._close(POLICY if status < 500 else fault, error_body.message)
 
     async def _close(self, code: int, words: str) -> None:
         with contextlib.suppress(Gone, RuntimeError):
-            await self._put(
+            await self._send(
                 {
                     "type": "websocket.close",
                     "code": code,
@@ -340,7 +346,7 @@ class LiveReading:
             )
 
 
-def _going() -> Refused:
+def _shutting_down() -> Refused:
     return Refused(503, "the server is shutting down", kind="server_error", code="draining")
 
 

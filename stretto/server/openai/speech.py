@@ -37,7 +37,7 @@ from stretto.server.service import Service
 _decoder = msgspec.json.Decoder(SpeechRequest)
 
 
-async def read_speech(service: Service, body: Body, visit: RequestLog) -> SpeechRequest:
+async def read_speech(service: Service, body: Body, request_log: RequestLog) -> SpeechRequest:
     return decode(body.data, _decoder)
 
 
@@ -46,8 +46,8 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
     codecs.check(format, "response_format")
     if not request.input.strip():
         raise Invalid("input has nothing to read", "input")
-    events = speak(service, request, exchange.visit, request.input)
-    encoder = codecs.streamed(format, exchange.visit.sample_rate)
+    events = speak(service, request, exchange.request_log, request.input)
+    encoder = codecs.streamed(format, exchange.request_log.sample_rate)
     async with closing(events):
         if request.stream_format == "sse":
             await as_events(events, encoder, exchange, bool(request.timeline))
@@ -56,7 +56,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
 
 
 def speak(
-    service: Service, request: SpeechFields, visit: RequestLog, text: str | AsyncIterator[str]
+    service: Service, request: SpeechFields, request_log: RequestLog, text: str | AsyncIterator[str]
 ) -> AsyncIterator[Event]:
     """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the
     request."""
@@ -76,16 +76,16 @@ def speak(
         "max_frames": request.max_audio_frames,
         "min_frames": request.min_audio_frames,
     }
-    visit.sample_rate = info.sample_rate
+    request_log.sample_rate = info.sample_rate
     name = voice_name(request.voice)
-    made = service.voices.find(visit.owner, name) if name is not None else None
+    made = service.voices.find(request_log.owner, name) if name is not None else None
     manner = SpeechStyle(
         instructions=(request.instructions or "").strip() if info.instructions else "",
         language=request.language,
         voice=made or b"",
     )
     voice = (
-        find_voice(request.voice, info, "voice", service.voices.names(visit.owner))
+        find_voice(request.voice, info, "voice", service.voices.names(request_log.owner))
         if made is None
         else None
     )
@@ -94,9 +94,9 @@ def speak(
         voice=voice,
         manner=manner,
         params=replace(defaults, **drop_none(given), packets=service.config.packets),
-        request_id=visit.request_id,
-        owner=visit.owner,
-        sender=visit.sender,
+        request_id=request_log.request_id,
+        owner=request_log.owner,
+        sender=request_log.sender,
     )
 
 
@@ -106,7 +106,7 @@ async def as_bytes(
     headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
     end: Finished | None = None
     async for event in events:
-        note(event, exchange.visit)
+        note(event, exchange.request_log)
         if isinstance(event, AudioChunk):
             if not exchange.started:
                 await exchange.start(200, headers)
@@ -134,7 +134,7 @@ async def as_events(
             await exchange.event(SpeechDelta(part))
 
     async for event in events:
-        note(event, exchange.visit)
+        note(event, exchange.request_log)
         if isinstance(event, AudioChunk):
             await send(pieces.feed(await codecs.feed(encoder, event.pcm16())))
         elif isinstance(event, Finished):
@@ -142,10 +142,10 @@ async def as_events(
     if end is None:
         raise unfinished()
     await send(pieces.feed(await codecs.finish(encoder)) + pieces.finish())
-    await exchange.event(SpeechDone(used(end, exchange.visit, timeline)))
+    await exchange.event(SpeechDone(used(end, exchange.request_log, timeline)))
     await exchange.write(b"", more=False)
 
 
-def used(end: Finished, visit: RequestLog, timeline: bool) -> SpeechUsage:
-    made, usage = report(end, visit, timeline), end.usage
+def used(end: Finished, request_log: RequestLog, timeline: bool) -> SpeechUsage:
+    made, usage = report(end, request_log, timeline), end.usage
     return SpeechUsage(usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, made)

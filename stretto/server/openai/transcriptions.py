@@ -55,8 +55,8 @@ class Sound:
 
 
 def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[Sound]]:
-    async def read(service: Service, body: Body, visit: RequestLog) -> Sound:
-        mark = boundary(visit.content_type)
+    async def read(service: Service, body: Body, request_log: RequestLog) -> Sound:
+        mark = boundary(request_log.content_type)
         source = body.data if body.memfile is None else body.memfile
         return await in_thread(
             source, lambda s: _of_form(s, mark, translate), lambda sound: sound.file.close()
@@ -85,16 +85,16 @@ def fields(form: Form) -> TranscriptionRequest:
 
 async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> None:
     async with sound.file:
-        engine, visit, request = (
+        engine, request_log, request = (
             service.engine(),
-            exchange.visit,
+            exchange.request_log,
             sound.request,
         )  # which may be draining by now
         service.check_model(request.model, engine)
         if engine.info.transcription is None:
             raise Invalid("this model writes down no speech", "model")
         words = instruction(engine.info.transcription, request, sound.translate)
-        cut, file = await engine.cut(sound.file, WINDOW_S, visit.sender)
+        cut, file = await engine.cut(sound.file, WINDOW_S, request_log.sender)
     async with file:
         view = file.view()
         texts = Windows(service, exchange, words, request, [view[a:b] for a, b in cut.windows])
@@ -134,7 +134,7 @@ class Windows:
 
     async def deltas(self) -> AsyncIterator[tuple[int, str]]:
         """Pieces of text with their window's number; a blank between two windows."""
-        engine, visit = self.service.engine(), self.exchange.visit
+        engine, request_log = self.service.engine(), self.exchange.request_log
         given = {"temperature": self.request.temperature or 0.0, "seed": self.request.seed}
         params: Params = replace(engine.info.defaults, **drop_none(given))
         told = False
@@ -148,16 +148,17 @@ class Windows:
                 {"type": "text", "text": self.words},
             ]
             talk = Conversation.of(
-                json.dumps([{"role": "user", "content": content}]).encode(), sender=visit.sender
+                json.dumps([{"role": "user", "content": content}]).encode(),
+                sender=request_log.sender,
             )
-            id = RequestId(f"{visit.request_id}-{i}")
+            id = RequestId(f"{request_log.request_id}-{i}")
             events = engine.generate(
-                talk, modalities=("text",), params=params, request_id=id, owner=visit.owner
+                talk, modalities=("text",), params=params, request_id=id, owner=request_log.owner
             )
             first = True
             async with closing(events):
                 async for event in events:
-                    note(event, visit)
+                    note(event, request_log)
                     if isinstance(event, TextDelta) and event.text:
                         text = event.text.lstrip() if first else event.text
                         if text:

@@ -98,15 +98,15 @@ class Clip:
         self.message.close()
 
 
-async def read_voice(service: Service, body: Body, visit: RequestLog) -> Clip:
+async def read_voice(service: Service, body: Body, request_log: RequestLog) -> Clip:
     source = body.data if body.memfile is None else body.memfile
-    if is_form(visit.content_type):
-        mark = boundary(visit.content_type)
+    if is_form(request_log.content_type):
+        mark = boundary(request_log.content_type)
         return await in_thread(source, lambda s: _of_form(s, mark), Clip.close)
     if isinstance(source, bytes):
         request = decode(source, _decoder)
         return _of_json(request, bytes(request.audio), (0, len(memoryview(request.audio))))
-    outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, visit.sender)
+    outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, request_log.sender)
     try:
         request = decode(file.read(0, outlined.short), _decoder)
         span = outlined.long.get("audio", (0, 0))
@@ -195,13 +195,15 @@ async def answer_voice(service: Service, clip: Clip, exchange: Exchange) -> None
 
 async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
     request, file = clip.request, clip.message
-    engine, owner = service.engine(), exchange.visit.owner
+    engine, owner = service.engine(), exchange.request_log.owner
     service.check_model(request.model, engine)
     if not engine.info.cloning:
         raise Invalid("this model has no voices but its own", "model")
     service.voices.check(owner, request.name, engine.info)
     try:
-        talk = Conversation(file, (0, file.size), sender=exchange.visit.sender, close=clip.close)
+        talk = Conversation(
+            file, (0, file.size), sender=exchange.request_log.sender, close=clip.close
+        )
         data = await engine.enrol(talk, owner=owner)
     except Invalid as e:
         param = e.param if e.param is not None and not e.param.startswith("messages") else "audio"

@@ -251,7 +251,7 @@ class Malformed(Exception):
         self.event_id = event_id
 
 
-_decoder = msgspec.json.Decoder(Event)
+decoder = msgspec.json.Decoder(Event)
 _head = msgspec.json.Decoder(Head)
 _object = msgspec.json.Decoder(dict[str, Raw])
 _array = msgspec.json.Decoder(list[Raw])
@@ -275,7 +275,7 @@ def decode(data: bytes) -> Event:
 
 def _decoded(data: bytes, bounded: bytes | None = None) -> Event:
     try:
-        event: Event = read_json(data if bounded is None else bounded, _decoder.decode)
+        event: Event = read_json(data if bounded is None else bounded, decoder.decode)
         return event
     except msgspec.ValidationError as e:
         raise _explain(data, e) from None

@@ -22,7 +22,7 @@ from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
 from stretto.server.realtime.realtime_session import RealtimeSession
 from stretto.server.realtime.send_queue import SendQueue, SlowClient
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import Holding
 
@@ -61,19 +61,19 @@ class Realtime:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        visit: RequestLog = scope[VISIT]
-        visit.route = "realtime"
+        request_log: RequestLog = scope[REQUEST_LOG]
+        request_log.route = "realtime"
         try:
             engine = self.service.engine()
             model = self.service.check_model(_query(scope, "model"), engine)
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
-            with self.service.sessions.slot(visit.sender):
-                held = Holding(self.service.sessions.memory, visit.sender)
+            with self.service.sessions.slot(request_log.sender):
+                held = Holding(self.service.sessions.memory, request_log.sender)
                 send_queue = SendQueue(self.service.config.send_timeout, held)
-                session = RealtimeSession.open(self.service, engine, send_queue, visit, model)
+                session = RealtimeSession.open(self.service, engine, send_queue, request_log, model)
                 connection = RealtimeConnection(
-                    self.service, session, send_queue, receive, send, visit.owner
+                    self.service, session, send_queue, receive, send, request_log.owner
                 )
                 try:
                     await connection.run(
@@ -82,9 +82,9 @@ class Realtime:
                 finally:
                     await session.close()  # the client may have left before it was accepted
                     send_queue.close()
-                visit.ended = connection.ending.reason
+                request_log.ended = connection.ending.reason
         except StrettoError as e:
-            visit.ended = type(e).__name__
+            request_log.ended = type(e).__name__
             await respond(e)(scope, receive, send)
 
 
@@ -107,7 +107,7 @@ class RealtimeConnection:
             return
         metrics.sessions.inc()
         self.session.greet()
-        work = [asyncio.create_task(w) for w in (self._read(), self._write(), self._watch())]
+        work = [asyncio.create_task(w) for w in (self._read(), self._write(), self.watch())]
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             self.ending = next(t.result() for t in work if t in done)
@@ -177,6 +177,7 @@ class RealtimeConnection:
             event = await self._decode(data)
             if event is not None:
                 await self.session.handle(event)
+            del message, data, event  # they may be large, and the next may not come for long
             if time.perf_counter() - began > TURN_S:
                 await turns.take()  # messages that came together are there without waiting
                 began, size = time.perf_counter(), 0
@@ -191,7 +192,7 @@ class RealtimeConnection:
             self.session.error(e.code, str(e), e.param, e.event_id)
             return None
 
-    async def _watch(self) -> Ending:
+    async def watch(self) -> Ending:
         """Until the session has lasted too long, nobody has sent anything for too long, or the
         server goes."""
         config, draining = self.service.config, self.service.sessions.draining

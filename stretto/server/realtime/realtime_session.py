@@ -112,13 +112,13 @@ class RealtimeSession:
         service: Service,
         engine: EngineClient,
         send_queue: SendQueue,
-        visit: RequestLog,
+        request_log: RequestLog,
         model: str,
     ) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
-        engine_session = engine.session(owner=visit.owner, sender=visit.sender)
-        return cls(service, engine, engine_session, send_queue, visit.sender, state)
+        engine_session = engine.session(owner=request_log.owner, sender=request_log.sender)
+        return cls(service, engine, engine_session, send_queue, request_log.sender, state)
 
     @property
     def busy(self) -> bool:

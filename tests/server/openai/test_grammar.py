@@ -21,7 +21,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.grammars import open_grammars
 from stretto.params import MAX_GRAMMAR, Params
 from tests.engine.common import collect
-from tests.server.conftest import HEAD, Running
+from tests.server.conftest import HEAD, PATIENCE_S, Running
 
 SCHEMA = {
     "type": "object",
@@ -227,7 +227,7 @@ def test_a_check_ends_when_its_client_leaves(real_server: Running) -> None:
             await asyncio.sleep(0.001)
 
     try:
-        with socket.create_connection(("127.0.0.1", real_server.port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", real_server.port), timeout=PATIENCE_S) as s:
             data = json.dumps(structured({**ENDLESS, "title": "left"})).encode()
             s.sendall(
                 f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode()

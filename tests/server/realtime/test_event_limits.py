@@ -33,7 +33,7 @@ from stretto.server.realtime.options import (
     MAX_TOOLS_BYTES,
     SHORT_TEXT_BYTES,
 )
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk
@@ -63,14 +63,14 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        decoder = ce._decoder
+        decoder = ce.decoder
 
         class Counting:
             def decode(_, data: bytes) -> Any:  # noqa: N805
                 self.sizes.append(len(data))
                 return decoder.decode(data)
 
-        monkeypatch.setattr(ce, "_decoder", Counting())
+        monkeypatch.setattr(ce, "decoder", Counting())
 
 
 # ---- before anything is decoded
@@ -415,7 +415,7 @@ def test_leaving_ends_transcriptions(running: Running, engine: TalkEngine) -> No
         for _ in range(2):
             say_something(c)
         c.sync()
-    running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 60))
+    running.do(running.server.service.sessions.idle.wait())
     assert not engine.ledger.running
 
 
@@ -537,13 +537,18 @@ def test_leaving_logs_no_stack_trace(
                 return events.pop(0)
             return await asyncio.Event().wait()
 
-        visit = RequestLog(RequestId("ws"), "ws", 0.0)
-        scope = {"type": "websocket", "query_string": b"", VISIT: visit, "extensions": {}}
+        request_log = RequestLog(RequestId("ws"), "ws", 0.0)
+        scope = {
+            "type": "websocket",
+            "query_string": b"",
+            REQUEST_LOG: request_log,
+            "extensions": {},
+        }
         if at == 0 and isinstance(error, RuntimeError):
             continue
-        running.do(asyncio.wait_for(Realtime(service)(scope, receive, send), 60))
-        assert visit.ended == "left"
-    running.do(asyncio.wait_for(service.sessions.idle.wait(), 60))
+        running.do(Realtime(service)(scope, receive, send))
+        assert request_log.ended == "left"
+    running.do(service.sessions.idle.wait())
     assert not engine.ledger.running
     assert not [r for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR]
 
@@ -573,7 +578,7 @@ def test_a_server_that_drains_answers_no_further_turn(engine: TalkEngine) -> Non
             await running.server.service.sessions.draining.wait()
             loop_event.set()
 
-        running.do(asyncio.wait_for(drains(), 60))
+        running.do(drains())
         assert c.until("response.done")["response"]["status"] == "completed"
         with pytest.raises(Exception, match="1012"):
             c.until("response.created")

@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 
 from stretto.family import ModelInfo
 from stretto.server.realtime import endpoint
-from tests.server.conftest import Running, read_until
+from tests.server.conftest import PATIENCE_S, Running, read_until
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine, say
@@ -112,7 +112,7 @@ def test_so_many_sessions_and_no_more(guarded: Running) -> None:
         assert refused(guarded, **mine) == (429, "rate_limit_exceeded")
         with talk(guarded, **other):
             pass
-    guarded.do(asyncio.wait_for(guarded.server.service.sessions.idle.wait(), 100))
+    guarded.do(guarded.server.service.sessions.idle.wait())
     with talk(guarded, **mine):
         pass
     with talking(TalkEngine(), realtime_sessions=1) as running, talk(running):
@@ -149,7 +149,7 @@ def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
         assert closed(c) == (1001, endpoint.EXPIRED.text)
     with talking(TalkEngine(), realtime_idle=0.05) as running, talk(running) as c:
         assert closed(c) == (1008, endpoint.IDLE.text)
-        running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
+        running.do(running.server.service.sessions.idle.wait())
         assert (
             'stretto_realtime_closed_total{reason="idle"} 1.0'
             in running.ask("/metrics").body.decode()
@@ -198,7 +198,7 @@ def test_who_has_listened_for_long_may_think_before_speaking(
             connection = endpoint.RealtimeConnection(
                 service, session, *[None] * 3, last_received=-1e9
             )  # type: ignore[list-item]
-            task = asyncio.create_task(connection._watch())
+            task = asyncio.create_task(connection.watch())
             while session.looks < 6 and not task.done():
                 await asyncio.sleep(0.001)
             ended = task.done()
@@ -232,7 +232,7 @@ def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: TalkEng
         c.append(pcm(silence(0.3), speech(0.7), silence(1.0)))
         c.until("response.created")
         c.socket.socket.close()
-    running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
+    running.do(running.server.service.sessions.idle.wait())
     assert not engine.ledger.running
     assert engine.sessions[0].closed
     assert running.server.service.admission.running == 0
@@ -242,7 +242,7 @@ def test_a_client_that_does_not_read_is_closed(engine: TalkEngine) -> None:
     """It asks for an hour of speech and takes none of it; others notice nothing."""
     engine.script = lambda ask: say("word " * 50, 600.0, 50)
     with talking(engine, send_timeout=0.3, realtime_lead=10_000.0) as running:
-        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as s:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             s.sendall(
                 b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: "
@@ -254,7 +254,7 @@ def test_a_client_that_does_not_read_is_closed(engine: TalkEngine) -> None:
             s.sendall(frame(b'{"type": "response.create"}'))
             with talk(running) as other:
                 other.update(instructions="fine")
-            running.do(asyncio.wait_for(running.server.service.sessions.idle.wait(), 100))
+            running.do(running.server.service.sessions.idle.wait())
         assert (
             'stretto_realtime_closed_total{reason="slow"} 1.0'
             in running.ask("/metrics").body.decode()

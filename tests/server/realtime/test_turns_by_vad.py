@@ -3,7 +3,6 @@ early."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Any
 
@@ -200,7 +199,7 @@ def test_speech_stops_an_answer(running: Running, engine: TalkEngine) -> None:
             isinstance(done["usage"][k], int)
             for k in ("total_tokens", "input_tokens", "output_tokens")
         )
-        running.do(asyncio.wait_for(engine.ledger.idle.wait(), 100))  # the engine has let go
+        running.do(engine.ledger.idle.wait())  # the engine has let go
         go_on()
         engine.gate = None
         c.append(pcm(silence(1.0)))
@@ -368,7 +367,7 @@ def test_nothing_is_heard_of_an_answer_before_the_turn_is_over(
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
         assert types(c.sync()) == ["input_audio_buffer.speech_started"]
-        running.do(asyncio.wait_for(engine.ledger.idle.wait(), 100))
+        running.do(engine.ledger.idle.wait())
         assert len(engine.asks) == 1  # it was made all the same
         c.append(pcm(speech(0.5), silence(1.0)))
         done = c.until("response.done")["response"]
@@ -400,7 +399,7 @@ def test_an_early_answer_that_failed_is_made_again(running: Running, engine: Tal
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
         c.sync()
-        running.do(asyncio.wait_for(engine.ledger.idle.wait(), 100))
+        running.do(engine.ledger.idle.wait())
         engine.fail_at = None
         c.append(pcm(silence(0.5)))
         assert c.until("response.done")["response"]["status"] == "completed"

@@ -26,7 +26,7 @@ from stretto.server.http.websocket import (
 )
 from stretto.server.loop_time import HEAVY
 from stretto.server.shares import Shares
-from tests.server.test_connections import Wire, settle
+from tests.server.http.test_connection import Wire, settle
 
 TEXT, CONTINUED, PING = 1, 0, 9
 HELLO = (
@@ -94,7 +94,7 @@ def run(test: Callable[[Talk], Awaitable[None]]) -> None:
         await talk.open()
         await test(talk)
         talk.line.abort()
-        await asyncio.wait_for(talk.ended.wait(), 60)
+        await talk.ended.wait()
 
     asyncio.run(main())
 

@@ -26,7 +26,7 @@ from stretto.server.openai import chat
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
 from tests.preprocess.test_pool import BUILDER, picture, sound
-from tests.server.conftest import Running
+from tests.server.conftest import PATIENCE_S, Running
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ASK, CHAT, SPEECH
 
@@ -74,7 +74,7 @@ class Front:
 
     def post(self, body: bytes, length: int | None = None) -> socket.socket:
         """Sends a request, or the beginning of one, on a connection of its own."""
-        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=120)
+        s = socket.create_connection(("127.0.0.1", self.running.port), timeout=PATIENCE_S)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         s.sendall(
             f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode()

@@ -15,7 +15,7 @@ from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
 from stretto.server.http.listen import listen
 from stretto.server.run import Server
-from tests.server.conftest import Reply, read_until, serve
+from tests.server.conftest import PATIENCE_S, Reply, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 
 TAKEN = r"cannot listen on --uds \S+: this socket is in use by another server"
@@ -124,7 +124,7 @@ async def opened() -> ScriptedEngine:
 
 
 def get(port: int, path: str, key: str | None = None) -> Reply:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     with contextlib.closing(connection):
         connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         answer = connection.getresponse()
@@ -145,7 +145,7 @@ def test_metrics_on_a_port_of_their_own() -> None:
         assert "only GET /metrics" in answer.error["message"]
         assert answer.headers["x-request-id"].startswith("req-")
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=120)
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
 
 
 def test_metrics_behind_a_key() -> None:

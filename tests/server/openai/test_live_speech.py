@@ -27,18 +27,18 @@ from stretto.preprocess.pool.pool import PoolSettings
 from stretto.server import keys
 from stretto.server.admission import Admission
 from stretto.server.openai import live_speech as livespeech
-from stretto.server.request_log import VISIT, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 from stretto.testing.qwen3_tts import write_tiny
 from stretto.types import RequestId
-from tests.server.conftest import Running
+from tests.server.conftest import PATIENCE_S, Running
+from tests.server.http.test_body import Turned
+from tests.server.openai.test_voices import SPEECH, VOICES, same, sound
 from tests.server.real_engine import Served, served
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_bodies import Turned
 from tests.server.test_http import ASK, CHAT
-from tests.server.test_tts import SPEECH, VOICES, same, sound
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "client_live_speech.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "client_live_speech.py"
 TEXT = "Hello there, how are you on this fine morning?"
 FRAMES = 16
 """More than the text has tokens: the speech cannot end before the text has."""
@@ -265,7 +265,7 @@ def test_handshakes_are_refused_as_those_of_sessions(custom: Served) -> None:
 
 
 def test_who_is_silent_is_sent_away(custom: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(livespeech, "WRITING_S", 0.05)
+    monkeypatch.setattr(livespeech, "INPUT_TIMEOUT_S", 0.05)
     with opened(custom) as socket:
         tell(socket, "session.config", **FIXED)
         tell(socket, "input.text", text="Hello")
@@ -371,7 +371,7 @@ def test_requests_of_others_count() -> None:
 
 def until(it: Served, condition: Callable[[], bool]) -> None:
     async def wait() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 await asyncio.sleep(0.001)
 
@@ -394,7 +394,7 @@ def dribbling(it: Served, count: int) -> Iterator[list[ClientConnection]]:
 
 
 def test_a_place_goes_back_when_all_of_the_text_is_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(livespeech, "AHEAD_S", 0.01)
+    monkeypatch.setattr(livespeech, "KEEP_PLACE_S", 0.01)
     with scripted(live=True, max_concurrent=4, max_queue=0) as (engine, it):
         admission = it.running.server.service.admission
         with dribbling(it, 1) as [socket]:
@@ -413,7 +413,7 @@ def test_a_place_goes_back_when_all_of_the_text_is_spoken(monkeypatch: pytest.Mo
 
 
 def test_a_text_that_goes_on_waits_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(livespeech, "AHEAD_S", 0.01)
+    monkeypatch.setattr(livespeech, "KEEP_PLACE_S", 0.01)
     with scripted(live=True, max_concurrent=4) as (engine, it):
         admission = it.running.server.service.admission
         with dribbling(it, 1) as [socket]:
@@ -435,25 +435,25 @@ def test_a_text_with_speech_to_come_keeps_its_place() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(2, 2)
         async with admission.place("me", reading=True) as place:
-            reading = livespeech.LiveReading(None, None, None, None)  # type: ignore[arg-type]
-            text = reading._text("one ", place)
+            stream = livespeech.SpeechStream(None, None, None, None)  # type: ignore[arg-type]
+            text = stream.read_text("one ", place)
             assert await anext(text) == "one "
             for _ in range(3):
                 coming = asyncio.ensure_future(anext(text))
-                loop.ahead += 0.9 * livespeech.AHEAD_S  # type: ignore[attr-defined]
+                loop.ahead += 0.9 * livespeech.KEEP_PLACE_S  # type: ignore[attr-defined]
                 await turn()
-                reading._move()  # sound came
-                loop.ahead += 0.9 * livespeech.AHEAD_S  # type: ignore[attr-defined]
+                stream.mark_progress()  # sound came
+                loop.ahead += 0.9 * livespeech.KEEP_PLACE_S  # type: ignore[attr-defined]
                 await turn()
                 assert admission.running == 1
-                reading.pieces.put_nowait("more ")
+                stream.pieces.put_nowait("more ")
                 assert await coming == "more "
             coming = asyncio.ensure_future(anext(text))
             await turn()
-            loop.ahead += livespeech.AHEAD_S  # type: ignore[attr-defined]
+            loop.ahead += livespeech.KEEP_PLACE_S  # type: ignore[attr-defined]
             while admission.running:
                 await asyncio.sleep(0)
-            reading.pieces.put_nowait("end")
+            stream.pieces.put_nowait("end")
             assert await coming == "end"
             assert admission.running == 1
 
@@ -467,7 +467,7 @@ def test_a_text_with_speech_to_come_keeps_its_place() -> None:
 
 def test_dribbling_texts_leave_others_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of one key at a server for 64, which are as many as there were places."""
-    monkeypatch.setattr(livespeech, "AHEAD_S", 0.01)
+    monkeypatch.setattr(livespeech, "KEEP_PLACE_S", 0.01)
     with scripted(live=True) as (engine, it), dribbling(it, 64):
         admission = it.running.server.service.admission
         until(it, lambda: admission.waiting == 48 and admission.running == 0)
@@ -560,11 +560,13 @@ def test_many_messages_at_once_leave_others_their_turn() -> None:
             sent.append(message["type"])
 
         beside = asyncio.create_task(others())
-        visit = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
-        await livespeech.LiveSpeech(service)({"type": "websocket", VISIT: visit}, receive, take)
+        request_log = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        await livespeech.LiveSpeech(service)(
+            {"type": "websocket", REQUEST_LOG: request_log}, receive, take
+        )
         beside.cancel()
         await service.close()
-        assert visit.ended == "left"
+        assert request_log.ended == "left"
         assert turns > many / 2
 
     async def open_engine() -> Any:
@@ -602,15 +604,17 @@ def test_a_listener_that_takes_nothing_is_dropped() -> None:
                 sending.set()
                 await asyncio.Event().wait()
 
-        visit = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        request_log = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
         app = livespeech.LiveSpeech(service)
-        task = asyncio.ensure_future(app({"type": "websocket", VISIT: visit}, receive, take))
+        task = asyncio.ensure_future(
+            app({"type": "websocket", REQUEST_LOG: request_log}, receive, take)
+        )
         await sending.wait()
         await pass_time(loop, 29.0)
         assert (task.done(), service.admission.running) == (False, 1)
         await pass_time(loop, 2.0)
         assert (task.done(), service.admission.running) == (True, 0)
-        assert (visit.ended, service.sessions.running) == ("left", 0)
+        assert (request_log.ended, service.sessions.running) == ("left", 0)
         await service.close()
 
     async def open_engine() -> Any:
