@@ -16,20 +16,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """A request that waits for places."""
-
-    owner: str
-    weight: int  # places that it needs
-    number: int  # of its arrival
-    reading: bool  # it will hold one of the readings, and has none yet
-    ready: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -53,12 +43,11 @@ class Admission:
     readings: Shares = field(init=False)
     _places: Counter[str] = field(default_factory=Counter)  # taken, by owner
     _requests: Counter[str] = field(default_factory=Counter)  # with places and without, by owner
-    _waiting: list[_Turn] = field(default_factory=list)  # in order of arrival
+    _waiting: list[Place] = field(default_factory=list)  # in order of arrival
     _arrivals: int = 0
     _handed: int = 0  # turns that have come, in all
-    _last: dict[str, int] = field(
-        default_factory=dict
-    )  # by owner: the count of these at its last turn
+    # by owner: the count of these at its last turn
+    _last: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.readings = Shares(self.live)
@@ -77,7 +66,7 @@ class Admission:
         )
         if waits and self._overfull(owner, 1) == owner:
             raise self._full()
-        self.check_owner(owner, 1)
+        self._check_owner(owner, 1)
 
     @asynccontextmanager
     async def place(self, owner: str, *, reading: bool = False) -> AsyncIterator[Place]:
@@ -85,106 +74,115 @@ class Admission:
         queue. `reading`: of a text that is still being written."""
         self.check(owner)
         place = Place(self, owner, reading)
+        # it does not go before those who were here already
+        self._last.setdefault(owner, self._handed)
         self._requests[owner] += 1
-        self._last.setdefault(
-            owner, self._handed
-        )  # it does not go before those who were here already
         try:
             await place.take()
             yield place
         finally:
-            place.close()
-
-    def check_owner(self, owner: str, more: int) -> None:
-        if self.limit_per_owner and self._requests[owner] + more > self.limit_per_owner:
-            words = f"{self.limit_per_owner} requests of this API key run already"
-            raise _refused(words, "rate_limit_exceeded")
+            self._leave(place)
 
     # -- for places
 
-    def weight(self, wanted: int) -> int:
-        """How many places a request can ever have."""
-        return min(wanted, self.share, self.limit_per_owner or self.share)
-
-    def arrive(self) -> int:
-        self._arrivals += 1
-        return self._arrivals
-
-    async def turn(
-        self, owner: str, weight: int, number: int, reading: bool, back: int = 0
-    ) -> None:
-        """Until places are handed over. `back`: so many are given back for them."""
-        turn = _Turn(owner, weight, number, reading, asyncio.get_running_loop().create_future())
-        insort(self._waiting, turn, key=lambda t: t.number)
-        self.give_back(owner, back, False)
-        if not turn.ready.done() and (crowd := self._overfull(owner)):
-            last = next(t for t in reversed(self._waiting) if t.owner == crowd)
-            self._waiting.remove(last)
-            last.ready.set_exception(self._full())
-            self._hand_over()  # places may have been free for it, and too few
+    async def wait(self, place: Place, weight: int) -> None:
+        """Until it has so many places, for which those that it has are given back."""
+        place.wanted = weight
+        place.turn = asyncio.get_running_loop().create_future()
+        if not place.arrival:
+            self._arrivals += 1
+            place.arrival = self._arrivals
+        insort(self._waiting, place, key=attrgetter("arrival"))
+        self.give_back(place)
+        if not place.turn.done():
+            self._bound_queue(place.owner)
         try:
             async with asyncio.timeout(self.patience):
-                await turn.ready
-        except BaseException as e:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+                await place.turn
+        except TimeoutError:
+            words = f"no place came free within {self.patience:g} s"
+            raise _refused(words, "server_busy") from None
+        finally:
+            if place in self._waiting:
+                self._waiting.remove(place)
                 self._hand_over()
-            elif not turn.ready.cancelled() and turn.ready.exception() is None:
-                self.give_back(owner, weight, reading)  # it came at the same moment
-            if isinstance(e, TimeoutError):
-                raise _refused(
-                    f"no place came free within {self.patience:g} s", "server_busy"
-                ) from None
-            raise
 
-    def give_back(self, owner: str, weight: int, reading: bool) -> None:
-        """Places are free, and a reading if there was one: whoever is next has them."""
-        self.running -= weight
-        _subtract(self._places, owner, weight)
-        if reading:
-            self.readings.give_back(owner, 1)
+    def give_back(self, place: Place) -> None:
+        """Its places are free: whoever is next has them."""
+        self.running -= place.weight
+        _subtract(self._places, place.owner, place.weight)
+        place.weight = 0
         self._hand_over()
         if not self.running:
             self.idle.set()
 
-    def count(self, owner: str, more: int) -> None:
-        _subtract(self._requests, owner, -more)
-        if owner not in self._requests:
-            del self._last[owner]
+    def widen(self, place: Place, wanted: int) -> int:
+        """The places that one for so many requests can have. It counts as so many of its owner's
+        from now on."""
+        weight = min(wanted, self.share, self.limit_per_owner or self.share)
+        more = max(0, weight - place.requests)
+        self._check_owner(place.owner, more)
+        self._requests[place.owner] += more
+        place.requests += more
+        return weight
+
+    def _leave(self, place: Place) -> None:
+        if place.reads:
+            self.readings.give_back(place.owner, 1)
+        self.give_back(place)
+        _subtract(self._requests, place.owner, place.requests)
+        if place.owner not in self._requests:
+            del self._last[place.owner]
+
+    def _check_owner(self, owner: str, more: int) -> None:
+        if self.limit_per_owner and self._requests[owner] + more > self.limit_per_owner:
+            words = f"{self.limit_per_owner} requests of this API key run already"
+            raise _refused(words, "rate_limit_exceeded")
 
     # -- whose turn it is
 
     def _hand_over(self) -> None:
-        while (turn := self._next()) is not None and turn.weight <= self.limit - self.running:
-            self._waiting.remove(turn)
+        while (place := self._next()) is not None and place.wanted <= self.limit - self.running:
+            self._waiting.remove(place)
             self._handed += 1
-            self._last[turn.owner] = self._handed
-            self.running += turn.weight
-            self._places[turn.owner] += turn.weight
-            if turn.reading:
-                self.readings.add(turn.owner, 1)
+            self._last[place.owner] = self._handed
+            self.running += place.wanted
+            self._places[place.owner] += place.wanted
             self.idle.clear()
-            turn.ready.set_result(None)
+            place.weight = place.wanted
+            if place.needs_reading:
+                self.readings.add(place.owner, 1)
+                place.reads = True
+            place.turn.set_result(None)
 
-    def _next(self) -> _Turn | None:
+    def _next(self) -> Place | None:
         """Places that are too few for it stay free until they are enough, so that a wide request is
         not overtaken for ever."""
-        heads: dict[str, _Turn] = {}
-        for turn in self._waiting:
-            if turn.owner in heads or turn.ready.done():  # who was cancelled has not left yet
+        heads: dict[str, Place] = {}
+        for place in self._waiting:
+            if place.owner in heads or place.turn.done():  # who was cancelled has not left yet
                 continue
-            if not turn.reading or self.readings.fits(turn.owner, 1):
-                heads[turn.owner] = turn
+            if not place.needs_reading or self.readings.fits(place.owner, 1):
+                heads[place.owner] = place
         return min(
-            (t for t in heads.values() if self._places[t.owner] + t.weight <= self.share),
-            key=lambda t: (self._places[t.owner], self._last[t.owner], t.number),
+            (p for p in heads.values() if self._places[p.owner] + p.wanted <= self.share),
+            key=lambda p: (self._places[p.owner], self._last[p.owner], p.arrival),
             default=None,
         )
+
+    def _bound_queue(self, owner: str) -> None:
+        """With this owner's new request in it, the last one of the owner with the most may have to
+        leave."""
+        if crowd := self._overfull(owner):
+            last = next(p for p in reversed(self._waiting) if p.owner == crowd)
+            self._waiting.remove(last)
+            last.turn.set_exception(self._full())
+            self._hand_over()  # places may have been free for it, and too few
 
     def _overfull(self, owner: str, more: int = 0) -> str | None:
         """The owner whose last request must leave the queue, with so `more` of this owner's: the
         one with the most. None: there is room."""
-        waiting = Counter(turn.owner for turn in self._waiting)
+        waiting = Counter(place.owner for place in self._waiting)
         waiting[owner] += more
         if waiting.total() <= self.queue:
             return None
@@ -202,8 +200,7 @@ class Admission:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What one request holds of an `Admission`. It may give its places back and take some again:
-    `give_back`, `take`.
+    """What one request holds of an `Admission`. It may give its places back and take some again.
 
     A reading is held from the first place to the end, since what the engine has for it is too."""
 
@@ -212,49 +209,35 @@ class Place:
     reading: bool
     weight: int = 0  # places that it holds
     waited: float = 0.0  # seconds, in all
-    _number: int = 0
-    _counted: int = 1  # among its owner's requests
-    _reads: bool = False  # holds one of the readings
+    # of the admission
+    wanted: int = 0  # places that it waits for
+    turn: asyncio.Future[None] = field(init=False)  # to have them
+    arrival: int = 0  # its number; 0: the next time that it waits it has a new one
+    requests: int = 1  # of its owner's that it counts as
+    reads: bool = False  # holds one of the readings
+
+    @property
+    def needs_reading(self) -> bool:
+        return self.reading and not self.reads
 
     async def take(self, weight: int = 1) -> None:
         """Wait for so many places, in place of those that it has."""
-        loop, since = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        self._number = self._number or self.admission.arrive()
-        back = self.weight
-        self.weight = 0
-        await self.admission.turn(
-            self.owner, weight, self._number, self.reading and not self._reads, back
-        )
-        self.weight = weight
-        self._reads = self.reading
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        await self.admission.wait(self, weight)
         self.waited += loop.time() - since
 
     def give_back(self) -> None:
-        if self.weight:
-            weight = self.weight
-            self.weight = 0
-            self._number = 0  # the next time it arrives again
-            self.admission.give_back(self.owner, weight, False)
+        self.arrival = 0
+        self.admission.give_back(self)
 
-    async def widen(self, weight: int) -> None:
+    async def widen(self, wanted: int) -> None:
         """So many places in place of one. Whoever must wait for them gives up the one that it has,
         or many such could hold all places and wait for more; its turn is still that of its
         arrival."""
-        admission, weight = self.admission, self.admission.weight(weight)
-        if weight <= self.weight:
-            return
-        admission.check_owner(self.owner, weight - self._counted)
-        admission.count(self.owner, weight - self._counted)
-        self._counted = weight
-        await self.take(weight)
-
-    def close(self) -> None:
-        self.give_back()
-        if self._reads:
-            self._reads = False
-            self.admission.give_back(self.owner, 0, True)
-        self.admission.count(self.owner, -self._counted)
-        self._counted = 0
+        weight = self.admission.widen(self, wanted)
+        if weight > self.weight:
+            await self.take(weight)
 
 
 def _subtract(counts: Counter[str], owner: str, size: int) -> None:
