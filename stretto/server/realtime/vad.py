@@ -1,7 +1,6 @@
 """Is somebody speaking? Silero's model, run by onnxruntime on one CPU thread for all sessions
 together.
 
-`SpeechModel` is what a detector promises; the tests hold a simple one to the same promises.
 `Batcher` runs it in a thread of its own: each round takes the next window of every session that has
 one, so a session that sends an hour of sound at once does not keep the others waiting. Imports
 neither torch nor, until it is used, onnxruntime."""
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +45,6 @@ class VadState:
         self.silence = 0
 
 
-class SpeechModel(Protocol):
-    def run(self, windows: Float, states: Sequence[VadState]) -> Float:
-        """The probability of speech in each window `[n, WINDOW]`, each of another stream, whose
-        state goes on."""
-        ...
-
-
 class Silero:
     """The model of the `silero-vad` package (MIT). The package is never imported: it would import
     torch."""
@@ -70,6 +62,8 @@ class Silero:
         self._rate = np.array(RATE, np.int64)
 
     def run(self, windows: Float, states: Sequence[VadState]) -> Float:
+        """The probability of speech in each window `[n, WINDOW]`, each of another stream, whose
+        state goes on."""
         inputs = np.concatenate([np.stack([s.context for s in states]), windows], axis=1)
         memory = np.stack([s.memory for s in states], axis=1)
         out, memory = self._session.run(None, {"input": inputs, "state": memory, "sr": self._rate})
@@ -121,7 +115,7 @@ class _Job:
 class Batcher:
     """One per server. The thread starts with the first sound and loads the model there."""
 
-    def __init__(self, load: Callable[[], SpeechModel]) -> None:
+    def __init__(self, load: Callable[[], Silero]) -> None:
         self._load = load
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -168,7 +162,7 @@ class Batcher:
                     )
                 running = []
 
-    def _round(self, model: SpeechModel, running: list[_Job]) -> list[_Job]:
+    def _round(self, model: Silero, running: list[_Job]) -> list[_Job]:
         """The next window of up to `MAX_BATCH` jobs; those behind them come first in the next
         round."""
         jobs = [j for j in running if not j.dropped]
@@ -186,4 +180,4 @@ class Batcher:
         return rest + [j for j in batch if j.at < len(j.windows)]
 
 
-__all__ = ["RATE", "WINDOW", "Batcher", "Silero", "SpeechModel", "VadState"]
+__all__ = ["RATE", "WINDOW", "Batcher", "Silero", "VadState"]

@@ -21,6 +21,7 @@ from stretto.server.http.websocket import (
     MAX_FRAGMENTS,
     MAX_UNREAD_BYTES,
     SLICE_BYTES,
+    SMALL_BYTES,
     TINY_BYTES,
     Socket,
 )
@@ -100,8 +101,57 @@ def run(test: Callable[[Talk], Awaitable[None]]) -> None:
 
 
 def frame(kind: int, data: bytes, last: bool = True) -> bytes:
-    size = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xfe" + len(data).to_bytes(2, "big")
+    if len(data) < 126:
+        size = bytes([0x80 | len(data)])
+    elif len(data) < 1 << 16:
+        size = b"\xfe" + len(data).to_bytes(2, "big")
+    else:
+        size = b"\xff" + len(data).to_bytes(8, "big")
     return bytes([kind | (0x80 if last else 0)]) + size + bytes(4) + data
+
+
+@pytest.mark.parametrize("piece", [1000, SMALL_BYTES, 1 << 20])
+def test_large_frames_come_whole_with_what_follows(piece: int) -> None:
+    async def test(talk: Talk) -> None:
+        sizes = (SMALL_BYTES, SMALL_BYTES + 1, 3, 300_000, 300_000, 0)
+        messages = [random.Random(size).randbytes(size) for size in sizes]
+        data = b"".join(frame(TEXT, message) for message in messages)
+        for at in range(0, len(data), piece):
+            await talk.say(data[at : at + piece])
+        while len(talk.got) < len(messages):
+            await asyncio.sleep(0)
+        assert talk.got == messages
+
+    run(test)
+
+
+def test_a_connection_that_ends_within_a_large_frame() -> None:
+    async def test(talk: Talk) -> None:
+        await talk.say(frame(TEXT, bytes(300_000))[:200_000])
+        talk.socket.eof_received()
+
+    run(test)
+
+
+def test_what_a_connection_held_is_freed_in_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "FREE_BYTES", 1000)
+
+    async def test(talk: Talk) -> None:
+        await talk.say(frame(TEXT, bytes(1000), False))
+        for _ in range(29):
+            await talk.say(frame(CONTINUED, bytes(1000), False))
+        while talk.socket.large_reads.waiting:
+            await asyncio.sleep(0)
+        talk.line.abort()
+        await talk.ended.wait()
+        passes = 0
+        while talk.socket.large_reads.waiting:
+            passes += 1
+            await asyncio.sleep(0)
+        assert passes >= 20
+        assert talk.memory.held == 0
+
+    run(test)
 
 
 @pytest.mark.parametrize("seed", range(5))

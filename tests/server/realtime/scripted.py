@@ -14,7 +14,7 @@ import numpy as np
 from stretto.engine.events import AudioChunk, Event, Finished, Message, TextDelta, Usage
 from stretto.engine.session import END, INPUT_RATE, Item
 from stretto.errors import Gone, Invalid
-from stretto.server.realtime.vad import Float, VadState
+from stretto.server.realtime.vad import Float, Silero, VadState
 from tests.server.scripted_engine import ScriptedEngine
 
 RATE = 24_000
@@ -247,8 +247,11 @@ class TalkEngine(ScriptedEngine):
         return self.sessions[-1]
 
 
-class LoudnessVad:
-    """Keeps the promises of `SpeechModel`: what is loud is speech."""
+class LoudnessVad(Silero):
+    """What is loud is speech."""
+
+    def __init__(self) -> None:
+        pass
 
     def run(self, windows: Float, states: Sequence[VadState]) -> Float:
         loud = np.sqrt((windows**2).mean(axis=1)) > LOUD

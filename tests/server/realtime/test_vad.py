@@ -13,16 +13,16 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.server.realtime import vad as module
-from stretto.server.realtime.vad import WINDOW, Batcher, Float, Silero, SpeechModel, VadState
+from stretto.server.realtime.vad import WINDOW, Batcher, Float, Silero, VadState
 from tests.server.realtime.scripted import LoudnessVad
 from tests.server.realtime.sounds import silence, speech
 
-Make = Callable[[], SpeechModel]
+Make = Callable[[], Silero]
 
 
 @pytest.fixture(params=[Silero, LoudnessVad], scope="module")
-def model(request: pytest.FixtureRequest) -> SpeechModel:
-    made: SpeechModel = request.param()
+def model(request: pytest.FixtureRequest) -> Silero:
+    made: Silero = request.param()
     return made
 
 
@@ -31,24 +31,24 @@ def windows(sound: Float) -> Float:
     return sound[: count * WINDOW].reshape(count, WINDOW)
 
 
-def listen(model: SpeechModel, sound: Float) -> Float:
+def listen(model: Silero, sound: Float) -> Float:
     state = VadState()
     return np.concatenate([model.run(w[None], [state]) for w in windows(sound)])
 
 
-def test_speech_is_speech_and_silence_is_not(model: SpeechModel) -> None:
+def test_speech_is_speech_and_silence_is_not(model: Silero) -> None:
     found = listen(model, np.concatenate([silence(0.512), speech(1.024), silence(1.024)]))
     assert (found[:15] < 0.35).all()
     assert (found[18:46] > 0.5).all()
     assert (found[52:] < 0.35).all()
 
 
-def test_noise_that_is_not_loud_is_not_speech(model: SpeechModel) -> None:
+def test_noise_that_is_not_loud_is_not_speech(model: Silero) -> None:
     noise = np.random.default_rng(0).normal(0, 0.005, 16_000).astype(np.float32)
     assert (listen(model, noise)[4:] < 0.35).all()
 
 
-def test_streams_side_by_side_do_not_hear_each_other(model: SpeechModel) -> None:
+def test_streams_side_by_side_do_not_hear_each_other(model: Silero) -> None:
     sounds = [
         speech(0.8, seed=1),
         silence(0.8),
@@ -64,7 +64,7 @@ def test_streams_side_by_side_do_not_hear_each_other(model: SpeechModel) -> None
         assert np.allclose(one, among_others, atol=1e-4)
 
 
-def test_a_forgotten_stream_is_a_new_one(model: SpeechModel) -> None:
+def test_a_forgotten_stream_is_a_new_one(model: Silero) -> None:
     state = VadState()
     for w in windows(speech(0.5)):
         model.run(w[None], [state])
@@ -169,7 +169,7 @@ def test_what_fails_is_told_and_the_thread_goes_on() -> None:
     async def main() -> None:
         calls = 0
 
-        def load() -> SpeechModel:
+        def load() -> Silero:
             nonlocal calls
             calls += 1
             if calls == 1:
