@@ -122,10 +122,10 @@ class Front:
 class Flow(FlowControl):
     """Nothing is read, either, while what was read waits for its turn to be parsed."""
 
-    waits = False
+    parse_pending = False
 
     def wait(self) -> None:
-        self.waits = True
+        self.parse_pending = True
         self._transport.pause_reading()
 
     def go_on(self) -> None:
@@ -134,7 +134,7 @@ class Flow(FlowControl):
 
     def resume_reading(self) -> None:
         super().resume_reading()
-        if self.waits:
+        if self.parse_pending:
             self._transport.pause_reading()
 
 
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         self.head_begun = False
         self.pieces = 0  # of a body, in what was read at once
         self.chunked = False  # the body that comes
-        self.held = b""  # read and not parsed
+        self.unparsed = b""  # read and not parsed
         self.refusal = GARBAGE  # if the parser gives up
 
     @property
@@ -194,8 +194,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.flow.waits:  # a transport may have had more in its hands
-            self.held += data
+        if self.flow.parse_pending:  # a transport may have had more in its hands
+            self.unparsed += data
         elif not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self.pieces = 0
@@ -212,19 +212,19 @@ class Connection(HttpToolsProtocol):
                 return
             at += size
         if self.pieces - before >= TURN_PIECES:
-            self.held = data[at:]
+            self.unparsed = data[at:]
             self.flow.wait()
             self.front.floods.wait(self.loop, self._go_on)
         if not self.busy:
             self._wait()
 
     def _go_on(self) -> None:
-        held = self.held
-        self.held = b""
-        self.flow.waits = False
+        rest = self.unparsed
+        self.unparsed = b""
+        self.flow.parse_pending = False
         if not self.transport.is_closing():
-            self._parse(held)
-        if not self.flow.waits:
+            self._parse(rest)
+        if not self.flow.parse_pending:
             self.flow.go_on()
 
     def _take(self, data: memoryview) -> bool:

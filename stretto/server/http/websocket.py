@@ -69,13 +69,14 @@ class Socket(WebSocketsSansIOProtocol):
         self.floods = floods
         self.large_reads = large_reads
         self.incoming = Holding(memory, "")
-        self.gathered = 0  # bytes of a message's fragments so far
-        self.queued = 0  # of messages that are whole, up to the one that the app has now
-        self.taken = 0  # of that one
+        self.message_bytes = 0  # bytes of a message's fragments so far
+        self.queued_bytes = 0  # of messages that are whole, up to the one that the app has now
+        self.current_bytes = 0  # of that one
         self.cut: TimerHandle | None = None
-        self.rest = b""  # read and not parsed
-        self.waits = False  # for its turn to parse that; nothing more is read until then
-        self.parsed = 0  # frames, in this turn
+        self.unparsed = b""  # read and not parsed
+        # it waits for its turn to parse that, and nothing more is read until then
+        self.parse_pending = False
+        self.num_parsed = 0  # frames, in this turn
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)
@@ -87,8 +88,8 @@ class Socket(WebSocketsSansIOProtocol):
             cast(dict[str, Any], self.scope)[INCOMING] = self.incoming  # the app begins after this
 
     def data_received(self, data: bytes) -> None:
-        if self.waits:  # a transport may have had more in its hands
-            self.rest += data
+        if self.parse_pending:  # a transport may have had more in its hands
+            self.unparsed += data
         elif len(data) <= HEAVY:
             self._parse(data)
         else:
@@ -96,13 +97,13 @@ class Socket(WebSocketsSansIOProtocol):
         self._count()
 
     def handle_events(self) -> None:
-        self.parsed += len(self.conn.events)
+        self.num_parsed += len(self.conn.events)
         super().handle_events()
 
     def _parse(self, data: bytes) -> None:
         began = time.perf_counter()
         at = 0
-        self.parsed = 0
+        self.num_parsed = 0
         while at < len(data) and not self.transport.is_closing():
             super().data_received(data[at : at + SLICE_BYTES])
             at += SLICE_BYTES
@@ -110,20 +111,25 @@ class Socket(WebSocketsSansIOProtocol):
                 self.transport.abort()
             elif at < len(data) and time.perf_counter() - began >= TURN_S:
                 break
-        flood = self.parsed >= MANY and self.parsed * TINY_BYTES > min(at, len(data))
+        flood = self.num_parsed >= MANY and self.num_parsed * TINY_BYTES > min(at, len(data))
         if not self.transport.is_closing() and (flood or at < len(data)):
             self._wait(data[at:], self.floods if flood else self.large_reads)
 
     def _wait(self, rest: bytes, line: TurnQueue) -> None:
         """For a turn to parse the rest; nothing more is read until then."""
-        self.rest = rest
-        self.waits = True
+        self.unparsed = rest
+        self.parse_pending = True
         self.transport.pause_reading()
         line.wait(self.loop, self._parse_rest)
 
     def _count(self) -> None:
         """What lies here, on behalf of whoever sent it."""
-        size = len(self.rest) + len(self.conn.reader.buffer) + self.gathered + self.queued
+        size = (
+            len(self.unparsed)
+            + len(self.conn.reader.buffer)
+            + self.message_bytes
+            + self.queued_bytes
+        )
         full = size > max(SMALL_BYTES, self.incoming.size) and not self.incoming.fits(size)
         self.incoming.resize(size)
         if full and not self.close_sent:
@@ -134,12 +140,12 @@ class Socket(WebSocketsSansIOProtocol):
             self._drop()
 
     def _drop(self) -> None:
-        self.rest = b""
+        self.unparsed = b""
         self._free(self.frames)
         self.frames = []
-        self.gathered = 0
-        self.queued = 0
-        self.taken = 0
+        self.message_bytes = 0
+        self.queued_bytes = 0
+        self.current_bytes = 0
         self.conn.reader.discard()
         self.incoming.close()
 
@@ -153,36 +159,36 @@ class Socket(WebSocketsSansIOProtocol):
             self.large_reads.wait(self.loop, partial(self._free, parts))
 
     def _parse_rest(self) -> None:
-        rest = self.rest
-        self.rest = b""
-        self.waits = False
+        rest = self.unparsed
+        self.unparsed = b""
+        self.parse_pending = False
         self._parse(rest)
         self._count()
-        if not self.waits and not self.read_paused:
+        if not self.parse_pending and not self.read_paused:
             self.transport.resume_reading()
 
     async def receive(self) -> Any:
-        self.queued -= self.taken  # the app is done with the one before
-        self.taken = 0
+        self.queued_bytes -= self.current_bytes  # the app is done with the one before
+        self.current_bytes = 0
         self._count()
         message: Any = await super().receive()  # which resumes the reading
-        self.taken = min(len(message.get("bytes", b"")), self.queued)
-        if self.waits:
+        self.current_bytes = min(len(message.get("bytes", b"")), self.queued_bytes)
+        if self.parse_pending:
             self.transport.pause_reading()
         return message
 
     def handle_text(self, event: Frame) -> None:
-        self.gathered = len(event.data)
+        self.message_bytes = len(event.data)
         super().handle_text(event)
         event.data = b""  # the parser keeps the frame until the next one has come
 
     def handle_bytes(self, event: Frame) -> None:
-        self.gathered = len(event.data)
+        self.message_bytes = len(event.data)
         super().handle_bytes(event)
         event.data = b""
 
     def handle_cont(self, event: Frame) -> None:
-        self.gathered += len(event.data)
+        self.message_bytes += len(event.data)
         if len(self.frames) < MAX_FRAGMENTS:
             super().handle_cont(event)
             event.data = b""
@@ -193,8 +199,8 @@ class Socket(WebSocketsSansIOProtocol):
     def send_receive_event_to_app(self) -> None:
         self.curr_msg_data_type = "bytes"
         if not self.close_sent:  # else it is thrown away
-            self.queued += self.gathered
-        self.gathered = 0
+            self.queued_bytes += self.message_bytes
+        self.message_bytes = 0
         super().send_receive_event_to_app()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:

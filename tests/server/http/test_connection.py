@@ -164,7 +164,7 @@ class House:
             if not wire.lost:
                 wire.protocol.data_received(part)
             await settle()
-            while wire.protocol.flow.waits and not wire.lost:
+            while wire.protocol.flow.parse_pending and not wire.lost:
                 self.clock.advance(REST_S)
                 await settle()
         return wire.sent[before:]
@@ -298,11 +298,11 @@ def test_pieces_have_short_turns_and_share_them() -> None:
         wires = [house.connect() for _ in range(3)]
         for wire in wires:
             wire.protocol.data_received(CHUNKED + PIECE * MAX_PIECES)
-        while any(w.protocol.flow.waits for w in wires):
+        while any(w.protocol.flow.parse_pending for w in wires):
             before = [w.protocol.pieces for w in wires]
             assert max(before) <= MAX_PIECES
             await settle()  # the app takes them, and uvicorn would read on
-            assert all(w.paused for w in wires if w.protocol.flow.waits)
+            assert all(w.paused for w in wires if w.protocol.flow.parse_pending)
             house.clock.advance(REST_S)
             taken = [w.protocol.pieces - b for w, b in zip(wires, before, strict=True)]
             assert sorted(map(bool, taken)) == [False, False, True]  # one of them

@@ -270,11 +270,11 @@ def test_large_reads_of_many_connections_share_one_turn() -> None:
             talk.socket.data_received(part)
 
         def left() -> int:
-            return sum(len(talk.socket.rest) for talk in talks)
+            return sum(len(talk.socket.unparsed) for talk in talks)
 
         lefts = [left()]
         while lefts[-1]:
-            assert all(talk.line.paused for talk in talks if talk.socket.rest)
+            assert all(talk.line.paused for talk in talks if talk.socket.unparsed)
             await asyncio.sleep(0)  # one pass of the loop
             lefts.append(left())
         assert lefts[0] == 8 * len(part)
@@ -284,7 +284,7 @@ def test_large_reads_of_many_connections_share_one_turn() -> None:
         talks[1].socket.data_received(frame(CONTINUED, b"y"))
         await settle()
         assert talks[1].got == [b"x" * 60_000 + b"y"]
-        assert talks[0].socket.rest
+        assert talks[0].socket.unparsed
         for talk in talks:
             talk.line.abort()
             await talk.ended.wait()
@@ -316,7 +316,7 @@ def test_nothing_more_is_read_while_there_is_a_rest() -> None:
         await talk.say(frame(TEXT, b"x" * 5000) * many)
         await settle()
         talk.takes.set()
-        while talk.socket.rest:
+        while talk.socket.unparsed:
             assert talk.line.paused
             await asyncio.sleep(0)
         while len(talk.got) < many:
@@ -331,7 +331,7 @@ def test_nothing_is_read_before_the_app_has_taken_what_there_is() -> None:
     async def test(talk: Talk) -> None:
         talk.takes.clear()
         await talk.say(frame(TEXT, b"x") * 5000)
-        while talk.socket.rest:
+        while talk.socket.unparsed:
             await asyncio.sleep(0)
         await settle()
         assert talk.line.paused
