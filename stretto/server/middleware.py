@@ -194,34 +194,29 @@ def is_api(scope: Scope) -> bool:
 
 def facts(scope: Scope, request_log: RequestLog) -> dict[str, str | int | float]:
     """What a log line says about a request."""
-    out: dict[str, str | int | float] = {"id": str(request_log.request_id)}
-    if request_log.client_id != request_log.request_id:
-        out["client_id"] = request_log.client_id
-    out |= {
+    r = request_log
+    fields: dict[str, str | int | float | None] = {
+        "id": str(r.request_id),
+        "client_id": None if r.client_id == r.request_id else r.client_id,
         "method": scope.get("method", "WEBSOCKET"),
         "path": _shown(scope["path"]),
-        "status": request_log.status,
+        "status": r.status,
+        "key": r.owner or None,
+        "queued_ms": _milliseconds(r.queued),
+        "first_text_ms": _milliseconds(r.first_text),
+        "first_audio_ms": _milliseconds(r.first_audio),
+        "tokens": r.num_tokens or None,
+        "audio_s": None if r.rtf is None else round(r.audio_seconds, 2),
+        "rtf": None if r.rtf is None else round(r.rtf, 3),
+        "underrun_ms": _milliseconds(r.underrun or None),
+        "ended": r.ended or None,
+        "ms": _milliseconds(r.elapsed()),
     }
-    if request_log.owner:
-        out["key"] = request_log.owner
-    times = (
-        ("queued_ms", request_log.queued),
-        ("first_text_ms", request_log.first_text),
-        ("first_audio_ms", request_log.first_audio),
-    )
-    for name, seconds in times:
-        if seconds is not None:
-            out[name] = round(1000 * seconds, 1)
-    if request_log.num_tokens:
-        out["tokens"] = request_log.num_tokens
-    if request_log.rtf is not None:
-        out |= {"audio_s": round(request_log.audio_seconds, 2), "rtf": round(request_log.rtf, 3)}
-    if request_log.underrun:
-        out["underrun_ms"] = round(1000 * request_log.underrun, 1)
-    if request_log.ended:
-        out["ended"] = request_log.ended
-    out["ms"] = round(1000 * request_log.elapsed(), 1)
-    return out
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 1)
 
 
 def _shown(path: str) -> str:

@@ -23,6 +23,7 @@ from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.pool.jobs import Conversation
+from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import outline
 from stretto.server.http.body import ON_THE_LOOP, Body
 from stretto.server.http.exchange import Exchange, decode
@@ -123,28 +124,31 @@ class ChatInput:
 
 async def read_chat(service: Service, body: Body, request_log: RequestLog) -> ChatInput:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
-    if body.memfile is None:
-        short, found = outline(body.data, LONG, MOST_SHORT)
-        request = _decoded(short)
-        if "messages" not in found:
-            raise _no_messages()
-        messages, tools = bytes(found["messages"]), bytes(found.get("tools", b"null"))
-        used = tools if calls_functions(request, tools) else None
-        if used is not None and calls_required(request):
-            check_schema_size(len(used), "tools")
-        recalled = service.memory.recall(references(messages), request_log.owner)
-        grammar = grammar_of(request, used)
-        more = {
-            "recalled": recalled,
-            "sender": request_log.sender,
-            "close": body.close,
-            "variables": variables(request),
-        }
-        talk = Conversation.of(messages, used, **more)
-        return ChatInput(request, talk, grammar)
-    outlined, file = await service.engine().outline(
-        body.memfile, LONG, MOST_SHORT, request_log.sender
+    if body.memfile is not None:
+        return await _read_large(service, body, body.memfile, request_log)
+    short, found = outline(body.data, LONG, MOST_SHORT)
+    request = _decoded(short)
+    if "messages" not in found:
+        raise _no_messages()
+    messages, tools = bytes(found["messages"]), bytes(found.get("tools", b"null"))
+    used = tools if calls_functions(request, tools) else None
+    if used is not None and calls_required(request):
+        check_schema_size(len(used), "tools")
+    talk = Conversation.of(
+        messages,
+        used,
+        recalled=service.memory.recall(references(messages), request_log.owner),
+        sender=request_log.sender,
+        close=body.close,
+        variables=variables(request),
     )
+    return ChatInput(request, talk, grammar_of(request, used))
+
+
+async def _read_large(
+    service: Service, body: Body, memfile: MemFile, request_log: RequestLog
+) -> ChatInput:
+    outlined, file = await service.engine().outline(memfile, LONG, MOST_SHORT, request_log.sender)
     body.replace(file)
     await service.turns.take()
     request = _decoded(file.read(0, outlined.short))

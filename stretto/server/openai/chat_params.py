@@ -35,30 +35,21 @@ _values = msgspec.json.Decoder(float_hook=float)
 def refuse_unsupported(request: ChatRequest) -> None:
     """Refuse fields that we know and cannot honour, rather than ignore them."""
     r = request
-    refused: list[tuple[str, bool, str]] = [
-        (
-            "n",
-            (r.n or 1) > 1 and "audio" in (r.modalities or ()),
-            "one answer is spoken per request",
-        ),
-        (
-            "top_logprobs",
-            r.top_logprobs is not None and not r.logprobs,
-            "only allowed when logprobs is true",
-        ),
-        ("functions", r.functions not in (ABSENT, _EMPTY), "use tools"),
-        ("function_call", r.function_call not in (ABSENT, NONE, _AUTO), "use tools"),
-        ("prediction", r.prediction != ABSENT, "predicted output is not supported"),
-        ("web_search_options", r.web_search_options != ABSENT, "there is no web search"),
-        ("moderation", r.moderation != ABSENT, "there is no moderation"),
-        (
-            "stream_options",
-            bool(r.stream_options) and not r.stream,
-            "only allowed when stream is true",
-        ),
-    ]
-    for name, bad, why in refused:
-        if bad:
+    several_spoken = (r.n or 1) > 1 and "audio" in (r.modalities or ())
+    top_alone = r.top_logprobs is not None and not r.logprobs
+    options_alone = bool(r.stream_options) and not r.stream
+    refused = {
+        "n": (several_spoken, "one answer is spoken per request"),
+        "top_logprobs": (top_alone, "only allowed when logprobs is true"),
+        "functions": (r.functions not in (ABSENT, _EMPTY), "use tools"),
+        "function_call": (r.function_call not in (ABSENT, NONE, _AUTO), "use tools"),
+        "prediction": (r.prediction != ABSENT, "predicted output is not supported"),
+        "web_search_options": (r.web_search_options != ABSENT, "there is no web search"),
+        "moderation": (r.moderation != ABSENT, "there is no moderation"),
+        "stream_options": (options_alone, "only allowed when stream is true"),
+    }
+    for name, (is_refused, why) in refused.items():
+        if is_refused:
             raise Invalid(f"{name}: {why}", name)
 
 
