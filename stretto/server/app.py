@@ -247,7 +247,8 @@ class Routes:
         ):
             return page
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        status, headers = error.status_code, error.headers
+        status = error.status_code
+        headers = error.headers
         if status == 405 and request.method not in ("GET", "HEAD") and path not in self.paths:
             status, headers = (
                 404,

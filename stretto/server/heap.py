@@ -54,7 +54,8 @@ class Trimmer:
 
     def due(self) -> bool:
         """Much was freed, or something was and no more follows."""
-        freed, before = self.freed(), self._before
+        freed = self.freed()
+        before = self._before
         self._before = freed
         if freed - self._trimmed < (SOME if freed == before else EVERY):
             return False

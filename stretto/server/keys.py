@@ -67,7 +67,8 @@ class Keys:
         guess = _key(headers) or other
         if guess is None:
             raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
-        digest, found = _digest(guess), ""
+        digest = _digest(guess)
+        found = ""
         for name, known in (*self.stated.items(), *self._read.items()):  # all of them, found or not
             found = name if hmac.compare_digest(digest, known) else found
         if not found:

@@ -64,7 +64,8 @@ class Service:
             config.max_queue,
             config.queue_timeout,
         )
-        admission, metrics = Admission(*limits, config.max_live), Metrics()
+        admission = Admission(*limits, config.max_live)
+        metrics = Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
             config=config,

@@ -48,7 +48,8 @@ class Shares:
 
     def fits(self, owner: str, size: int) -> bool:
         """Whether the owner may take so much more now."""
-        mine, free = self.of(owner) + size, self.free - size
+        mine = self.of(owner) + size
+        free = self.free - size
         reserve = min(self.limit // RESERVE, self.limit - self.floor)
         return size <= 0 or mine <= free or (mine <= self.floor and free >= reserve)
 

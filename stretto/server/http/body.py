@@ -66,12 +66,11 @@ class Body:
 
     def _too_many(self, size: int) -> Refused:
         if self.shares.free < size:
-            who, code = "the server holds as many bytes of requests as it can", "server_busy"
+            who = "the server holds as many bytes of requests as it can"
+            code = "server_busy"
         else:
-            who, code = (
-                "the server holds your share of the bytes of requests",
-                "rate_limit_exceeded",
-            )
+            who = "the server holds your share of the bytes of requests"
+            code = "rate_limit_exceeded"
         headers = {"connection": "close"}
         return Refused(
             429, f"{who}; try again soon", kind="rate_limit_error", code=code, headers=headers

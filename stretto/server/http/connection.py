@@ -203,7 +203,9 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """All of it, unless it comes in many pieces: then the rest has its turn later."""
-        at, before, view = 0, self.pieces, memoryview(data)
+        at = 0
+        before = self.pieces
+        view = memoryview(data)
         while at < len(data) and self.pieces - before < TURN_PIECES:
             size = (
                 SLICE_BYTES if self.head_next or self.chunked else len(data)

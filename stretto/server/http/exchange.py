@@ -63,7 +63,8 @@ class Exchange:
             if "expect" not in headers and int(stated) <= LINGER_FACTOR * limit:
                 await self._linger(0, limit)
             raise self._too_large(limit)
-        start, rate = asyncio.get_running_loop().time(), self.config.min_body_kb_s * 1024
+        start = asyncio.get_running_loop().time()
+        rate = self.config.min_body_kb_s * 1024
         try:
             async with asyncio.timeout(self.config.body_timeout) as deadline:
                 more = True

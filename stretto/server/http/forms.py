@@ -44,7 +44,9 @@ def boundary(content_type: str) -> bytes:
 
 def parse_form(body: Source, mark: bytes) -> Form:
     """Fields and files. What does not fit the format is `Invalid`."""
-    form, line, size = Form({}, {}), b"--" + mark, _size(body)
+    form = Form({}, {})
+    line = b"--" + mark
+    size = _size(body)
     at = _find(body, line, 0, size)
     if at < 0 or (at and _read(body, max(0, at - 2), at) != b"\r\n"):
         raise Invalid("the body does not begin as multipart/form-data")

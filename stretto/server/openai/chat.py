@@ -130,7 +130,8 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
     request = _decoded(short)
     if "messages" not in found:
         raise _no_messages()
-    messages, tools = bytes(found["messages"]), bytes(found.get("tools", b"null"))
+    messages = bytes(found["messages"])
+    tools = bytes(found.get("tools", b"null"))
     used = tools if calls_functions(request, tools) else None
     if used is not None and calls_required(request):
         check_schema_size(len(used), "tools")
@@ -193,10 +194,13 @@ def _no_messages() -> Invalid:
 
 
 async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> None:
-    engine, request_log, request = service.engine(), exchange.request_log, chat.request
+    engine = service.engine()
+    request_log = exchange.request_log
+    request = chat.request
     model = service.check_model(request.model, engine)
     refuse_unsupported(request)
-    spoken, stream = "audio" in (request.modalities or ()), bool(request.stream)
+    spoken = "audio" in (request.modalities or ())
+    stream = bool(request.stream)
     answer = ChatAnswer(
         request=request,
         service=service,
@@ -242,7 +246,8 @@ def chat_usage(answers: Sequence[Usage]) -> ChatUsage:
     """Of all answers to one question, whose prompt counts once."""
     usage = answers[0]
     media = usage.audio_prompt_tokens + usage.image_prompt_tokens
-    text, frames = sum(u.text_tokens for u in answers), sum(u.frames for u in answers)
+    text = sum(u.text_tokens for u in answers)
+    frames = sum(u.frames for u in answers)
     completion = text + frames
     return ChatUsage(
         prompt_tokens=usage.prompt_tokens,
@@ -339,7 +344,8 @@ def call_id() -> str:
 async def stream_answers(
     answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
 ) -> None:
-    request_log, writers = answers[0].exchange.request_log, [Writer(answer) for answer in answers]
+    request_log = answers[0].exchange.request_log
+    writers = [Writer(answer) for answer in answers]
     ends: dict[int, Finished] = {}
     # Nothing is sent before the first event: until then, what fails has a status of its own.
     async for i, event in events:

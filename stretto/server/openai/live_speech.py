@@ -244,7 +244,8 @@ class SpeechStream:
     async def _piece(self, place: Place) -> str | None:
         """The next piece. If none comes before all the others are spoken, the place goes back
         meanwhile."""
-        coming, loop = asyncio.ensure_future(self.pieces.get()), asyncio.get_running_loop()
+        coming = asyncio.ensure_future(self.pieces.get())
+        loop = asyncio.get_running_loop()
         try:
             while not coming.done() and place.weight:
                 await asyncio.wait(
@@ -273,7 +274,8 @@ class SpeechStream:
     async def _speak(self) -> None:
         """The whole answer. A place among the requests is taken when something can be said."""
         config = await self.configured
-        format, live = config.response_format or "pcm", self.service.engine().info.live_text
+        format = config.response_format or "pcm"
+        live = self.service.engine().info.live_text
         first = await self.pieces.get()
         if first is None:
             raise Invalid("there is nothing to say", "text")
@@ -283,7 +285,8 @@ class SpeechStream:
             text = self.read_text(first, place) if whole is None else whole
             events = speak(self.service, config, self.request_log, text)
             async with closing(events):
-                end, size = None, 0
+                end = None
+                size = 0
                 encoder = codecs.streamed(format, self.request_log.sample_rate)
                 async for event in events:
                     note(event, self.request_log)

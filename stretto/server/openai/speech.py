@@ -61,7 +61,8 @@ def speak(
     """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the
     request."""
     engine = service.engine()
-    info, defaults = engine.info, engine.info.defaults
+    info = engine.info
+    defaults = engine.info.defaults
     service.check_model(request.model, engine)
     if request.speed not in (None, 1.0):
         raise Invalid("speed: only 1 is supported", "speed")
@@ -147,5 +148,6 @@ async def as_events(
 
 
 def used(end: Finished, request_log: RequestLog, timeline: bool) -> SpeechUsage:
-    made, usage = report(end, request_log, timeline), end.usage
+    made = report(end, request_log, timeline)
+    usage = end.usage
     return SpeechUsage(usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, made)

@@ -134,7 +134,8 @@ class Windows:
 
     async def deltas(self) -> AsyncIterator[tuple[int, str]]:
         """Pieces of text with their window's number; a blank between two windows."""
-        engine, request_log = self.service.engine(), self.exchange.request_log
+        engine = self.service.engine()
+        request_log = self.exchange.request_log
         given = {"temperature": self.request.temperature or 0.0, "seed": self.request.seed}
         params: Params = replace(engine.info.defaults, **drop_none(given))
         told = False
@@ -163,7 +164,8 @@ class Windows:
                         text = event.text.lstrip() if first else event.text
                         if text:
                             yield i, (" " if told and first else "") + text
-                            told, first = True, False
+                            told = True
+                            first = False
                     elif isinstance(event, Finished):
                         finish_reason(event)
                         self.tokens += event.usage.text_tokens
@@ -173,7 +175,8 @@ async def whole_text(texts: Windows) -> None:
     parts = [""] * len(texts.sounds)
     async for i, text in texts.deltas():
         parts[i] += text
-    whole, exchange = "".join(parts).strip(), texts.exchange
+    whole = "".join(parts).strip()
+    exchange = texts.exchange
     match texts.request.response_format:
         case "text":
             data = (whole + "\n").encode()
@@ -181,7 +184,8 @@ async def whole_text(texts: Windows) -> None:
             await exchange.start(200, [(b"content-type", b"text/plain; charset=utf-8"), length])
             await exchange.write(data, more=False)
         case "verbose_json":
-            segments, at = [], 0.0
+            segments = []
+            at = 0.0
             for i, (part, pcm) in enumerate(zip(parts, texts.sounds, strict=True)):
                 stop = at + len(pcm) / 2 / RATE
                 segments.append(Segment(i, round(at, 3), round(stop, 3), part.strip()))

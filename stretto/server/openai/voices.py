@@ -141,7 +141,8 @@ def _of_form(source: Source, mark: bytes) -> Clip:
             raise Invalid(f"{name} must be a file" if ours else f"{name}: unknown field", name)
         if ours in given:
             raise Invalid(f"{name} and {names[ours]} are the same", name)
-        given[ours], names[ours] = value, name
+        given[ours] = value
+        names[ours] = name
     files = {name: file for name, file in form.files.items() if FORM_FIELDS.get(name) == "audio"}
     if strange := set(form.files) - set(files):
         raise Invalid(f"{min(strange)} must not be a file", min(strange))
@@ -172,7 +173,8 @@ def _encode(source: Source, part: ByteRange, to: MemFile) -> None:
 
 def _message(request: VoiceRequest, write_sound: Callable[[MemFile], None]) -> MemFile:
     """The clip as a message of a conversation; `write_sound` appends its base64."""
-    text, file = (request.text or "").strip(), MemFile.new()
+    text = (request.text or "").strip()
+    file = MemFile.new()
     try:
         file.append(b'[{"role":"user","content":[{"type":"input_audio","input_audio":{"data":')
         write_sound(file)
@@ -194,8 +196,10 @@ async def answer_voice(service: Service, clip: Clip, exchange: Exchange) -> None
 
 
 async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
-    request, file = clip.request, clip.message
-    engine, owner = service.engine(), exchange.request_log.owner
+    request = clip.request
+    file = clip.message
+    engine = service.engine()
+    owner = exchange.request_log.owner
     service.check_model(request.model, engine)
     if not engine.info.cloning:
         raise Invalid("this model has no voices but its own", "model")

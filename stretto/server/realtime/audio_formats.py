@@ -130,7 +130,8 @@ def _g711_samples(law: Law) -> Int16:
         size = ((((code & 0xF) << 3) + _BIAS) << ((code >> 4) & 7)) - _BIAS
         return np.where(code & 0x80, -size, size).astype(np.int16)
     code ^= 0x55
-    exponent, mantissa = (code >> 4) & 7, (code & 0xF) << 4
+    exponent = (code >> 4) & 7
+    mantissa = (code & 0xF) << 4
     size = np.where(exponent == 0, mantissa + 8, (mantissa + 0x108) << np.maximum(exponent - 1, 0))
     return np.where(code & 0x80, size, -size).astype(np.int16)
 

@@ -186,7 +186,8 @@ class AudioInput:
     def _trim_buffer(self, max_size: int) -> None:
         """Keep only the newest samples, this many."""
         while self._buffered_size > max_size:
-            over, first = self._buffered_size - max_size, self._buffered[0]
+            over = self._buffered_size - max_size
+            first = self._buffered[0]
             if over < len(first):
                 self._buffered[0] = first[over:].copy()
                 self._buffered_size = max_size

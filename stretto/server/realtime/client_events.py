@@ -400,7 +400,8 @@ class CutMedia:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._strings = list(_media(data))
-        parts, at = [], 0
+        parts = []
+        at = 0
         for i, (start, stop) in enumerate(self._strings):
             parts += [data[at:start], b64encode(_MARK + i.to_bytes(3, "big"))]
             at = stop

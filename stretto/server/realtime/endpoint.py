@@ -160,7 +160,9 @@ class RealtimeConnection:
         return self.ending
 
     async def _read(self) -> Ending:
-        began, size, turns = time.perf_counter(), 0, self.service.turns
+        began = time.perf_counter()
+        size = 0
+        turns = self.service.turns
         while True:
             message = await self.receive()
             if message["type"] == "websocket.disconnect":
@@ -173,14 +175,16 @@ class RealtimeConnection:
             size += len(data)
             if size > TURN_BYTES or len(data) > HEAVY:
                 await turns.take()
-                began, size = time.perf_counter(), len(data)
+                began = time.perf_counter()
+                size = len(data)
             event = await self._decode(data)
             if event is not None:
                 await self.session.handle(event)
             del message, data, event  # they may be large, and the next may not come for long
             if time.perf_counter() - began > TURN_S:
                 await turns.take()  # messages that came together are there without waiting
-                began, size = time.perf_counter(), 0
+                began = time.perf_counter()
+                size = 0
 
     async def _decode(self, data: bytes) -> Event | None:
         try:
@@ -195,7 +199,8 @@ class RealtimeConnection:
     async def watch(self) -> Ending:
         """Until the session has lasted too long, nobody has sent anything for too long, or the
         server goes."""
-        config, draining = self.service.config, self.service.sessions.draining
+        config = self.service.config
+        draining = self.service.sessions.draining
         ends = time.monotonic() + config.realtime_minutes * 60
         while True:
             with contextlib.suppress(TimeoutError):

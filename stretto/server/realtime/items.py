@@ -208,14 +208,16 @@ def read_item(fields: c.Item, format: FormatName) -> tuple[Entry, Message | None
 def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None]:
     id = fields.id or new_id("item")
     if fields.type == "function_call":
-        name, call = _required(fields.name, "item.name"), fields.call_id or new_id("call")
+        name = _required(fields.name, "item.name")
+        call = fields.call_id or new_id("call")
         arguments = fields.arguments or "{}"
         item = Item(
             id, fields.type, status="completed", call_id=call, name=name, arguments=arguments
         )
         return item, call_message(call, name, arguments)
     if fields.type == "function_call_output":
-        call, output = _required(fields.call_id, "item.call_id"), fields.output or ""
+        call = _required(fields.call_id, "item.call_id")
+        output = fields.output or ""
         item = Item(id, fields.type, status="completed", call_id=call, output=output)
         return item, {"role": "tool", "tool_call_id": call, "content": output}
     if fields.type != "message":

@@ -155,7 +155,8 @@ class Options:
         elif written:
             changes["tools"] = tuple(tools if tools is not None else read_tools(fields.tools))
         if fields.tool_choice is None:
-            changes["tool_choice"], changes["only_tool"] = default.tool_choice, default.only_tool
+            changes["tool_choice"] = default.tool_choice
+            changes["only_tool"] = default.only_tool
         elif not isinstance(fields.tool_choice, UnsetType):
             changes["tool_choice"], changes["only_tool"] = _choice(fields.tool_choice)
         output = _fields(_fields(fields.audio).get("output"))

@@ -233,7 +233,8 @@ class RealtimeSession:
             return None
         digest = hashlib.blake2b(fields.tools).digest()
         if digest != self._tools_read[0]:
-            tools, size = [], 0
+            tools = []
+            size = 0
             for part in split_tools(fields.tools):
                 size += len(memoryview(part))
                 if size > TOOLS_AT_ONCE:
@@ -255,7 +256,8 @@ class RealtimeSession:
         await self._check_idle()
 
     async def _on_signal(self, signal: Signal) -> None:
-        turn, turns = self.audio_input.turn, self.state.turns
+        turn = self.audio_input.turn
+        turns = self.state.turns
         assert turn is not None
         assert turns is not None
         match signal:
@@ -416,7 +418,8 @@ class RealtimeSession:
     def _reserve(self, coming: int, code: str, param: str) -> None:
         """For so many bytes more, within what one session and the sessions of its sender may
         hold."""
-        size, most = self._size + coming, self.service.config.realtime_held_bytes
+        size = self._size + coming
+        most = self.service.config.realtime_held_bytes
         if size > most:
             raise Problem(code, f"a session holds at most {most >> 20} MiB", param)
         if not self.held.fits(size):
@@ -461,7 +464,8 @@ class RealtimeSession:
             fields, self.engine.info, await self._read_tools(fields)
         )
         self._reserve(options.num_bytes, "conversation_full", "response")
-        items, size = None, 0
+        items = None
+        size = 0
         if isinstance(fields.input, list):
             items, size = await self._input(fields.input, options.num_bytes)
         out_of_band = fields.conversation == "none"

@@ -268,7 +268,8 @@ class ResponseTask:
         if self.conversation is None:
             return
         self.conversation.release_forgotten()
-        made, entries = self.conversation.forgotten(), self._current_entries()
+        made = self.conversation.forgotten()
+        entries = self._current_entries()
         last = bool(entries) and self.conversation.entries[-1] is entries[0]
         if len(entries) == len(made) == 1 and last and entries[0].item.type == "message":
             entries[0].engine_id = made[0]  # the engine remembers it by itself, token for token

@@ -166,7 +166,8 @@ class Batcher:
         """The next window of up to `MAX_BATCH` jobs; those behind them come first in the next
         round."""
         jobs = [j for j in running if not j.dropped]
-        batch, rest = jobs[:MAX_BATCH], jobs[MAX_BATCH:]
+        batch = jobs[:MAX_BATCH]
+        rest = jobs[MAX_BATCH:]
         if not batch:
             return rest
         found = model.run(np.stack([j.windows[j.at] for j in batch]), [j.state for j in batch])

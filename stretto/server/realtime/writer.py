@@ -172,18 +172,21 @@ class ResponseWriter:
         self._open = None
         if message is None:
             return
-        location, text = self._location(message), message.text
+        location = self._location(message)
+        text = message.text
         if self.options.has_audio:
             self._send_audio(message, message.encoder.flush())
             self.put(s.AudioDone(**location))
             self.put(s.TranscriptDone(**location, transcript=text))
-            part, stored = s.Part("audio", transcript=text), s.Part("output_audio", transcript=text)
+            part = s.Part("audio", transcript=text)
+            stored = s.Part("output_audio", transcript=text)
             message.entry.speech = Speech(
                 text, message.samples / self.info.sample_rate, completed and whole
             )
         else:
             self.put(s.TextDone(**location, text=text))
-            part, stored = s.Part("text", text=text), s.Part("output_text", text=text)
+            part = s.Part("text", text=text)
+            stored = s.Part("output_text", text=text)
         self.put(s.PartDone(**location, part=part))
         message.entry.item.content = [stored]
         message.entry.item.status = "completed" if completed else "incomplete"
