@@ -45,13 +45,17 @@ MAX_UNREAD_BYTES = (
 class LargeReader(StreamReader):
     """Hands the payload of a large frame over as it lies here, where the parent copies it."""
 
+    missing = 0  # bytes of a large payload
+
     def read_exact(self, n: int) -> Generator[None, None, bytearray]:
         if n <= SMALL_BYTES:
             return (yield from super().read_exact(n))
         while len(self.buffer) < n:
             if self.eof:
                 raise EOFError(f"stream ends after {len(self.buffer)} bytes, expected {n} bytes")
+            self.missing = n - len(self.buffer)
             yield
+        self.missing = 0
         payload = self.buffer
         self.buffer = payload[n:]
         del payload[n:]
@@ -63,7 +67,8 @@ class Socket(WebSocketsSansIOProtocol):
         self, floods: TurnQueue, large_reads: TurnQueue, memory: Shares, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.conn.reader = LargeReader()
+        self.frame_reader = LargeReader()
+        self.conn.reader = self.frame_reader
         self.conn.parser = self.conn.parse()  # the one before has begun with the reader before
         next(self.conn.parser)
         self.floods = floods
@@ -105,8 +110,10 @@ class Socket(WebSocketsSansIOProtocol):
         at = 0
         self.num_parsed = 0
         while at < len(data) and not self.transport.is_closing():
-            super().data_received(data[at : at + SLICE_BYTES])
-            at += SLICE_BYTES
+            # within a large payload there are no frames
+            size = max(SLICE_BYTES, self.frame_reader.missing)
+            super().data_received(data[at : at + size])
+            at += size
             if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self.transport.abort()
             elif at < len(data) and time.perf_counter() - began >= TURN_S:
