@@ -79,7 +79,11 @@ def make_app(config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> 
     app = Starlette(
         routes=routes.table(),
         lifespan=lifespan,
-        exception_handlers={HTTPException: routes.http_error, Refused: _tell, Exception: _tell},
+        exception_handlers={
+            HTTPException: routes.http_error,
+            Refused: _error_response,
+            Exception: _error_response,
+        },
         middleware=[Middleware(AccessMiddleware, service=service)],
     )
     app.state.service = service
@@ -87,17 +91,21 @@ def make_app(config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> 
 
 
 def make_metrics_app(service: Service) -> Starlette:
-    """The numbers of a server and nothing else, for a port of their own. Its life is that of the
+    """The metrics of a server and nothing else, for a port of their own. Its life is that of the
     server's app."""
-    numbers = Numbers(service)
+    route = MetricsRoute(service)
     return Starlette(
-        routes=[Route("/metrics", _counted("metrics", numbers.metrics), methods=["GET"])],
-        exception_handlers={HTTPException: numbers.http_error, Refused: _tell, Exception: _tell},
+        routes=[Route("/metrics", _logged("metrics", route.metrics), methods=["GET"])],
+        exception_handlers={
+            HTTPException: route.http_error,
+            Refused: _error_response,
+            Exception: _error_response,
+        },
         middleware=[Middleware(AccessMiddleware, service=service)],
     )
 
 
-class Numbers:
+class MetricsRoute:
     """/metrics, to whoever may read it."""
 
     def __init__(self, service: Service) -> None:
@@ -129,11 +137,11 @@ class Routes:
         voices = GeneratingRoute(
             self.service, "voices", min(largest, MAX_CLIP), read_voice, answer_voice
         )
-        hears = [
+        transcriptions = [
             GeneratingRoute(self.service, route, largest, reader(translate), answer_sound)
             for route, translate in (("transcriptions", False), ("translations", True))
         ]
-        posts: list[ASGIApp] = [chat, speech, voices, *hears]
+        posts: list[ASGIApp] = [chat, speech, voices, *transcriptions]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),
@@ -143,7 +151,7 @@ class Routes:
             ("/openapi.json", "openapi", self.openapi),
         ]
         if self.service.config.metrics and self.service.config.metrics_port is None:
-            named.append(("/metrics", "metrics", Numbers(self.service).metrics))
+            named.append(("/metrics", "metrics", MetricsRoute(self.service).metrics))
         self.paths = {
             **dict.fromkeys(POSTS, "POST"),
             **{path: "GET" for path, *_ in named if "{" not in path},
@@ -158,12 +166,12 @@ class Routes:
                 for path, endpoint in zip(POSTS, posts, strict=True)
             ),
             *(
-                Route(path, _counted(route, handler), methods=["GET"])
+                Route(path, _logged(route, handler), methods=["GET"])
                 for path, route, handler in named
             ),
-            Route(VOICES, _counted("voices", self.voices), methods=["GET"]),
-            Route(f"{VOICES}/{{name}}", _counted("voices", self.forget_voice), methods=["DELETE"]),
-            Route("/{path:path}", _counted("page", self.page), methods=["GET"]),
+            Route(VOICES, _logged("voices", self.voices), methods=["GET"]),
+            Route(f"{VOICES}/{{name}}", _logged("voices", self.delete_voice), methods=["DELETE"]),
+            Route("/{path:path}", _logged("page", self.page), methods=["GET"]),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -182,7 +190,7 @@ class Routes:
         request_log: RequestLog = request.scope[REQUEST_LOG]
         return _json(self.service.voices.listed(request_log.owner, self.service.engine().info))
 
-    async def forget_voice(self, request: Request) -> Response:
+    async def delete_voice(self, request: Request) -> Response:
         request_log: RequestLog = request.scope[REQUEST_LOG]
         return _json(
             VoiceDeleted(self.service.voices.forget(request_log.owner, request.path_params["name"]))
@@ -281,25 +289,25 @@ def nearest(path: str, known: Mapping[str, str]) -> str | None:
 
 
 def metrics_of(service: Service) -> bytes:
-    """All numbers of a server, as Prometheus reads them; at most a second old."""
+    """All metrics of a server, as Prometheus reads them; at most a second old."""
 
     def render() -> bytes:
         engine = service.maybe_engine
-        numbers = {
+        values = {
             **(engine.metrics() if engine else {}),
             "stretto_body_bytes": service.bodies.held,
         }
-        numbers["stretto_log_lines_dropped_total"] = logs.dropped()
-        return service.metrics.render(service.admission.running, numbers)
+        values["stretto_log_lines_dropped_total"] = logs.dropped()
+        return service.metrics.render(service.admission.running, values)
 
     return service.metrics.page(render)
 
 
-async def _tell(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     return respond(error)
 
 
-def _counted(route: str, handler: Handler) -> Handler:
+def _logged(route: str, handler: Handler) -> Handler:
     async def run(request: Request) -> Response:
         request_log = request.scope[REQUEST_LOG]
         assert isinstance(request_log, RequestLog)

@@ -407,12 +407,12 @@ class Writer:
             await self._delta(
                 Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript))))
             )
-        made = report(end, answer.exchange.request_log, bool(answer.request.timeline))
+        timings = report(end, answer.exchange.request_log, bool(answer.request.timeline))
         # Words may have been held back and dropped (a stop string, a function's call): their tokens
         # go out here.
         await self._send(
             [ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_logprobs())],
-            stretto=made,
+            stretto=timings,
         )
 
     async def close(self, usage: Sequence[Usage]) -> None:

@@ -79,15 +79,15 @@ def speak(
     }
     request_log.sample_rate = info.sample_rate
     name = voice_name(request.voice)
-    made = service.voices.find(request_log.owner, name) if name is not None else None
+    own_voice = service.voices.find(request_log.owner, name) if name is not None else None
     manner = SpeechStyle(
         instructions=(request.instructions or "").strip() if info.instructions else "",
         language=request.language,
-        voice=made or b"",
+        voice=own_voice or b"",
     )
     voice = (
         find_voice(request.voice, info, "voice", service.voices.names(request_log.owner))
-        if made is None
+        if own_voice is None
         else None
     )
     return engine.speak(
@@ -148,6 +148,8 @@ async def as_events(
 
 
 def used(end: Finished, request_log: RequestLog, timeline: bool) -> SpeechUsage:
-    made = report(end, request_log, timeline)
+    timings = report(end, request_log, timeline)
     usage = end.usage
-    return SpeechUsage(usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, made)
+    return SpeechUsage(
+        usage.prompt_tokens, usage.frames, usage.prompt_tokens + usage.frames, timings
+    )

@@ -138,7 +138,7 @@ class Windows:
         request_log = self.exchange.request_log
         given = {"temperature": self.request.temperature or 0.0, "seed": self.request.seed}
         params: Params = replace(engine.info.defaults, **drop_none(given))
-        told = False
+        has_text = False
         for i, pcm in enumerate(self.sounds):
             params = replace(
                 params, max_text_tokens=self.request.max_tokens or most_tokens(len(pcm) / 2 / RATE)
@@ -163,8 +163,8 @@ class Windows:
                     if isinstance(event, TextDelta) and event.text:
                         text = event.text.lstrip() if first else event.text
                         if text:
-                            yield i, (" " if told and first else "") + text
-                            told = True
+                            yield i, (" " if has_text and first else "") + text
+                            has_text = True
                             first = False
                     elif isinstance(event, Finished):
                         finish_reason(event)
