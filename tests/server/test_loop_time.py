@@ -14,7 +14,7 @@ from stretto.server.app import metrics_of
 from stretto.server.http import exchange
 from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.http.exchange import SMALL
-from stretto.server.loop_time import HEAVY, LoopTurns
+from stretto.server.loop_time import HEAVY, LoopTurns, ThreadTurns
 from stretto.server.metrics import PAGE_S, Metrics
 from stretto.server.openai import chat_params as chatparams
 from stretto.server.openai.chat_params import LONGEST, MAX_SCHEMA
@@ -197,6 +197,37 @@ def test_one_turn_in_each_pass_of_the_loop() -> None:
 
     done = asyncio.run(main())
     assert len(set(done)) == len(done)
+
+
+def test_threads_work_for_one_client_once_and_for_two_at_most() -> None:
+    async def main() -> None:
+        turns, ends = ThreadTurns(), {name: asyncio.Event() for name in ("a1", "a2", "b1", "c1")}
+        running: list[str] = []
+
+        async def work(name: str) -> None:
+            async with turns.turn(name[0]):
+                running.append(name)
+                await ends[name].wait()
+                running.remove(name)
+
+        async def settle() -> list[str]:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return running
+
+        tasks = [asyncio.create_task(work(name)) for name in ends]
+        assert await settle() == ["a1", "b1"]
+        ends["b1"].set()
+        assert await settle() == ["a1", "c1"]
+        ends["a1"].set()
+        assert await settle() == ["c1", "a2"]
+        tasks[-1].cancel()
+        ends["a2"].set()
+        await asyncio.wait(tasks)
+        async with turns.turn("a"), turns.turn("b"):
+            pass
+
+    asyncio.run(main())
 
 
 def test_many_readers_of_metrics_get_one_page(running: Running, engine: ScriptedEngine) -> None:
