@@ -10,6 +10,5 @@ def num_held(pool: BlockPool) -> int:
 
 
 def clear_cache(pool: BlockPool) -> None:
-    """Forget everything findable."""
-    for block in list(pool._index.values()):
-        pool._forget(block)
+    """Forget everything findable that nobody holds."""
+    pool.release(pool.take(pool.num_available))

@@ -25,9 +25,9 @@ from stretto.stage.host.feature_buffer import FeatureBuffer
 class Channel:
     """The host's end of the control channel. Nothing here waits, and any thread may send.
 
-    What the loop reports is collected (`post`) and handed to the socket once per stage's turn
+    What the loop reports is collected (`post`) and handed to the socket several times a round
     (`push`), in one call; what the socket has no room for goes to a thread that waits for it, and
-    all that follows goes behind it."""
+    all that follows goes behind it. What waits is bounded by what the requests here may make."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -21,7 +21,7 @@ class RemoteOutlet:
     """What has not left yet of each request."""
 
     def __init__(self) -> None:
-        # Whose chunks wait for room, longest first. Few, so that a turn need not look at all boxes.
+        # Whose chunks wait for room, longest first. Few, so that a poll need not look at all boxes.
         self.full: dict[RequestId, None] = {}
         self._courier: Outgoing | None = None
         self._boxes: dict[RequestId, Outbox] = {}
