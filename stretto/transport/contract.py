@@ -225,6 +225,12 @@ class OnLink(StrettoError):
         self.link = link
         self.request = request
 
+    def locate(self, link: str, request: RequestId | None = None) -> None:
+        """Called by the end of a link whose transport raised the error: names what it did not
+        know."""
+        self.link = link
+        self.request = request or self.request
+
 
 class Corrupt(OnLink, WireError):
     """Bytes that are not a chunk, or not the chunk that was sent."""

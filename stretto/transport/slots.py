@@ -73,6 +73,9 @@ class EndState(Enum):
 _OPEN = EndState.OPEN  # looking a member up in its enum costs more than comparing it
 
 
+_closing = threading.Lock()
+
+
 class _End:
     """The state of an end: open until it is set once, and the exception that it then raises."""
 
@@ -94,6 +97,22 @@ class _End:
         if self._state is EndState.DEAD:
             raise PeerDead(message, link=self.link, request=request)
         raise LinkClosed(message, link=self.link, request=request)
+
+    def _close(
+        self, transport: SendTransport | ReceiveTransport, release: Callable[[], None]
+    ) -> None:
+        """Wake the courier, wait until it has left, then free the memory. Once."""
+        with _closing:
+            if self._state is EndState.CLOSED_HERE:
+                return
+            self._state = EndState.CLOSED_HERE
+            self._why = ""
+        transport.wake()
+        with self._mutex:
+            try:
+                release()
+            finally:
+                transport.close()
 
 
 @dataclass(slots=True)
@@ -161,7 +180,7 @@ class SlotSender(_End):
                 else:
                     size = wire.encode_into(page, chunk, checksum=self._checksum, zero_copy=False)
             except PutFailed as failed:
-                failed.link = self.link
+                failed.locate(self.link)
                 raise
             self._free.pop()
             if copied is not None or self._pending:
@@ -260,8 +279,7 @@ class SlotSender(_End):
         # apart comes soon.
         self._await_end(_CAUSE_S)
         self._raise_if_ended(request)
-        failed.link = self.link
-        failed.request = request
+        failed.locate(self.link, request)
         raise failed
 
     def _pump(self, timeout: float) -> bool:
@@ -348,7 +366,7 @@ class SlotSender(_End):
                         self._send_copied(wait=True)
             finally:
                 self._mutex.release()
-        _close(self, self.transport, self._abandon)
+        self._close(self.transport, self._abandon)
 
     def _abandon(self) -> None:
         """Release the chunks that will not be sent, after their copies: those write to memory that
@@ -417,7 +435,7 @@ class SlotReceiver(_End):
 
     def _refuse(self, seq: int, error: Corrupt | VersionMismatch) -> None:
         self.give_back(seq, _REFUSE)
-        error.link = self.link
+        error.locate(self.link)
 
     def _pump(self, timeout: float) -> None:
         try:
@@ -483,26 +501,4 @@ class SlotReceiver(_End):
         self._raise_if_ended()
 
     def close(self) -> None:
-        _close(self, self.transport, self._arrived.clear)
-
-
-def _close(
-    end: SlotSender | SlotReceiver,
-    transport: SendTransport | ReceiveTransport,
-    release: Callable[[], None],
-) -> None:
-    """Wake the courier, wait until it has left, then free the memory. Once."""
-    with _closing:
-        if end._state is EndState.CLOSED_HERE:
-            return
-        end._state = EndState.CLOSED_HERE
-        end._why = ""
-    transport.wake()
-    with end._mutex:
-        try:
-            release()
-        finally:
-            transport.close()
-
-
-_closing = threading.Lock()
+        self._close(self.transport, self._arrived.clear)
