@@ -76,7 +76,7 @@ def attacks(results: Results) -> str:
     """Each attack on the version before its guards, where that was run, and on a later one."""
     if (after := results.file("attacks")) is None:
         return ""
-    head = ("worst /live, ms", "longest gap", "refused or failed", "memory not back, MiB")
+    head = ("worst /live (quiet), ms", "longest gap", "refused or failed", "memory not back, MiB")
     if (before := results.file("attacks_before")) is None:
         return markdown(("attack", *head), [(a["attack"], *_noticed(a)) for a in after["attacks"]])
     earlier = {a["attack"]: a for a in before["attacks"]}
@@ -90,11 +90,12 @@ def attacks(results: Results) -> str:
 def _noticed(attack: dict[str, Any] | None) -> tuple[str, str, str, str]:
     if attack is None:
         return "-", "-", "-", "-"
-    attacked, held, live = attack["attacked"], attack["held"], attack["attacked"]["live_s"]["max"]
+    quiet, attacked, held = attack["quiet"], attack["attacked"], attack["held"]
+    live, calm = attacked["live_s"]["max"], quiet["live_s"]["max"]
     more = held["after"]["anonymous"] - held["before"]["anonymous"]
     ratio = attack["gap_ratio"]
     return (
-        "-" if live is None else f"{1e3 * live:,.0f}",
+        "-" if live is None else f"{1e3 * live:,.0f} ({1e3 * calm:,.0f})",
         "no stream" if ratio is None else f"{ratio:.1f}",
         f"{attacked['refusals']} of {sum(attacked['asked'].values())}",
         f"{max(0, more) >> 20}",
