@@ -227,11 +227,11 @@ async def bench(
     itself has its hops between processes, if it has any."""
     levels: list[Level] = []
     async with connected(args, workload) as (runner, server):
-        progress = Progress(runner, args.quiet)
+        progress = Progress(args.quiet)
         for load in loads:
             limits = read_limits(args, load)
             progress.begin(load, limits.requests)
-            level = await runner.run(load, limits)
+            level = await runner.run(load, limits, progress.tick)
             progress.end()
             levels.append(level)
             on_level(level)
@@ -274,7 +274,6 @@ async def connected(
 class Progress:
     """A bar for the level that runs."""
 
-    runner: Bench
     quiet: bool
     bar: Any = None
 
@@ -284,7 +283,6 @@ class Progress:
         self.bar = tqdm(
             total=requests, desc=str(load), unit="req", leave=False, disable=self.quiet or None
         )
-        self.runner.on_sample = self.tick
 
     def tick(self, sample: Sample) -> None:
         self.bar.update()
@@ -424,7 +422,7 @@ async def find_limits(
     results: list[tuple[Limit, Bounds, Search]] = []
     async with connected(args, workload) as (runner, server):
         runner.want_audio = await answers_speak(runner)
-        progress = Progress(runner, args.quiet)
+        progress = Progress(args.quiet)
         for limit, bounds in plans if runner.want_audio else without_speech(plans):
 
             def show(probe: Probe, limit: Limit = limit) -> None:
@@ -433,7 +431,14 @@ async def find_limits(
 
             say(f"{limit.title}:", gap=False)
             prober = Prober(
-                runner, limit, args.requests, args.duration, args.warmup, args.seed, progress.begin
+                runner,
+                limit,
+                args.requests,
+                args.duration,
+                args.warmup,
+                args.seed,
+                progress.begin,
+                progress.tick,
             )
             search = await find(prober, start_of(args, bounds, results), show)
             say("", gap=False)

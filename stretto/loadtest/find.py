@@ -16,7 +16,17 @@ from typing import Any, Protocol
 
 from stretto.loadtest.player import play
 from stretto.loadtest.report import rates, show
-from stretto.loadtest.runner import Bench, Closed, Level, Load, Open, Sample, Targets
+from stretto.loadtest.runner import (
+    Bench,
+    Closed,
+    Level,
+    Load,
+    OnSample,
+    Open,
+    Sample,
+    Targets,
+    ignore,
+)
 from stretto.loadtest.stats import percentile, summarize
 
 PRECISION = 0.05
@@ -264,6 +274,7 @@ class Prober:
     warmup: int | None = None
     seed: int = 0
     on_begin: Callable[[Load, int], None] = lambda load, requests: None
+    on_sample: OnSample = ignore
     cpu: Callable[[], float] = time.process_time
     numbers: Iterator[int] = field(default_factory=count)  # of probes: each has arrivals of its own
 
@@ -273,9 +284,8 @@ class Prober:
         target = self.limit.load(load, self.seed + next(self.numbers))
         self.on_begin(target, requests + warmup)
         cpu, start = self.cpu(), self.bench.clock.now()
-        level = await self.bench.run(
-            target, Targets(requests + warmup, self.seconds, until_error=True)
-        )
+        targets = Targets(requests + warmup, self.seconds, until_error=True)
+        level = await self.bench.run(target, targets, self.on_sample)
         busy = (self.cpu() - cpu) / max(self.bench.clock.now() - start, 1e-9)
         level.skip(warmup)
         if level.interrupted:

@@ -169,6 +169,11 @@ class Level:
 
 Send = Callable[[int], AsyncIterator[tuple[float, Piece]]]
 """Sends the workload's request of this number and yields its pieces with the clock's time."""
+OnSample = Callable[[Sample], None]
+
+
+def ignore(sample: Sample) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -176,28 +181,28 @@ class Bench:
     send: Send
     clock: LoadClock
     want_audio: bool = True  # an answer without speech counts as an error
-    on_sample: Callable[[Sample], None] = lambda sample: None
     numbers: Iterator[int] = field(
         default_factory=itertools.count
     )  # no two requests of a run are the same
 
-    async def run(self, load: Load, limits: Targets) -> Level:
-        """One level. If the task is cancelled (Ctrl-C) it gives what it has, marked as
-        interrupted."""
+    async def run(self, load: Load, limits: Targets, on_sample: OnSample = ignore) -> Level:
+        """One level; `on_sample` is called with each sample behind the warm-up. If the task is
+        cancelled (Ctrl-C) it gives what it has, marked as interrupted."""
         level = Level(load)
         try:
             if limits.warmup:
-                streams = min(
-                    limits.warmup, load.streams if isinstance(load, Closed) else limits.warmup
-                )
-                await self.closed(Level(load), streams, Targets(requests=limits.warmup), quiet=True)
+                streams = limits.warmup
+                if isinstance(load, Closed):
+                    streams = min(streams, load.streams)
+                warmup = Targets(requests=limits.warmup)
+                await self.closed(Level(load), streams, warmup)
             start = self.clock.now()
             try:
                 match load:
                     case Closed():
-                        await self.closed(level, load.streams, limits)
+                        await self.closed(level, load.streams, limits, on_sample)
                     case Open():
-                        await self.open(level, load, limits)
+                        await self.open(level, load, limits, on_sample)
             finally:
                 level.seconds = self.clock.now() - start
         except asyncio.CancelledError:
@@ -209,26 +214,26 @@ class Bench:
         return level
 
     async def closed(
-        self, level: Level, streams: int, limits: Targets, quiet: bool = False
+        self, level: Level, streams: int, limits: Targets, on_sample: OnSample = ignore
     ) -> None:
         start, begun = self.clock.now(), itertools.count()
 
         async def listener() -> None:
             while not self.over(level, limits, next(begun), self.clock.now() - start):
-                await self.measure(level, start, quiet)
+                await self.measure(level, start, on_sample)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(streams):
                 group.create_task(listener())
 
-    async def open(self, level: Level, load: Open, limits: Targets) -> None:
+    async def open(self, level: Level, load: Open, limits: Targets, on_sample: OnSample) -> None:
         start = self.clock.now()
         async with asyncio.TaskGroup() as group:
             for number, at in enumerate(poisson(load.rate, load.seed)):
                 if self.over(level, limits, number, at):
                     break
                 await self.clock.sleep_until(start + at)
-                group.create_task(self.measure(level, start))
+                group.create_task(self.measure(level, start, on_sample))
 
     @staticmethod
     def over(level: Level, limits: Targets, begun: int, elapsed: float) -> bool:
@@ -236,7 +241,7 @@ class Bench:
         enough = enough or (limits.until_error and level.failed)
         return enough or (limits.seconds is not None and elapsed >= limits.seconds)
 
-    async def measure(self, level: Level, start: float, quiet: bool = False) -> None:
+    async def measure(self, level: Level, start: float, on_sample: OnSample) -> None:
         sent = self.clock.now()
         sample = Sample(next(self.numbers), sent - start)
         try:
@@ -250,5 +255,4 @@ class Bench:
             level.failed = True
         sample.end = self.clock.now() - sent
         level.samples.append(sample)
-        if not quiet:
-            self.on_sample(sample)
+        on_sample(sample)
