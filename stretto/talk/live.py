@@ -8,36 +8,52 @@ that a test can be a person."""
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit, urlunsplit
 
 from stretto.loadtest.sse import RequestFailed, save_answer
-from stretto.talk.sound import MICROPHONE_RATE, Speaker
+from stretto.talk.sound import MICROPHONE_RATE, Microphone, Speaker
+
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
 
 PIECE_S = 0.04
 HARMLESS = ("response_cancel_not_active",)
 
 
-class Socket(Protocol):
-    """What is used of a WebSocket."""
+class Recorded:
+    """A recording in place of a microphone: spoken at its own pace, then silence."""
 
-    def send(self, message: str) -> None: ...
+    def __init__(self, pcm: bytes, rate: int, take: Callable[[bytes], None]) -> None:
+        self._pcm = pcm
+        self._size = int(PIECE_S * rate) * 2
+        self._take = take
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
 
-    def recv(self) -> str | bytes: ...
+    def _run(self) -> None:
+        began = time.monotonic()
+        for number in itertools.count():
+            piece = self._pcm[number * self._size : (number + 1) * self._size]
+            self._take(piece or bytes(self._size))
+            if self._ended.wait(max(0.0, began + (number + 1) * PIECE_S - time.monotonic())):
+                return
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
-class Ear(Protocol):
-    def close(self) -> None: ...
-
-
-Listen = Callable[[int, Callable[[bytes], None]], Ear]
+Listen = Callable[[int, Callable[[bytes], None]], Microphone | Recorded]
 """Opens a microphone at a rate; what it hears is handed over on a thread of its own."""
 
 
@@ -56,7 +72,7 @@ class Answer:
 
 @dataclass(slots=True)
 class LiveTalk:
-    socket: Socket
+    socket: ClientConnection
     out: TextIO
     listen: Listen
     speaker: Callable[[int], Speaker] | None  # None: nothing is played
@@ -164,21 +180,15 @@ class LiveTalk:
 
     def finish(self, answer: Answer, response: dict[str, Any]) -> None:
         self.num_answers += 1
-        told = response.get("stretto") or {}
         if response["status"] == "failed":
             self.say(f"! {response['status_details']['error']['message']}")
             return
-        words = {"cancelled": "interrupted", "incomplete": "cut at its limit"}.get(
-            response["status"]
-        )
-        first = told.get("speech_to_audio_s")
-        notes = [
-            words,
-            f"{first * 1000:.0f} ms from the end of speech to the first sound"
-            if first is not None
-            else None,
-        ]
-        self.say("".join(f" ({n})" for n in notes if n))
+        ends = {"cancelled": " (interrupted)", "incomplete": " (cut at its limit)"}
+        note = ends.get(response["status"], "")
+        first = (response.get("stretto") or {}).get("speech_to_audio_s")
+        if first is not None:
+            note += f" ({first * 1000:.0f} ms from the end of speech to the first sound)"
+        self.say(note)
         if self.save is not None and answer.pcm:
             self.num_saved, _ = save_answer(
                 self.save, self.num_saved + 1, MICROPHONE_RATE, b"".join(answer.pcm)
@@ -187,35 +197,6 @@ class LiveTalk:
     def say(self, text: str) -> None:
         self.out.write(text + "\n")
         self.out.flush()
-
-
-class Recorded:
-    """A recording in place of a microphone: spoken at its own pace, then silence."""
-
-    def __init__(self, pcm: bytes, rate: int, take: Callable[[bytes], None]) -> None:
-        self._pieces = self._cut(pcm, int(PIECE_S * rate) * 2)
-        self._take = take
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def _cut(pcm: bytes, size: int) -> Iterator[bytes]:
-        for i in range(0, len(pcm), size):
-            yield pcm[i : i + size]
-        while True:
-            yield bytes(size)
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        for number, piece in enumerate(self._pieces):
-            self._take(piece)
-            if self._ended.wait(max(0.0, began + (number + 1) * PIECE_S - time.monotonic())):
-                return
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def realtime_url(api_root: str) -> str:

@@ -8,52 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 HINT = "to hear answers and speak questions here, install it: pip install sounddevice"
 MICROPHONE_RATE = 24000
-
-
-class Speaker(Protocol):
-    def write(self, pcm: bytes) -> None:
-        """Queue 16-bit samples; never waits."""
-        ...
-
-    def wait(self) -> None:
-        """Until all that was queued has been heard."""
-        ...
-
-    def close(self) -> None:
-        """Stop at once."""
-        ...
-
-    @property
-    def pending(self) -> int:
-        """Bytes that were queued and not played yet."""
-        ...
-
-
-class Listening(Protocol):
-    def close(self) -> None:
-        """Give the microphone back."""
-        ...
-
-
-class Recording(Protocol):
-    def stop(self) -> bytes:
-        """Ends it and gives the 16-bit samples."""
-        ...
-
-
-class SoundDevice(Protocol):
-    def speaker(self, rate: int) -> Speaker: ...
-
-    def record(self, rate: int) -> Recording: ...
-
-    def listen(self, rate: int, take: Callable[[bytes], None]) -> Listening:
-        """An open microphone; `take` gets 16-bit samples on the device's thread, and must not
-        wait."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,80 +47,70 @@ class PlayBuffer:
             self.lock.wait_for(lambda: not self.pending)
 
 
-class _Speaker:
+class Speaker:
+    """16-bit samples, played as they come."""
+
     def __init__(self, module: Any, rate: int) -> None:
-        self.buffer = PlayBuffer()
-        self.stream = module.RawOutputStream(
+        self._buffer = PlayBuffer()
+        self._stream = module.RawOutputStream(
             samplerate=rate, channels=1, dtype="int16", callback=self._play
         )
-        self.stream.start()
+        self._stream.start()
 
     def _play(self, out: Any, frames: int, time: Any, status: Any) -> None:
-        self.buffer.fill(memoryview(out).cast("B"))
+        self._buffer.fill(memoryview(out).cast("B"))
 
     def write(self, pcm: bytes) -> None:
-        self.buffer.write(pcm)
+        """Never waits."""
+        self._buffer.write(pcm)
 
     def wait(self) -> None:
-        self.buffer.wait()
-        self.stream.stop()  # plays what the device itself still holds
-        self.stream.close()
+        """Until all that was written has been heard."""
+        self._buffer.wait()
+        self._stream.stop()  # plays what the device itself still holds
+        self._stream.close()
 
     def close(self) -> None:
-        self.stream.abort()
-        self.stream.close()
+        """Silence at once."""
+        self._stream.abort()
+        self._stream.close()
 
     @property
     def pending(self) -> int:
-        with self.buffer.lock:
-            return len(self.buffer.pending)
+        """Bytes that were written and not played yet."""
+        with self._buffer.lock:
+            return len(self._buffer.pending)
 
 
-class _Listening:
+class Microphone:
+    """`take` gets 16-bit samples on the device's thread, and must not wait."""
+
     def __init__(self, module: Any, rate: int, take: Callable[[bytes], None]) -> None:
-        self.take = take
-        self.stream = module.RawInputStream(
+        self._take = take
+        self._stream = module.RawInputStream(
             samplerate=rate, channels=1, dtype="int16", callback=self._hear
         )
-        self.stream.start()
+        self._stream.start()
 
     def _hear(self, data: Any, frames: int, time: Any, status: Any) -> None:
-        self.take(bytes(data))
+        self._take(bytes(data))
 
     def close(self) -> None:
-        self.stream.stop()
-        self.stream.close()
-
-
-class _Recording:
-    def __init__(self, module: Any, rate: int) -> None:
-        self.pieces: list[bytes] = []
-        self.stream = module.RawInputStream(
-            samplerate=rate, channels=1, dtype="int16", callback=self._take
-        )
-        self.stream.start()
-
-    def _take(self, data: Any, frames: int, time: Any, status: Any) -> None:
-        self.pieces.append(bytes(data))
-
-    def stop(self) -> bytes:
-        self.stream.stop()
-        self.stream.close()
-        return b"".join(self.pieces)
+        self._stream.stop()
+        self._stream.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Device:
+class SoundDevice:
+    """`module`: the package."""
+
     module: Any
 
     def speaker(self, rate: int) -> Speaker:
-        return _Speaker(self.module, rate)
+        return Speaker(self.module, rate)
 
-    def record(self, rate: int) -> Recording:
-        return _Recording(self.module, rate)
-
-    def listen(self, rate: int, take: Callable[[bytes], None]) -> Listening:
-        return _Listening(self.module, rate, take)
+    def listen(self, rate: int, take: Callable[[bytes], None]) -> Microphone:
+        return Microphone(self.module, rate, take)
 
 
 def find_sound() -> SoundDevice | NoSound:
@@ -178,4 +126,4 @@ def find_sound() -> SoundDevice | NoSound:
         module.check_output_settings(channels=1, dtype="int16")
     except (ValueError, module.PortAudioError) as e:
         return NoSound(f"no sound device: {e}")
-    return _Device(module)
+    return SoundDevice(module)

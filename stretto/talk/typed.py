@@ -121,12 +121,13 @@ class Talk:
     def recorded(self) -> list[dict[str, Any]]:
         if isinstance(self.sound, NoSound):
             raise Invalid(f"there is no microphone to record with: {self.sound.why}")
-        recording = self.sound.record(MICROPHONE_RATE)
+        pieces: list[bytes] = []
+        microphone = self.sound.listen(MICROPHONE_RATE, pieces.append)
         try:
             self.read("listening, press Enter to send> ")
         finally:
-            pcm = recording.stop()
-        data = base64.b64encode(wav_file(MICROPHONE_RATE, pcm)).decode()
+            microphone.close()
+        data = base64.b64encode(wav_file(MICROPHONE_RATE, b"".join(pieces))).decode()
         return [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]
 
     # --- an answer
