@@ -1,7 +1,7 @@
 """Whether this CPU does what it announces, before torch computes on it.
 
 Some virtual machines announce AMX but trap on it: the first product of bfloat16 matrices inside
-oneDNN then kills the process with "Illegal instruction". `prepare` finds that out once, in a child
+oneDNN then kills the process with "Illegal instruction". `prepare` finds that out in a child
 process that may die, and limits oneDNN in this one (ONEDNN_MAX_CPU_ISA) only where it is needed.
 oneDNN reads the variable when it is first used, so this comes before anything is computed:
 `Source.open` calls it for every model that is loaded, the tests when they start. It costs nothing
@@ -10,15 +10,14 @@ CPU and version of torch. `python -m stretto.cpu` is the child."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,8 +27,8 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 OTHER_NAMES = ("DNNL_MAX_CPU_ISA",)  # an older name, which oneDNN still reads
-LIMITS = ("AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2")  # the highest first
-ALL = "ALL"  # no limit, in the cache
+LIMIT = "AVX512_CORE_BF16"  # the highest set of instructions without AMX and float16
+UNLIMITED = "ALL"
 NARROW = ("bfloat16", "float16")
 TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 """How a child ends that ran into an instruction which is not there. Other ends say nothing about
@@ -37,7 +36,7 @@ the CPU."""
 PATIENCE_S = 120.0
 CPUINFO = Path("/proc/cpuinfo")
 
-Probe = Callable[[str | None], bool | None]
+Probe = Callable[[str], bool | None]
 """Computes under a limit, in a child: whether it lived; None: that cannot be told (no memory, no
 torch, no time)."""
 
@@ -59,21 +58,18 @@ def limit_onednn(
     and stays."""
     if any(name in environ for name in (VARIABLE, *OTHER_NAMES)):
         return
-    cpu = describe(cpuinfo)
-    if not any(flag.startswith("amx") for flag in cpu.get("flags", "").split()):
+    cpu = first_core(cpuinfo)
+    if " amx" not in cpu:
         return
     kept = (cache or folder(environ)) / f"onednn-{digest(cpu)}"
-    with alone(kept):
-        limit = recall(kept)
+    limit = recall(kept)
+    if limit is None:
+        limit = find_limit(probe or compute)
         if limit is None:
-            limit = find_limit(probe or compute)
-            if limit is None:
-                log.warning(
-                    "could not find out whether this CPU's AMX works: oneDNN is not limited"
-                )
-                return
-            keep(kept, limit)
-    if limit == ALL:
+            log.warning("could not find out whether this CPU's AMX works: oneDNN is not limited")
+            return
+        keep(kept, limit)
+    if limit == UNLIMITED:
         log.info("this CPU's AMX works: oneDNN is not limited")
     else:
         log.warning("this CPU announces AMX but traps on it: oneDNN is limited to %s", limit)
@@ -81,39 +77,27 @@ def limit_onednn(
 
 
 def find_limit(probe: Probe) -> str | None:
-    """The highest limit that a child survives, ALL if it needs none; None if that cannot be
-    told."""
-    for limit in (None, *LIMITS):
+    """UNLIMITED if a child survives without a limit, else LIMIT; None if that cannot be told."""
+    for limit in (UNLIMITED, LIMIT):
         lived = probe(limit)
         if lived is None:
             return None
         if lived:
-            return limit or ALL
+            return limit
     raise CpuError(
-        f"this CPU dies in bfloat16, whatever oneDNN is limited to ({', '.join(LIMITS)}); use "
-        f"float32, "
+        f"this CPU dies in bfloat16, even if oneDNN is limited to {LIMIT}; use float32, "
         f"or set {VARIABLE} to skip this check"
     )
 
 
-# -- the child
-
-
 def compute(
-    limit: str | None, command: tuple[str, ...] = (sys.executable, "-m", "stretto.cpu")
+    limit: str, command: tuple[str, ...] = (sys.executable, "-m", "stretto.cpu")
 ) -> bool | None:
     """Run the child under a limit."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if limit is not None:
-        env[VARIABLE] = limit
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", VARIABLE: limit}
     try:
         done = subprocess.run(
-            command,
-            env=env,
-            timeout=PATIENCE_S,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
+            command, env=env, timeout=PATIENCE_S, stdin=subprocess.DEVNULL, capture_output=True
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         log.info("the check of this CPU did not run: %s", e)
@@ -122,11 +106,8 @@ def compute(
         return True
     if -done.returncode in TRAPS:
         return False
-    log.info(
-        "the check of this CPU failed (%d): %s",
-        done.returncode,
-        done.stderr[-500:].decode(errors="replace"),
-    )
+    stderr = done.stderr[-500:].decode(errors="replace")
+    log.info("the check of this CPU failed (%d): %s", done.returncode, stderr)
     return None
 
 
@@ -154,46 +135,26 @@ def main() -> None:
         F.scaled_dot_product_attention(q, q, q)
 
 
-# -- what is remembered
-
-
-def describe(cpuinfo: Path) -> dict[str, str]:
-    """The first core, by the kernel's words; nothing where there is no such file."""
+def first_core(cpuinfo: Path) -> str:
+    """What the kernel says of the first core that does not change; nothing where there is no such
+    file."""
     try:
-        words = cpuinfo.read_text(errors="replace").split("\n\n")[0]
+        lines = cpuinfo.read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in words.splitlines() if ":" in line)
-    return {name.strip(): value.strip() for name, value in pairs}
+        return ""
+    stable = ("vendor_id", "cpu family", "model", "stepping", "flags")
+    return "\n".join(line for line in lines if line.startswith(stable))
 
 
-def digest(cpu: dict[str, str]) -> str:
+def digest(cpu: str) -> str:
     """Of all that the answer may depend on: another CPU, or another oneDNN, is asked anew."""
-    parts = [
-        cpu.get(name, "") for name in ("vendor_id", "cpu family", "model", "model name", "stepping")
-    ]
-    parts += [" ".join(sorted(cpu.get("flags", "").split())), version("torch")]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{cpu}\n{version('torch')}".encode()).hexdigest()[:32]
 
 
 def folder(environ: MutableMapping[str, str]) -> Path:
-    given = environ.get("XDG_CACHE_HOME")
-    try:
-        return Path(given or Path.home() / ".cache") / "stretto"
-    except RuntimeError:  # nobody's home: nothing can be kept
-        return Path(os.devnull) / "stretto"
-
-
-@contextlib.contextmanager
-def alone(kept: Path) -> Iterator[None]:
-    """One at a time, so that hosts that start together ask once; where nothing can be written, each
-    for itself."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(kept.with_suffix(".lock"), "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    """Without a home nothing can be kept."""
+    home = Path(environ.get("HOME") or os.devnull)
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "stretto"
 
 
 def recall(kept: Path) -> str | None:
@@ -202,17 +163,14 @@ def recall(kept: Path) -> str | None:
         word = kept.read_bytes()[:64].decode(errors="replace").strip()
     except OSError:
         return None
-    return word if word in (ALL, *LIMITS) else None
+    return word if word in (UNLIMITED, LIMIT) else None
 
 
 def keep(kept: Path, limit: str) -> None:
-    """Whole or not at all, whoever else writes or reads."""
-    new = kept.with_suffix(f".{os.getpid()}")
-    try:
-        new.write_text(limit + "\n")
-        os.replace(new, kept)
-    except OSError as e:
-        log.info("what was found of this CPU is not kept: %s", e)
+    """Hosts that start together may each find out; what they write is the same."""
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(limit + "\n")
 
 
 if __name__ == "__main__":
