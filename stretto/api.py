@@ -15,11 +15,19 @@ from __future__ import annotations
 import base64
 import json
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +46,7 @@ from stretto.engine.events import (
     TokenLogprob,
 )
 from stretto.engine.session import Session
-from stretto.engine.sync import SyncEngine
+from stretto.engine.sync import LoopThread
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.hardware import find_device
@@ -61,9 +69,23 @@ class Answer:
     audio: npt.NDArray[np.float32]  # mono, from -1 to 1; empty if none was asked for
     sample_rate: int
     finished: Finished  # why it ended, what it used, its seed and timeline
-    logprobs: tuple[
-        TokenLogprob, ...
-    ] = ()  # of each token of the text, where `logprobs` was asked for
+    # of each token of the text, where `logprobs` was asked for
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(cls, events: Sequence[Event], sample_rate: int) -> Answer:
+        """All events of a request, in order."""
+        texts = [e for e in events if isinstance(e, TextDelta)]
+        audio = [e.samples for e in events if isinstance(e, AudioChunk)]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        return cls(
+            "".join(e.text for e in texts),
+            np.concatenate([np.zeros(0, np.float32), *audio]),
+            sample_rate,
+            finished,
+            tuple(t for e in texts for t in e.logprobs),
+        )
 
     @property
     def seconds(self) -> float:
@@ -136,6 +158,7 @@ class AsyncEngine:
 
     async def chat(
         self,
+        /,
         messages: Asked,
         *,
         modalities: Sequence[Modality] = BOTH,
@@ -149,10 +172,11 @@ class AsyncEngine:
         events = self.stream(
             messages, modalities=modalities, voice=voice, tools=tools, params=params, **options
         )
-        return _answer([e async for e in events], self.info.sample_rate)
+        return Answer.of([e async for e in events], self.info.sample_rate)
 
     def stream(
         self,
+        /,
         messages: Asked,
         *,
         modalities: Sequence[Modality] = BOTH,
@@ -173,6 +197,7 @@ class AsyncEngine:
 
     async def read_aloud(
         self,
+        /,
         text: str,
         *,
         voice: str | None = None,
@@ -183,10 +208,11 @@ class AsyncEngine:
         """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not
         all models take all of it."""
         events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
-        return replace(_answer([e async for e in events], self.info.sample_rate), text=text)
+        return replace(Answer.of([e async for e in events], self.info.sample_rate), text=text)
 
     def stream_aloud(
         self,
+        /,
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
@@ -213,12 +239,40 @@ class AsyncEngine:
     @property
     def _running(self) -> PipelineEngine:
         if self._engine is None:
-            raise Invalid("an engine is started by `async with`")
+            raise Invalid("an engine is started by `with` or `async with`")
         return self._engine
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Engine, P], T]:
+    """The same method for callers without an event loop: it waits."""
+
+    @wraps(method)
+    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._running.run(method(self._engine, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncEngine, P], AsyncIterator[Event]],
+) -> Callable[Concatenate[Engine, P], Iterator[Event]]:
+    """The same method for callers without an event loop: its iterator waits."""
+
+    @wraps(method)
+    def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Event]:
+        return self._running.iterate(lambda: method(self._engine, *args, **kwargs))
+
+    return call
+
+
 class Engine:
-    """Answers with text and speech. Any thread may call.
+    """Answers with text and speech. Any thread may call. The methods are those of `AsyncEngine`.
 
     with Engine("checkpoint directory") as engine:
         answer = engine.chat("Hello!")
@@ -232,109 +286,43 @@ class Engine:
         device: str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model,
-        to try things. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
-        else; it then names the device."""
-        self._model = model
-        self._config = _config(device, config)
-        self._stack = ExitStack()
-        self._engine: SyncEngine | None = None
+        """As `AsyncEngine`."""
+        self._engine = AsyncEngine(model, device=device, config=config)
+        self._thread: LoopThread | None = None
 
     def __enter__(self) -> Engine:
-        with ExitStack() as stack:
-            self._engine = stack.enter_context(
-                SyncEngine(_checkpoint(self._model, stack), self._config)
-            )
-            self._stack = stack.pop_all()
+        thread = LoopThread()
+        try:
+            thread.run(self._engine.__aenter__())
+        except BaseException:
+            thread.close()
+            raise
+        self._thread = thread
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._running.close(self._engine.__aexit__())
+
+    chat = _blocking(AsyncEngine.chat)
+    stream = _iterating(AsyncEngine.stream)
+    read_aloud = _blocking(AsyncEngine.read_aloud)
+    stream_aloud = _iterating(AsyncEngine.stream_aloud)
+    make_voice = _blocking(AsyncEngine.make_voice)
 
     @property
     def info(self) -> ModelInfo:
         """The model's name, voices, sample rate and limits."""
-        return self._running.engine.info
+        return self._engine.info
 
     def metrics(self) -> Mapping[str, float]:
         """Counters and gauges by their Prometheus names."""
-        return self._running.engine.metrics()
-
-    def chat(
-        self,
-        messages: Asked,
-        *,
-        modalities: Sequence[Modality] = BOTH,
-        voice: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        params: Params | None = None,
-        **options: Any,
-    ) -> Answer:
-        """Answer a question or a conversation. `options` are fields of `Params`, such as
-        `temperature` or `seed`."""
-        events = self.stream(
-            messages, modalities=modalities, voice=voice, tools=tools, params=params, **options
-        )
-        return _answer(list(events), self.info.sample_rate)
-
-    def stream(
-        self,
-        messages: Asked,
-        *,
-        modalities: Sequence[Modality] = BOTH,
-        voice: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        params: Params | None = None,
-        **options: Any,
-    ) -> Iterator[Event]:
-        """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.generate(
-            _messages(messages),
-            modalities=modalities,
-            voice=voice,
-            tools=tools,
-            params=_params(params, options, self.info.defaults),
-            allow_paths=True,
-        )
-
-    def read_aloud(
-        self,
-        text: str,
-        *,
-        voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
-        params: Params | None = None,
-        **options: Any,
-    ) -> Answer:
-        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not
-        all models take all of it."""
-        events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
-        return replace(_answer(list(events), self.info.sample_rate), text=text)
-
-    def stream_aloud(
-        self,
-        text: str,
-        *,
-        voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
-        params: Params | None = None,
-        **options: Any,
-    ) -> Iterator[Event]:
-        """The same as events, as they come. Closing the iterator cancels the request."""
-        return self._running.speak(
-            text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
-        )
-
-    def make_voice(self, path: str | Path, text: str = "") -> bytes:
-        """A voice of a sound file, for `SpeechStyle.voice`; with what is said in it, a closer
-        likeness."""
-        return self._running.enrol(clip(path, text))
+        return self._engine.metrics()
 
     @property
-    def _running(self) -> SyncEngine:
-        if self._engine is None:
-            raise Invalid("an engine is started by `with`")
-        return self._engine
+    def _running(self) -> LoopThread:
+        if self._thread is None:
+            raise Invalid("an engine is started by `with` or `async with`")
+        return self._thread
 
 
 def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
@@ -369,10 +357,8 @@ def clip(path: str | Path, text: str = "") -> Conversation:
         data = Path(path).read_bytes()
     except OSError as e:
         raise Invalid(f"{path}: cannot be read ({e.strerror})", "clip") from None
-    sound = {
-        "data": base64.b64encode(data).decode(),
-        "format": "wav",
-    }  # whichever it is, its first bytes tell
+    # whichever format it is, its first bytes tell
+    sound = {"data": base64.b64encode(data).decode(), "format": "wav"}
     content: list[dict[str, Any]] = [{"type": "input_audio", "input_audio": sound}]
     if text.strip():
         content.append({"type": "text", "text": text})
@@ -389,14 +375,3 @@ def _params(params: Params | None, options: Mapping[str, Any], defaults: Params)
         return replace(params or defaults, **options)
     except TypeError as e:
         raise Invalid(f"there is no such option: {e}", next(iter(options), None)) from None
-
-
-def _answer(events: Sequence[Event], sample_rate: int) -> Answer:
-    text = "".join(e.text for e in events if isinstance(e, TextDelta))
-    audio = [e.samples for e in events if isinstance(e, AudioChunk)]
-    end = events[-1]
-    assert isinstance(end, Finished)
-    told = tuple(t for e in events if isinstance(e, TextDelta) for t in e.logprobs)
-    return Answer(
-        text, np.concatenate(audio) if audio else np.zeros(0, np.float32), sample_rate, end, told
-    )

@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from stretto import cpu
 from stretto.config.engine import EngineConfig, PoolSettings
-from stretto.engine import announce as admission
+from stretto.engine import request_manager
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.observe.logs import JsonLines, TextLines
 from stretto.observe.stderr import QueuedStderr
@@ -49,7 +49,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Requests without a seed get the same ones in every run: engines of this process draw nothing
     by chance."""
     seeds = itertools.count(zlib.crc32(item.nodeid.encode()))
-    admission.fresh_seed = lambda: next(seeds)
+    request_manager.fresh_seed = lambda: next(seeds)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,10 +91,10 @@ def test_generate_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     generate.add_generate_parser(jobs)
     assert jobs.choices["generate"].parse_args(["--text", "Hello"]).model is None
     monkeypatch.setattr(embedded, "find", lambda: tmp_path)
-    assert generate._directory(None) == tmp_path
+    assert generate.model_directory(None) == tmp_path
     monkeypatch.setattr(embedded, "find", lambda: None)
     with pytest.raises(Invalid, match="name a checkpoint"):
-        generate._directory(None)
+        generate.model_directory(None)
 
 
 def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:

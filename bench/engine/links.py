@@ -75,7 +75,7 @@ class Run:
     async def lay(self, variant: str) -> None:
         """All links anew. Nothing is on its way."""
         self.switches.write_text(json.dumps(VARIANTS[variant]), encoding="utf-8")
-        for pipeline in self.engine._pipelines:
+        for pipeline in self.engine.pipelines:
             links = pipeline.supervisor.links
             links.up.update(dict.fromkeys(links.up, False))
             await links.join()

@@ -247,7 +247,7 @@ class Stand:
             return [v for k, v in values.items() if k.startswith(BUSY)]
 
         before, start = busy(dict(self.engine.metrics())), clock()
-        for p in self.engine._pipelines:
+        for p in self.engine.pipelines:
             p.ping((1 << 40) + next(self.numbers))
         while clock() - start < 3.0:
             await asyncio.sleep(0.002)
@@ -383,9 +383,8 @@ class Stand:
             "by_length": by_length(samples),
             "samples": list(samples),
         }
-        found["windows_changed"] = self.engine.counts[
-            "windows_changed"
-        ]  # since the engine was opened
+        # since the engine was opened
+        found["windows_changed"] = self.engine.metrics()["stretto_engine_windows_changed_total"]
         if kind != "warm":
             show(found)
         return found

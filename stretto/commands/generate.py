@@ -30,8 +30,8 @@ are one owner's."""
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.api import Answer, AsyncEngine
     from stretto.config.engine import EngineConfig
-    from stretto.engine.engine import PipelineEngine
     from stretto.engine.events import Event, Finished, Modality
 
 
@@ -107,81 +107,72 @@ def add_generate_parser(jobs: Any) -> None:
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """One answer, collected."""
+    """The events of one answer, and when the first of each kind came."""
 
-    rate: int  # samples per second
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    codes: list[Any] = field(default_factory=list)
-    samples: list[Any] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+    events: list[Event] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
-    end: Finished | None = None
 
-    def take(self, event: Event, since: float) -> str:
-        """Add an event; returns text to show."""
-        from stretto.engine.events import AudioChunk, CodeFrames, Finished, TextDelta
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+        self.total = time.perf_counter() - self.since
+        self.first.setdefault(type(event).__name__, self.total)
 
-        now = time.perf_counter() - since
-        match event:
-            case TextDelta(ids=ids, text=text):
-                self.first.setdefault("text", now)
-                self.ids += ids
-                self.text += text
-                return text
-            case CodeFrames(codes=codes):
-                self.codes.append(codes)
-            case AudioChunk(samples=samples):
-                self.first.setdefault("audio", now)
-                self.samples.append(samples)
-            case Finished():
-                self.end = event
-                self.total = now
-        return ""
+    def report(self, answer: Answer, load_s: float) -> dict[str, Any]:
+        from stretto.engine.events import TextDelta
 
-    def report(self, load_s: float) -> dict[str, Any]:
-        assert self.end is not None
+        end = answer.finished
         return {
-            "prompt_ids": list(self.end.prompt_ids),
-            "text_ids": self.ids,
-            "text": self.text,
-            "frames": self.end.usage.frames,
-            "samples": self.end.usage.samples,
-            "finish": {"text": self.end.text, "audio": self.end.audio},
-            "seed": self.end.seed,
+            "prompt_ids": list(end.prompt_ids),
+            "text_ids": [i for e in self.events if isinstance(e, TextDelta) for i in e.ids],
+            "text": answer.text,
+            "frames": end.usage.frames,
+            "samples": end.usage.samples,
+            "finish": {"text": end.text, "audio": end.audio},
+            "seed": end.seed,
             "timings": {
                 "load_s": load_s,
-                "first_text_s": self.first.get("text"),
-                "first_audio_s": self.first.get("audio"),
+                "first_text_s": self.first.get("TextDelta"),
+                "first_audio_s": self.first.get("AudioChunk"),
                 "total_s": self.total,
             },
         }
 
-    def write(
-        self,
-        out: Path | None,
-        samples: Path | None,
-        codes: Path | None,
-        report: Path | None,
-        load: float,
-    ) -> None:
+    def codes(self) -> Any:
+        import numpy as np
+
+        from stretto.engine.events import CodeFrames
+
+        codes = [e.codes for e in self.events if isinstance(e, CodeFrames)]
+        return np.concatenate(codes) if codes else np.zeros((0, 0), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Files that an answer goes to."""
+
+    sound: Path | None
+    report: Path | None
+    samples: Path | None = None
+    codes: Path | None = None
+
+    def write(self, result: Result, answer: Answer, load_s: float) -> None:
         import numpy as np
         import soundfile
 
-        wave = np.concatenate([np.zeros(0, np.float32), *self.samples])
-        for path in (out, samples, codes, report):
+        for path in (self.sound, self.samples, self.codes, self.report):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-        if out is not None:
-            soundfile.write(out, wave, self.rate, subtype="PCM_16")
-        if samples is not None:
-            np.save(samples, wave)
-        if codes is not None:
-            np.save(codes, np.concatenate(self.codes) if self.codes else np.zeros((0, 0), np.int32))
-        if report is not None:
-            report.write_text(
-                json.dumps(self.report(load), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+        if self.sound is not None:
+            soundfile.write(self.sound, answer.audio, answer.sample_rate, subtype="PCM_16")
+        if self.samples is not None:
+            np.save(self.samples, answer.audio)
+        if self.codes is not None:
+            np.save(self.codes, result.codes())
+        if self.report is not None:
+            report = json.dumps(result.report(answer, load_s), indent=2, ensure_ascii=False)
+            self.report.write_text(report + "\n", encoding="utf-8")
 
 
 def settings(args: argparse.Namespace) -> EngineConfig:
@@ -305,7 +296,7 @@ def check_sound_file(path: Path) -> None:
         raise Invalid(f"{path} is a directory; name a file", "out")
 
 
-def _directory(model: str | None) -> Path:
+def model_directory(model: str | None) -> Path:
     if model is not None:
         return find_model(model, say)
     if (own := embedded.find()) is not None:
@@ -314,102 +305,101 @@ def _directory(model: str | None) -> Path:
 
 
 async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
-    from stretto.engine.engine import PipelineEngine
+    from stretto.api import AsyncEngine
 
     config = settings(args)
     start = time.perf_counter()
-    async with PipelineEngine.open(_directory(args.model), config) as engine:
-        load, params = time.perf_counter() - start, parameters(args, engine.info.defaults)
+    async with AsyncEngine(model_directory(args.model), config=config) as engine:
+        load_s = time.perf_counter() - start
+        params = parameters(args, engine.info.defaults)
         if args.batch is not None:
-            return await _batch(args, asked, engine, params, load)
-        return await _one(args, asked, engine, params, load)
+            return await _batch(args, asked, engine, params, load_s)
+        return await _one(args, asked, engine, params, load_s)
 
 
 async def _answer(
-    engine: PipelineEngine, messages: list[dict[str, Any]], args: Any, params: Params, show: bool
-) -> Result:
-    result, since = Result(engine.info.sample_rate), time.perf_counter()
-    modalities: Sequence[Modality] = ("text",) if args.text_only else ("text", "audio")
-    events = engine.generate(
-        messages, modalities=modalities, voice=args.voice, params=params, allow_paths=True
-    )
-    async for event in events:
-        text = result.take(event, since)
-        if show and text:
-            sys.stdout.write(text)
+    engine: AsyncEngine,
+    messages: list[dict[str, Any]],
+    args: argparse.Namespace,
+    params: Params,
+    show: bool,
+) -> tuple[Result, Answer]:
+    from stretto.api import BOTH, Answer
+    from stretto.engine.events import TextDelta
+
+    result = Result()
+    modalities: Sequence[Modality] = ("text",) if args.text_only else BOTH
+    async for event in engine.stream(
+        messages, modalities=modalities, voice=args.voice, params=params
+    ):
+        result.add(event)
+        if show and isinstance(event, TextDelta):
+            sys.stdout.write(event.text)
             sys.stdout.flush()
-    return result
+    return result, Answer.of(result.events, engine.info.sample_rate)
 
 
 async def _one(
     args: argparse.Namespace,
     messages: list[dict[str, Any]],
-    engine: PipelineEngine,
+    engine: AsyncEngine,
     params: Params,
-    load: float,
+    load_s: float,
 ) -> int:
-    from stretto.observe.trace import TraceEvents
-
-    result = await _answer(engine, messages, args, params, show=True)
+    result, answer = await _answer(engine, messages, args, params, show=True)
     sys.stdout.write("\n")
-    result.write(args.out, args.samples, args.codes, args.json, load)
-    assert result.end is not None
+    Outputs(args.out, args.json, args.samples, args.codes).write(result, answer, load_s)
     if args.trace is not None:
-        spans = [
-            (s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in result.end.timeline
-        ]
-        args.trace.write_text(
-            json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n"
-        )
-    usage = result.end.usage
-    heard = "" if args.text_only else f", {usage.samples / engine.info.sample_rate:.2f} s of speech"
-    first = result.first.get("audio")
+        write_trace(args.trace, answer.finished)
+    heard = "" if args.text_only else f", {answer.seconds:.2f} s of speech"
+    first = result.first.get("AudioChunk")
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
-    say(
-        f"{usage.text_tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after "
-        f"{load:.1f} s)"
-    )
+    tokens = answer.finished.usage.text_tokens
+    say(f"{tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after {load_s:.1f} s)")
     for path in (args.out, args.samples, args.codes, args.json, args.trace):
         if path is not None:
             say(f"wrote {path}")
     return 0
 
 
+def write_trace(path: Path, end: Finished) -> None:
+    from stretto.observe.trace import TraceEvents
+
+    spans = [(s.lane, s.name, int(1e9 * s.start), int(1e9 * s.stop)) for s in end.timeline]
+    path.write_text(json.dumps({"traceEvents": TraceEvents().of("request", spans)}) + "\n")
+
+
 async def _batch(
-    args: argparse.Namespace, lines: list[str], engine: PipelineEngine, params: Params, load: float
+    args: argparse.Namespace, lines: list[str], engine: AsyncEngine, params: Params, load_s: float
 ) -> int:
     """Every line of the file, a few at a time. A line that fails is reported and the others go
     on."""
     from tqdm import tqdm
 
-    gate, failed = asyncio.Semaphore(args.concurrency), 0
+    gate = asyncio.Semaphore(args.concurrency)
     bar = tqdm(total=len(lines), desc="answers", unit="answer", disable=None)
 
-    async def work(i: int, line: str) -> None:
-        nonlocal failed
+    async def work(i: int, line: str) -> bool:
         async with gate:
             try:
-                where = f"{args.batch}:{i + 1}"
                 raw = _json(args.batch, lambda encoding: line)
-                result = await _answer(
-                    engine,
-                    _messages(raw, where),
-                    args,
-                    replace(params, seed=args.seed + i),
-                    show=False,
-                )
+                messages = _messages(raw, f"{args.batch}:{i + 1}")
+                own = replace(params, seed=args.seed + i)
+                result, answer = await _answer(engine, messages, args, own, show=False)
                 base = args.out_dir / str(i)
-                wav = None if args.text_only else base.with_suffix(".wav")
-                result.write(wav, None, None, base.with_suffix(".json"), load)
+                sound = None if args.text_only else base.with_suffix(".wav")
+                Outputs(sound, base.with_suffix(".json")).write(result, answer, load_s)
             except StrettoError as e:
-                failed += 1
                 say(f"line {i + 1}: {e}")
-            bar.update()
+                return False
+            finally:
+                bar.update()
+            return True
 
-    await asyncio.gather(*(work(i, line) for i, line in enumerate(lines)))
+    answered = sum(await asyncio.gather(*(work(i, line) for i, line in enumerate(lines))))
     bar.close()
-    say(f"{len(lines) - failed} of {len(lines)} answered, in {args.out_dir}")
-    return 1 if failed else 0
+    say(f"{answered} of {len(lines)} answered, in {args.out_dir}")
+    return 0 if answered == len(lines) else 1
 
 
 def say(line: str) -> None:

@@ -24,8 +24,7 @@ from stretto.params import Params
 PIECE = 4096
 
 if TYPE_CHECKING:
-    from stretto.engine.engine import PipelineEngine
-    from stretto.params import SpeechStyle
+    from stretto.engine.events import Event
 
 
 def add_speak_parser(jobs: Any) -> None:
@@ -80,54 +79,51 @@ def parameters(args: argparse.Namespace, defaults: Params) -> Params:
 
 
 async def _speak(args: argparse.Namespace) -> int:
-    from stretto.engine.engine import PipelineEngine
+    from stretto.api import AsyncEngine
+    from stretto.params import SpeechStyle
 
     config = read_config(args, max_requests=1)
     directory = find_model(args.model, say)
-    async with PipelineEngine.open(directory, config) as engine:
-        return await _read(
-            args, engine, await _manner(args, engine), parameters(args, engine.info.defaults)
-        )
+    async with AsyncEngine(directory, config=config) as engine:
+        voice = b""
+        if args.clip is not None:
+            voice = await engine.make_voice(args.clip, args.clip_text)
+        style = SpeechStyle(args.instructions, args.language, voice)
+        text: str | AsyncIterator[str] = args.text
+        if args.text in (None, "-"):
+            text = standard_input()
+            if not engine.info.live_text:
+                text = "".join([piece async for piece in text])
+        params = parameters(args, engine.info.defaults)
+        events = engine.stream_aloud(text, voice=args.voice, manner=style, params=params)
+        return await _write(args.out, events, engine.info.sample_rate)
 
 
-async def _manner(args: argparse.Namespace, engine: PipelineEngine) -> SpeechStyle:
-    from stretto.api import clip
-    from stretto.params import SpeechStyle
-
-    voice = await engine.enrol(clip(args.clip, args.clip_text)) if args.clip is not None else b""
-    return SpeechStyle(args.instructions, args.language, voice)
-
-
-async def _read(
-    args: argparse.Namespace, engine: PipelineEngine, manner: SpeechStyle, params: Params
-) -> int:
-    import numpy as np
+async def _write(out: Path, events: AsyncIterator[Event], sample_rate: int) -> int:
+    """Write the speech: to standard output as it is made, or to a file in the end."""
     import soundfile
 
-    from stretto.engine.events import AudioChunk, Finished
+    from stretto.api import Answer
+    from stretto.engine.events import AudioChunk
 
-    text: str | AsyncIterator[str] = args.text if args.text not in (None, "-") else standard_input()
-    if not isinstance(text, str) and not engine.info.live_text:
-        text = "".join([piece async for piece in text])
-    to_stdout, since, first, samples = str(args.out) == "-", time.perf_counter(), 0.0, []
-    async for event in engine.speak(text, voice=args.voice, manner=manner, params=params):
+    since = time.perf_counter()
+    first = 0.0
+    collected: list[Event] = []
+    async for event in events:
+        collected.append(event)
         if isinstance(event, AudioChunk):
             first = first or time.perf_counter() - since
-            if to_stdout:
+            if str(out) == "-":
+                collected.pop()
                 sys.stdout.buffer.write(event.pcm16())
                 sys.stdout.buffer.flush()
-            else:
-                samples.append(event.samples)
-        elif isinstance(event, Finished):
-            length = event.usage.samples / engine.info.sample_rate
-            took = time.perf_counter() - since
-            sys.stderr.write(
-                f"{length:.2f} s of speech in {took:.2f} s, first sound after {first:.3f} s\n"
-            )
-    if not to_stdout:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        wave = np.concatenate([np.zeros(0, np.float32), *samples])
-        soundfile.write(args.out, wave, engine.info.sample_rate, subtype="PCM_16")
+    took = time.perf_counter() - since
+    answer = Answer.of(collected, sample_rate)
+    length = answer.finished.usage.samples / sample_rate
+    say(f"{length:.2f} s of speech in {took:.2f} s, first sound after {first:.3f} s")
+    if str(out) != "-":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(out, answer.audio, sample_rate, subtype="PCM_16")
     return 0
 
 

@@ -4,7 +4,7 @@ orchestrator far away.
 Run by whatever starts things there (a Ray actor), in one thread, from `run` to its end. The host is
 the same program on the same socket pair as on the orchestrator's machine and knows nothing of this.
 The agent dials the orchestrator and says hello. When the connection ends, the host is killed; when
-the host ends, or the process that this machine's hosts depend on, the orchestrator is told why and
+the host ends, or the process that this machine's hosts depend on, the agent sends the reason and
 the connection ends. Nothing is buffered but one message each way: whoever is slow slows the other.
 Imports no torch."""
 
@@ -43,7 +43,7 @@ from stretto.transport.zmq_auth import encrypt, key_of
 DIAL_S = 10.0
 LAST_WORDS_MS = 2000
 ORPHANED = "the process that keeps its machine's hosts died"
-END_S = 5.0  # for a host whose orchestrator said nothing more to end by itself
+END_S = 5.0  # for a host whose orchestrator frame nothing more to end by itself
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -139,7 +139,7 @@ class Agent:
                 end = _Relay(dealer, monitor, ours, keeper).run()
         if end == ORPHANED:
             self._process.kill()
-            self._tell_end(dealer, ORPHANED)
+            self._send_end(dealer, ORPHANED)
             return ORPHANED
         if end is None:
             return "the orchestrator is gone"
@@ -149,10 +149,10 @@ class Agent:
             self._process.kill()
             code = self._process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-        self._tell_end(dealer, f"its process {how}")
+        self._send_end(dealer, f"its process {how}")
         return f"the host {how}"
 
-    def _tell_end(self, dealer: zmq.Socket[bytes], why: str) -> None:
+    def _send_end(self, dealer: zmq.Socket[bytes], why: str) -> None:
         with suppress(zmq.Again):
             dealer.send_multipart([ENDED, why.encode()], zmq.NOBLOCK)
 
@@ -212,21 +212,21 @@ class _Relay:
             if self.keeper in ready:
                 return ORPHANED
             if self.dealer in ready and not self.inward:
-                self._hear()
+                self._receive()
             if self.inward:
-                self._tell_host()
-            if self.host.fileno() in ready and not self.outward and not self._hear_host():
+                self._write_host()
+            if self.host.fileno() in ready and not self.outward and not self._read_host():
                 return "it ended"
             if self.outward:
-                self._tell()
+                self._send()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         with suppress(zmq.Again):
             kind, data = self.dealer.recv_multipart(zmq.NOBLOCK)
             if kind == DATA:
                 self.inward = memoryview(data)
 
-    def _tell_host(self) -> None:
+    def _write_host(self) -> None:
         try:
             self.inward = self.inward[self.host.send(self.inward) :]
         except BlockingIOError:
@@ -234,7 +234,7 @@ class _Relay:
         except OSError:
             self.inward = memoryview(b"")  # it is ending; the next read says so
 
-    def _hear_host(self) -> bool:
+    def _read_host(self) -> bool:
         try:
             self.outward = self.host.recv(PIECE)
         except BlockingIOError:
@@ -243,13 +243,13 @@ class _Relay:
             return False
         return bool(self.outward)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         with suppress(zmq.Again):
             self.dealer.send_multipart([DATA, self.outward], zmq.NOBLOCK)
             self.outward = b""
 
 
 def _event_of(monitor: zmq.Socket[bytes]) -> int:
-    said, _address = monitor.recv_multipart()
-    event: int = _EVENT.unpack(said)[0]
+    frame, _address = monitor.recv_multipart()
+    event: int = _EVENT.unpack(frame)[0]
     return event

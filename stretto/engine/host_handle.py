@@ -190,6 +190,15 @@ class HostHandle(ABC):
         self.reason = f"it cannot be understood: {error}"
         self.mark_dead()
 
+    def mark_ready(self) -> None:
+        """It has loaded its stages. Without effect if it has died since."""
+        if self.state == "starting":
+            self.state = "ready"
+
+    def note_reason(self, reason: str) -> None:
+        """It has reported itself why it is about to end."""
+        self.reason = reason
+
     def mark_dead(self, reason: str | None = None) -> None:
         """The channel is gone, and so is the host, whatever its process still does. A reason that
         the host gave itself goes before `reason`."""

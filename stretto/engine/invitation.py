@@ -3,7 +3,7 @@ this; no torch.
 
 The orchestrator listens for one agent at an address of its own, under keys that are made of the
 cluster's secret and a nonce that is new for each start. Only a holder of the secret can be dialled
-there, and only one can send the hello, whose digest is keyed by the secret too. The hello tells the
+there, and only one can send the hello, whose digest is keyed by the secret too. The hello has the
 package's version: messages forbid unknown fields, so two versions must not talk to each other. Each
 ZeroMQ message is a kind of one byte and its data."""
 
@@ -31,7 +31,7 @@ QUEUED = 64
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """What an agent is told. No secret is in it: the agent has that from a file."""
+    """What an agent is started with. No secret is in it: the agent has that from a file."""
 
     address: str  # to dial, host:port
     nonce: str
@@ -70,8 +70,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def _digest(self, invitation: Invitation, secret: bytes) -> bytes:
-        said = msgspec.msgpack.encode((invitation.nonce, self.version, self.address, self.pid))
-        return hmac.digest(secret, b"stretto control hello " + said, "sha256")
+        signed = msgspec.msgpack.encode((invitation.nonce, self.version, self.address, self.pid))
+        return hmac.digest(secret, b"stretto control hello " + signed, "sha256")
 
 
 def new_nonce() -> str:

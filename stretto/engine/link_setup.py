@@ -126,7 +126,7 @@ class LinkSetup:
         return self._refused is None
 
     def _details(self, host: HostHandle) -> dict[str, str]:
-        """What a connector is told beside the usual: at which address the others find a host's end
+        """Options of a connector: at which address the others find a host's end
         of a link."""
         return {**self._config.link_details, "advertise": host.address}
 

@@ -96,7 +96,7 @@ class HostProcess(HostHandle):
         super().mark_dead(reason)
 
     async def wait_exit(self) -> None:
-        """Until the process is gone, so that `reason` tells how it ended. Not for long: it may hang
+        """Until the process is gone, so that `reason` says how it ended. Not for long: it may hang
         in a driver."""
         if self._process is not None and self.reason == ENDED:
             with suppress(TimeoutError):
@@ -105,7 +105,7 @@ class HostProcess(HostHandle):
 
 class _HostProtocol(asyncio.Protocol):
     """What the event loop calls. Plain callbacks: a stream's reader wakes a task for every few
-    bytes, and a host says a few thousand things a second."""
+    bytes, and a host sends a few thousand messages a second."""
 
     def __init__(self, host: HostProcess) -> None:
         self.host = host

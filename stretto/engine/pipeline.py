@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from stretto.config.engine import EngineConfig
-from stretto.engine.gpu_sharing import Cards
 from stretto.engine.host_handle import HostDied, HostHandle, HostMessage, Launcher, StagesLost
-from stretto.engine.supervisor import Supervisor
+from stretto.engine.supervisor import GpuSharing, Supervisor
 from stretto.errors import WireError
 from stretto.family import PipelineSpec
 from stretto.messages.hosts import Broken, LinkDown, Linked, Listening, Loading, Ready, Stats
@@ -36,18 +35,17 @@ class Pipeline:
         config: EngineConfig,
         trace: TraceWriter | None = None,
         launcher: Launcher | None = None,
-        cards: Cards | None = None,
+        sharing: GpuSharing | None = None,
     ) -> None:
-        """`trace` is given what hosts did when. `launcher` and `cards`: see `Supervisor`."""
+        """`trace` records what hosts did when. `launcher` and `sharing`: see `Supervisor`."""
         self.name = name
         self.spec = spec
         self.config = config
         self.trace = trace
         self._reports: asyncio.Queue[HostMessage | HostDied] = asyncio.Queue()
         self.supervisor = Supervisor(
-            name, model, spec, config, self._reports, trace is not None, launcher, cards
+            name, model, spec, config, self._reports, trace is not None, launcher, sharing
         )
-        self.active = 0  # requests, counted by the engine
 
     async def start(self) -> None:
         """Start its hosts and wait until they are ready. `reports` must be read meanwhile."""
@@ -142,9 +140,9 @@ class Pipeline:
             host.kill_if_silent(seconds)
 
     def metrics(self) -> dict[str, float]:
-        """What its hosts said last of themselves, and the plan. Stages and links are told apart by
-        their names; what is a host's own says which, where there are several. A dead host says
-        nothing, and its successor begins anew."""
+        """The hosts' latest metrics, and the memory plan. Stages and links have their names as
+        labels; a host's own metrics have its name, where there are several hosts. A dead host has
+        no metrics, and its successor's counters start at zero."""
         up = self.supervisor
         values = {
             f'stretto_stage_memory_bytes{{stage="{s}"}}': float(up.memory.get(s, 0))

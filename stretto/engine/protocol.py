@@ -17,17 +17,15 @@ the same promises:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from stretto.engine.events import Event, Message, Modality, Progress
+from stretto.engine.session import Session
 from stretto.family import ModelInfo
 from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.types import RequestId
-
-if TYPE_CHECKING:
-    from stretto.engine.session import Session
 
 
 class EngineClient(Protocol):

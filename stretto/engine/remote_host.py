@@ -17,12 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import zmq
 
-from stretto.engine.clock import ClockOffset
 from stretto.engine.host_handle import HostHandle, HostReports, Unusable
 from stretto.engine.invitation import (
     DATA,
@@ -50,6 +50,8 @@ HIGH = 4 << 20  # bytes that wait to be sent, above which whoever sends large th
 BURST = 64  # messages in one turn: others on the event loop want theirs
 RETRY_S = 0.005
 PINGS = 16  # whose time of asking is remembered
+DRIFT = 1e-4
+"""Seconds that two clocks may part in a second: twice what cheap quartz does."""
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENT = struct.Struct("<HI")
 
@@ -57,8 +59,8 @@ _EVENT = struct.Struct("<HI")
 class Started(Protocol):
     """An agent that was started somewhere."""
 
-    def on_end(self, tell: Callable[[StageDead], None]) -> None:
-        """`tell` is called once, on the event loop, with the reason why the agent is over.
+    def on_end(self, callback: Callable[[StageDead], None]) -> None:
+        """`callback` is called once, on the event loop, with the reason why the agent is over.
         `Unusable`: no other would do better."""
         ...
 
@@ -73,6 +75,28 @@ class Starter(Protocol):
     async def start(self, invitation: Invitation, number: int) -> Started:
         """For host number `number` of the pipeline. `OSError`: not now; `StageDead`: not ever."""
         ...
+
+
+@dataclass(slots=True)
+class ClockOffset:
+    """How far another machine's monotonic clock is from ours, by asking it the time: `offset` is
+    their clock less ours, true within `error` at the time of `at`.
+
+    An answer is off by at most half of its round trip, so the fastest recent one is used. Clocks
+    drift, so the error of an old answer grows with time, until a new one is better."""
+
+    offset: float = 0.0
+    error: float = float("inf")
+    at: float = 0.0
+
+    def add(self, sent: float, received: float, theirs: float) -> None:
+        """They were asked at `sent`, answered at `theirs` by their clock, and we received it at
+        `received`."""
+        error = (received - sent) / 2
+        if 0 <= error <= self.error + DRIFT * (received - self.at):
+            self.offset = theirs - (sent + received) / 2
+            self.error = error
+            self.at = received
 
 
 class RemoteHost(HostHandle):
@@ -92,7 +116,7 @@ class RemoteHost(HostHandle):
         self.clock = ClockOffset()
         self._starter = starter
         self._secret = secret
-        self._ours = address
+        self._own_address = address
         self._agent: Started | None = None
         self._agent_pid: int | None = None
         self._wire: _Wire | None = None
@@ -111,7 +135,7 @@ class RemoteHost(HostHandle):
 
     async def start(self) -> None:
         nonce = new_nonce()
-        self._wire = wire = _Wire(self, nonce, self._secret, self._ours)
+        self._wire = wire = _Wire(self, nonce, self._secret, self._own_address)
         invitation = wire.invitation
         try:
             self._agent = await self._starter.start(invitation, self.number)
@@ -175,7 +199,7 @@ class RemoteHost(HostHandle):
 
     # -- what its wire and its agent say
 
-    def met(self, hello: Hello) -> None:
+    def greeted(self, hello: Hello) -> None:
         if not self._hello.done():
             self._hello.set_result(hello)
 
@@ -184,7 +208,7 @@ class RemoteHost(HostHandle):
         self.mark_dead(reason)
 
     def _agent_ended(self, reason: StageDead) -> None:
-        if not self._hello.done():  # it never got through: whoever starts it is told
+        if not self._hello.done():  # it never got through: `start` raises it
             again = OSError(f"the agent of {self.name} ended: {reason}")
             self._hello.set_exception(reason if isinstance(reason, Unusable) else again)
         elif self.state != "dead":
@@ -216,8 +240,8 @@ class _Wire:
         self._soon: asyncio.Handle | None = None
         self._fds = (int(s.FD), int(self._monitor.FD))
         for fd in self._fds:
-            self._loop.add_reader(fd, self._turn)
-        self._turn()
+            self._loop.add_reader(fd, self._poll)
+        self._poll()
 
     def _listen(self, s: zmq.Socket[bytes], nonce: str, address: str) -> zmq.Socket[bytes]:
         """Of the connection's events."""
@@ -242,7 +266,7 @@ class _Wire:
         for at in range(0, len(view), PIECE):
             self._out.append(view[at : at + PIECE])
         self._queued += len(view)
-        self._turn()
+        self._poll()
 
     def close(self) -> None:
         if self._socket.closed:
@@ -255,26 +279,26 @@ class _Wire:
         self._monitor.close(0)
         self._socket.close(0)
 
-    def _turn(self) -> None:
-        """Whatever can be done now. Called whenever a descriptor says something, and by `write`."""
+    def _poll(self) -> None:
+        """Do what can be done now. Called when a descriptor becomes readable, and by `write`."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
         for _ in range(BURST):
             if self._socket.closed:
                 return
-            if self._can():
-                self._hear()
-            elif self._out and self._peer and self._can(zmq.POLLOUT):
+            if self._socket_ready():
+                self._receive()
+            elif self._out and self._peer and self._socket_ready(zmq.POLLOUT):
                 if not self._send():
-                    self._soon = self._loop.call_later(RETRY_S, self._turn)
+                    self._soon = self._loop.call_later(RETRY_S, self._poll)
                     return
-            elif not self._look():
+            elif not self._read_monitor():
                 self._watch_pending()
                 return
-        self._soon = self._loop.call_soon(self._turn)
+        self._soon = self._loop.call_soon(self._poll)
 
-    def _can(self, what: int = zmq.POLLIN) -> bool:
+    def _socket_ready(self, what: int = zmq.POLLIN) -> bool:
         events = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         return bool(events & what)
@@ -296,12 +320,12 @@ class _Wire:
         self._host.pause(self._queued > HIGH)
         return True
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         who, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         if len(frames) != 2:
             self._refuse(who)
         elif not self._peer:
-            self._meet(who, frames[0].bytes, frames[1])
+            self._handshake(who, frames[0].bytes, frames[1])
         elif who.bytes == self._peer:
             kind = frames[0].bytes
             if kind == DATA:
@@ -309,30 +333,30 @@ class _Wire:
             elif kind == ENDED:
                 self._host.ended(frames[1].bytes[:200].decode(errors="replace"))
 
-    def _meet(self, who: zmq.Frame, kind: bytes, said: zmq.Frame) -> None:
+    def _handshake(self, who: zmq.Frame, kind: bytes, frame: zmq.Frame) -> None:
         try:
-            hello = msgspec.msgpack.decode(said.bytes, type=Hello) if kind == HELLO else None
+            hello = msgspec.msgpack.decode(frame.bytes, type=Hello) if kind == HELLO else None
         except (msgspec.MsgspecError, UnicodeDecodeError):
             hello = None
         if hello is None or not hello.proves(self.invitation, self._secret):
-            self._refuse(said)
+            self._refuse(frame)
             return
         self._peer = who.bytes
-        self._peer_fd = said.get(zmq.SRCFD)
+        self._peer_fd = frame.get(zmq.SRCFD)
         self._pending.remove(self._peer_fd)
         self._pending.shut_down(everyone=True)
-        self._host.met(hello)
+        self._host.greeted(hello)
 
     def _refuse(self, frame: zmq.Frame) -> None:
         self._pending.refuse(frame.get(zmq.SRCFD))
         log.warning("%s: somebody dialled who does not know the cluster's secret", self._host.name)
 
-    def _look(self) -> bool:
-        """Read the monitor: who came and who left. False: nobody. Events come late: a peer's
+    def _read_monitor(self) -> bool:
+        """Read the monitor: who connected and who left. False: nobody. Events come late: a peer's
         arrival may be read after its hello, and after the departure of an earlier connection that
         had the same descriptor."""
         looked = left = False
-        while self._told():
+        while self._monitor_readable():
             looked = True
             event, fd = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event == zmq.EVENT_ACCEPTED and fd == self._peer_fd:
@@ -344,13 +368,13 @@ class _Wire:
                 self._pending.remove(fd)
         if left:
             while (
-                not self._socket.closed and self._can()
+                not self._socket.closed and self._socket_ready()
             ):  # its last words, which came before the event
-                self._hear()
+                self._receive()
             self._host.ended("the connection to its machine ended")
         return looked
 
-    def _told(self) -> bool:
+    def _monitor_readable(self) -> bool:
         events = self._monitor.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         return bool(events & zmq.POLLIN)
@@ -358,7 +382,7 @@ class _Wire:
     def _watch_pending(self) -> None:
         self._pending.shut_down(everyone=bool(self._peer))
         if self._pending:
-            self._soon = self._loop.call_later(self._pending.time_left() + RETRY_S, self._turn)
+            self._soon = self._loop.call_later(self._pending.time_left() + RETRY_S, self._poll)
 
 
 class RemoteLauncher:

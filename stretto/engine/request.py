@@ -1,8 +1,8 @@
-"""One request as the engine keeps it, from admission to its last event. Imports no torch.
+"""One running request as the engine keeps it, from admission to its last event. Imports no torch.
 
-What its stages report goes in (`add_text`, `add_sound`, `end`, `fail`); what the caller is to see
-comes out of `events`: text up to a stop string, sound that tiles, one end. Made and called by the
-engine, on the event loop."""
+What its stages report goes in (`apply`); what the caller is to see comes out (`next_event`): text
+up to a stop string, sound that tiles, one end. Made and called by `RequestManager`, on the event
+loop. What it sends goes to its stages by way of its pipeline."""
 
 from __future__ import annotations
 
@@ -10,54 +10,74 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from stretto import errors
 from stretto.engine.events import (
     AudioChunk,
+    CodeFrames,
     Event,
     Finished,
     FinishReason,
+    Product,
     TextDelta,
+    TimelineSpan,
     TokenLogprob,
     Usage,
 )
-from stretto.engine.pipeline import Pipeline
-from stretto.engine.timeline import Timeline
-from stretto.errors import Bug, StrettoError
-from stretto.family import MediaTokens, Model, OutputKind
-from stretto.messages.requests import Cancel, Ended, Finish, Throttle
-from stretto.params import Params
-from stretto.preprocess.packed_prompt import PackedPrompt
+from stretto.engine.pipeline import PIECE, Pipeline
+from stretto.errors import Bug, Gone, StageDead, StrettoError
+from stretto.family import MediaTokens, Model, OutputKind, PipelineSpec
+from stretto.messages.requests import (
+    Cancel,
+    Codes,
+    Ended,
+    Failed,
+    Finish,
+    FromHost,
+    Made,
+    MediaData,
+    MediaRequest,
+    Pcm,
+    StepInputs,
+    Text,
+    Throttle,
+    Working,
+)
+from stretto.params import Params, RequestOptions
+from stretto.preprocess.packed_prompt import PackedPiece, PackedPrompt
 from stretto.preprocess.prompt import Piece
 from stretto.preprocess.template import TextStream
 from stretto.types import RequestId
 
 OUTPUTS: tuple[OutputKind, OutputKind] = ("text", "audio")
 Scored = tuple[float, tuple[tuple[int, float], ...]]
-"""As hosts tell it: a token's log probability, and the likeliest ids with theirs."""
+"""As hosts report it: a token's log probability, and the likeliest ids with theirs."""
 # of a stream, before its pace says anything: the first packets are small, and wait for one another
 SETTLED_S = 1.0
+MOST = 600
+"""Outputs of one stage that get a span in the timeline each; of more, every n-th does."""
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One request, from admission to its last event."""
+class RequestState:
+    """`options` are those of the admitted request: their limits fit the prompt, and they have a
+    seed. A consumer that leaves more than `max_buffered_s` of sound waiting throttles it."""
 
     id: RequestId
-    callers_id: RequestId | None
     pipeline: Pipeline
     model: Model
     stages: tuple[str, ...]
     prompt: PackedPrompt
-    params: Params
-    seed: int
-    words: TextStream
+    options: RequestOptions
+    decoder: TextStream
     arrived: float
-    prefill_only: bool = False  # nothing will be heard of it
-    media: Mapping[bytes, Piece] = field(default_factory=dict)  # that stages may ask for, by digest
-    supplying: asyncio.Task[None] | None = None  # them
+    max_buffered_s: float
     events: asyncio.Queue[Event | StrettoError] = field(default_factory=asyncio.Queue)
     ended: dict[str, Ended] = field(default_factory=dict)
     text: str = ""  # decoded so far, stop strings not looked for
@@ -67,19 +87,32 @@ class Ticket:
     least: int = 0
     # a stop string was found: what was made beyond it is not passed on, nor counted
     stopped: bool = False
-    said: int = 0  # tokens of a text that is read aloud and stands beside the prompt
+    tts_tokens: int = 0  # of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
     taken: int = 0  # samples that the consumer has taken
     # when its pace began to count, and how many samples there were
     paced: tuple[float, int] | None = None
     packets: list[float] = field(default_factory=list)
-    progressed: float = 0.0
+    progressed: float = field(default_factory=lambda: time.monotonic())
     throttled: bool = False
     # its text is still being written: it may rest for as long as its writer does
-    written: bool = False
+    being_written: bool = False
     failed: bool = False
     over: bool = False
+    # that stages may ask for, by digest
+    _media: Mapping[bytes, Piece] = field(default_factory=dict)
+    _sending_media: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt.features is not None:
+            self._media = self.prompt.features.on_demand
+        if self.model.info.live_text:  # else that text is in the prompt
+            self.tts_tokens = len(self.options.tts_ids or ())
+
+    @property
+    def params(self) -> Params:
+        return self.options.params
 
     @property
     def unfinished(self) -> set[str]:
@@ -92,22 +125,140 @@ class Ticket:
         return (self.samples - self.taken) / self.model.info.sample_rate
 
     def pace(self, now: float) -> float:
-        """How fast its sound is made, in times of real time. Infinite where that does not say
-        anything: at its start, while its listener has enough, while its text is still being
+        """How fast its sound is made, in times of real time. Infinite where that means
+        nothing: at its start, while its listener has enough, while its text is still being
         written, and when all is made, though the listener may take a while to fetch it."""
-        if self.paced is None or self.throttled or self.written or not self.unfinished:
+        if self.paced is None or self.throttled or self.being_written or not self.unfinished:
             return float("inf")
         since, before = self.paced
         if now - since <= SETTLED_S:
             return float("inf")
         return (self.samples - before) / self.model.info.sample_rate / (now - since)
 
+    @property
+    def queued(self) -> bool:
+        """Its last stage has made nothing yet."""
+        return not (self.samples if len(self.stages) > 1 else self.ids)
+
+    @property
+    def outcome(self) -> Literal["finished", "failed", "cancelled"]:
+        """How it ended, once nobody reads its events any more."""
+        if self.over and not self.unfinished:
+            return "finished"
+        return "failed" if self.failed else "cancelled"
+
+    def release_features(self) -> None:
+        """Its stages were sent all features of the prompt."""
+        self.prompt = self.prompt.for_host(with_features=False)
+
+    # -- its caller
+
+    async def next_event(self) -> Event:
+        """Called until it is `over`. Raises the error that the request failed with."""
+        event = await self.events.get()
+        if isinstance(event, StrettoError):
+            raise event
+        if isinstance(event, AudioChunk):
+            self._take(len(event.samples))
+        elif isinstance(event, Finished):
+            self.over = True
+        return event
+
+    def leave(self) -> None:
+        """Its caller reads no more: stages that still work at it are sent a cancel."""
+        if self._sending_media is not None:
+            self._sending_media.cancel()
+        if self.unfinished:
+            self.pipeline.send(self.stages, Cancel(self.id))
+
+    # -- its stages' reports
+
+    def apply(self, message: FromHost, blob: bytes) -> None:
+        """A stage has reported it. What comes after its end was on its way, and is dropped."""
+        if self.over or self.failed:
+            return
+        self.progressed = time.monotonic()
+        match message:
+            case Text(ids=ids, logprobs=scored):
+                self.add_text(ids, scored)
+            case Pcm(start=start, frames=frames):
+                self.add_sound(start, frames, np.frombuffer(blob, np.float32))
+            case Codes(start=start, width=width):
+                codes = np.frombuffer(blob, np.int32).reshape(-1, width)
+                self.events.put_nowait(CodeFrames(start, codes))
+            case Made():
+                self.events.put_nowait(Product(blob))
+            case Ended():
+                self.end(message)
+            case Working():
+                pass  # it only shows progress
+            case MediaRequest():
+                self._sending_media = asyncio.create_task(
+                    self._send_media(message, self._sending_media)
+                )
+            case Failed():
+                self.fail(_error(message))
+            case _:
+                raise Bug(f"the engine was sent {type(message).__name__}")
+
+    def fail_if_stalled(self, limit_s: float) -> None:
+        """Fail it if its stages have reported nothing for `limit_s`, unless it waits for somebody
+        else: a slow consumer, or the writer of its text."""
+        rest = time.monotonic() - self.progressed
+        if self.over or self.failed or self.throttled or self.being_written or rest <= limit_s:
+            return
+        if self.events.empty():
+            waiting = ", ".join(sorted(self.unfinished))
+            self.fail(StageDead(f"{self.id}: no progress for {rest:.1f} s in {waiting}"))
+        else:  # its consumer is at rest, not the stages
+            self.progressed = time.monotonic()
+
+    # -- a text that is read aloud while it is written
+
+    def begin_writing(self) -> None:
+        self.being_written = True
+
+    def add_tts_text(self, tokens: Sequence[int], *, last: bool = False) -> None:
+        """More of its text, for the stage that speaks it."""
+        stage = self.model.pipeline.deciding("audio")
+        assert stage is not None
+        if last:
+            self.progressed = time.monotonic()
+        self.tts_tokens += len(tokens)
+        self.pipeline.send((stage,), StepInputs(self.id, stage, tuple(tokens), last))
+
     def end_writing(self) -> None:
         """Its text is all there. Its pace counts from now on: before, it went as fast as its
         writer."""
-        self.written = False
+        self.being_written = False
         if self.paced is not None:
             self.paced = (time.monotonic(), self.samples)
+
+    # -- media
+
+    async def _send_media(self, ask: MediaRequest, before: asyncio.Task[None] | None) -> None:
+        """Send a stage the features that it asks for (their rows were thought to be in its caches),
+        behind those that it asked for `before`: their pieces must not be mixed."""
+        if before is not None:
+            await before
+        metas: list[PackedPiece] = []
+        parts: list[bytes] = []
+        size = 0
+        for digest in ask.digests:
+            piece = self._media.get(digest)
+            if piece is None or piece.values is None:
+                self.fail(
+                    Gone(f"{self.id}: {ask.stage} asks for media that are not there any more")
+                )
+                return
+            metas.append(PackedPiece(piece.shape, digest, size))
+            parts.append(np.ascontiguousarray(piece.values).tobytes())
+            size += len(parts[-1])
+        blob = b"".join(parts)
+        if len(blob) > PIECE:
+            await self.pipeline.send_features((ask.stage,), self.id, blob)
+            blob = b""
+        self.pipeline.send((ask.stage,), MediaData(self.id, ask.stage, tuple(metas)), blob)
 
     # -- text
 
@@ -119,16 +270,16 @@ class Ticket:
             if self.stopped:
                 break
             self.ids += len(some)
-            self._grow(self.words.push(some))
+            self._grow(self.decoder.push(some))
             shown += self._show(last=False)
         if self.ids > before:
             count = self.ids - before
-            told = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
-            self.events.put_nowait(TextDelta(ids[:count], shown, told))
+            scores = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
+            self.events.put_nowait(TextDelta(ids[:count], shown, scores))
 
     def _logprob(self, id: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-        best = tuple(TokenLogprob(i, *self.words.told(i), value) for i, value in top)
-        return TokenLogprob(id, *self.words.told(id), logprob, best)
+        best = tuple(TokenLogprob(i, *self.decoder.told(i), value) for i, value in top)
+        return TokenLogprob(id, *self.decoder.told(id), logprob, best)
 
     def _grow(self, text: str) -> None:
         self.text += text
@@ -142,7 +293,8 @@ class Ticket:
         found = [(at + len(stop), at) for stop in self.params.stop if (at := self._find(stop)) >= 0]
         end = len(self.text)
         if found:
-            self.stopped, (_, end) = True, min(found)
+            self.stopped = True
+            _, end = min(found)
             writer = self.model.pipeline.deciding("text")
             if writer is not None and writer not in self.ended:
                 self.pipeline.send((writer,), Finish(self.id, writer))
@@ -162,11 +314,8 @@ class Ticket:
 
     # -- sound
 
-    def add_sound(
-        self, start: int, frames: int, samples: npt.NDArray[np.float32], max_buffered_s: float
-    ) -> None:
-        """A packet. A request whose consumer has left more than `max_buffered_s` waiting is
-        throttled."""
+    def add_sound(self, start: int, frames: int, samples: npt.NDArray[np.float32]) -> None:
+        """A packet. The request is throttled while too much waits for its consumer."""
         now = time.monotonic()
         if start != self.samples:
             self.fail(Bug(f"{self.id}: sound from sample {start} after {self.samples}"))
@@ -176,15 +325,15 @@ class Ticket:
         self.samples += len(samples)
         self.frames = frames
         self.events.put_nowait(AudioChunk(start, samples))
-        if not self.throttled and self.buffered_s > max_buffered_s:
+        if not self.throttled and self.buffered_s > self.max_buffered_s:
             self.throttled = True
             self.pipeline.send(self.stages, Throttle(self.id, True))
 
-    def take(self, samples: int, max_buffered_s: float) -> None:
+    def _take(self, samples: int) -> None:
         """The consumer took sound: a throttled request goes on when half of the room is free
         again."""
         self.taken += samples
-        if self.throttled and self.buffered_s < max_buffered_s / 2:
+        if self.throttled and self.buffered_s < self.max_buffered_s / 2:
             self.throttled = False
             self.progressed = time.monotonic()
             self.paced = (self.progressed, self.samples)
@@ -202,7 +351,7 @@ class Ticket:
         spec = self.model.pipeline
         text, audio = (self.ended.get(spec.deciding(output) or "") for output in OUTPUTS)
         if text is not None:
-            self._grow(self.words.finish())
+            self._grow(self.decoder.finish())
             rest = "" if self.stopped else self._show(last=True)
             if rest:
                 self.events.put_nowait(TextDelta((), rest))
@@ -211,7 +360,7 @@ class Ticket:
                 text=_reason(text.reason) if text is not None and not self.stopped else "stop",
                 audio=_reason(audio.reason) if audio is not None else None,
                 usage=self._usage(text),
-                seed=self.seed,
+                seed=self.options.seed,
                 timeline=Timeline(spec, self.arrived, self.ended, self.packets),
                 prompt_ids=self.prompt.ids,
             )
@@ -221,7 +370,7 @@ class Ticket:
         asked = prompt_usage(self.prompt.ids, self.model.media_tokens)
         return replace(
             asked,
-            prompt_tokens=asked.prompt_tokens + self.said,
+            prompt_tokens=asked.prompt_tokens + self.tts_tokens,
             text_tokens=self.ids,
             frames=self.frames,
             samples=self.samples,
@@ -231,7 +380,7 @@ class Ticket:
 
     def fail(self, error: StrettoError) -> None:
         if self.failed:
-            return  # one death may be told by several: the host's channel, its links
+            return  # several report one death: the host's channel, its links
         self.failed = True
         self.events.put_nowait(error)
         self.pipeline.send(self.stages, Cancel(self.id))
@@ -251,3 +400,70 @@ def prompt_usage(ids: Sequence[int], media: MediaTokens) -> Usage:
 
 def _reason(reason: str) -> FinishReason:
     return "length" if reason == "length" else "stop"
+
+
+def _error(failed: Failed) -> StrettoError:
+    """The error that a host reported, as its own class where it is one of ours."""
+    text = f"{failed.stage}: {failed.message}"
+    for faulty in (errors.Invalid, errors.TooLong):
+        if faulty.__name__ == failed.kind:
+            return faulty(text, failed.param)
+    known = {c.__name__: c for c in (errors.Busy, errors.Gone, errors.WireError, errors.Bug)}
+    return known.get(failed.kind, StageDead)(text)
+
+
+class Timeline(Sequence[TimelineSpan]):
+    """Made when somebody looks at it. Few do, and it takes the event loop half a millisecond for
+    ten seconds of speech."""
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        arrived: float,
+        ended: Mapping[str, Ended],
+        packets: Sequence[float],
+    ) -> None:
+        self._given = spec, arrived, ended, packets
+
+    @cached_property
+    def _spans(self) -> tuple[TimelineSpan, ...]:
+        return timeline(*self._given)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, at: int) -> TimelineSpan: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[TimelineSpan, ...]: ...
+    def __getitem__(self, at: int | slice) -> TimelineSpan | tuple[TimelineSpan, ...]:
+        return self._spans[at]
+
+
+def timeline(
+    spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
+) -> tuple[TimelineSpan, ...]:
+    """Spans in seconds from the request's arrival. A stage's output spans from the one before to
+    itself. A prompt whose media are encoded while its beginning is read counts as being encoded."""
+    spans: list[TimelineSpan] = []
+    for s in spec.stages:
+        stage, e = s.name, ended.get(s.name)
+        if e is None or not e.marks:
+            continue
+        read = e.begun
+        if e.begun < e.encoded_at < e.marks[0]:
+            read = e.encoded_at
+            spans.append(TimelineSpan(stage, "encode", e.begun - arrived, read - arrived))
+        begun = thin([read, *(c for c in e.chunks if read < c < e.marks[0]), e.marks[0]])
+        spans += [
+            TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)
+        ]
+        marks = thin(e.marks)
+        spans += [TimelineSpan(stage, s.each, a - arrived, b - arrived) for a, b in pairwise(marks)]
+    spans += [TimelineSpan("packets", "packet", t - arrived, t - arrived) for t in thin(packets)]
+    return tuple(sorted(spans, key=lambda span: span.start))
+
+
+def thin(marks: Sequence[float]) -> list[float]:
+    step = -(-len(marks) // MOST) if marks else 1
+    return [*marks[::step], marks[-1]] if (len(marks) - 1) % step else list(marks[::step])

@@ -1,5 +1,4 @@
-"""A conversation that goes on: what was said so far, the sound that is coming in, and answers to
-both. Asyncio.
+"""A conversation: its messages so far, the sound that is coming in, and answers to both. Asyncio.
 
 `engine.session()` makes one. Sound is appended while it is spoken and committed when the turn is
 over; text, pictures and earlier answers are added as messages. `respond` answers all that is there.
@@ -21,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,24 +28,23 @@ import numpy.typing as npt
 
 from stretto.engine.events import Event, Message, Modality, TextDelta, Usage
 from stretto.engine.request import prompt_usage
+from stretto.engine.request_manager import RequestManager
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.params import Params, RequestOptions
 from stretto.preprocess.live_audio import Hearing
 from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.packed_prompt import PackedPrompt, pack
 from stretto.preprocess.pool.jobs import Conversation
+from stretto.preprocess.pool.threads import InThreads, Prompts
 from stretto.preprocess.prepared import encoded, prepared, with_encoded
 from stretto.preprocess.prompt import AudioClip, Prompt
-
-if TYPE_CHECKING:
-    from stretto.engine.engine import PipelineEngine
 
 log = logging.getLogger(__name__)
 
 INPUT_RATE = SAMPLE_RATE
 """Of appended sound, samples per second: what the model hears."""
 END = "end"
-"""Where `add` puts an item unless told otherwise."""
+"""Where `add` puts an item by default."""
 MAX_PENDING_S = 2400.0
 """Sound that may wait for its commit."""
 AT_ONCE = INPUT_RATE
@@ -88,15 +86,22 @@ class Session:
 
     def __init__(
         self,
-        engine: PipelineEngine,
+        requests: RequestManager,
+        prompts: Prompts,
+        threads: InThreads,
         *,
         owner: str = "",
         sender: str = "",
         allow_paths: bool = False,
     ) -> None:
-        """`owner` and `sender` are those of its requests (`RequestOptions`). All sessions of one
+        """`prompts` builds what clients have sent, `threads` what a caller of this process has:
+        with `allow_paths`, messages may hold arrays and name files.
+
+        `owner` and `sender` are those of its requests (`RequestOptions`). All sessions of one
         sender take turns as one; a session without sender and owner takes turns for itself."""
-        self._engine = engine
+        self._requests = requests
+        self._prompts = prompts
+        self._threads = threads
         self._owner = owner
         self._allow_paths = allow_paths
         self._name = f"s-{secrets.token_hex(8)}"
@@ -104,7 +109,7 @@ class Session:
         self._items: list[Item] = []
         self._dropped: list[str] = []
         self._sent: set[bytes] = set()  # digests of features that the stages have had
-        self._setting = Setting()  # of the next answer, as far as can be told
+        self._setting = Setting()  # of the next answer, as far as is known
         self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
         self._hearing = self._new_hearing()
         # the last commit
@@ -159,7 +164,7 @@ class Session:
 
     async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
         """The turn is over: what was appended becomes an item of the user, the last one. `maybe`:
-        as far as can be told; `reopen` may take it back."""
+        as far as is known; `reopen` may take it back."""
         self._check()
         if not self.pending:
             raise Invalid("there is no sound to commit", "audio")
@@ -171,7 +176,7 @@ class Session:
         data: AudioClip | npt.NDArray[np.float32]
         if self._hearing is not None:
             data = await asyncio.to_thread(self._hearing.finish)
-            self._engine.counts["windows_changed"] += self._hearing.changed
+            self._requests.count("windows_changed", self._hearing.changed)
         else:
             data = np.concatenate(self._whole)
         self._whole.clear()
@@ -196,7 +201,7 @@ class Session:
             await asyncio.wait({self._reader})
 
     def _new_hearing(self) -> Hearing | None:
-        ear = self._engine.info.ear
+        ear = self._requests.info.ear
         return Hearing(ear.num_bins, ear.window) if ear is not None else None
 
     # -- the conversation
@@ -217,10 +222,10 @@ class Session:
         instructions: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """What the next `respond` will be given: sound is read ahead of it behind these. (Each
+        """The arguments of the next `respond`: sound is read ahead of it behind these. (Each
         `respond` says it for those that follow.) Where it turns out otherwise, what was read ahead
         is read again."""
-        self._setting = Setting(self._engine.check(modalities, None), instructions, tools)
+        self._setting = Setting(self._requests.check(modalities, None), instructions, tools)
 
     async def add(
         self, message: Message, *, id: str | None = None, after: str | None = END
@@ -258,14 +263,14 @@ class Session:
         ready = message
         if not self._allow_paths and (strange := encoded(message)) is not None:
             ready = with_encoded(message, await self._decoded(strange))
-        ready = await asyncio.to_thread(prepared, self._engine.builder, ready, self._allow_paths)
+        ready = await asyncio.to_thread(prepared, self._threads.builder, ready, self._allow_paths)
         return Item(id, ready)
 
     async def _decoded(self, message: Message) -> Prompt:
         """By the engine's prompt workers: what a stranger has encoded may take long and much
         memory, and there are limits on both there. Senders take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
-        packed = await self._engine.prompts.build(Conversation.of(body, sender=self._sender))
+        packed = await self._prompts.build(Conversation.of(body, sender=self._sender))
         return await asyncio.to_thread(lambda: packed.unpack(packed.feature_bytes()))
 
     def respond(
@@ -285,8 +290,8 @@ class Session:
         the conversation, as far as it came. `on_prompt` is told what is asked, on the event loop,
         when it is: an answer that is closed has no end to tell its usage."""
         self._check()
-        setting = Setting(self._engine.check(modalities, voice), instructions, tools)
-        params = params or self._engine.info.defaults
+        setting = Setting(self._requests.check(modalities, voice), instructions, tools)
+        params = params or self._requests.info.defaults
         if items is None:
             self._setting = setting
         given = list(self._items if items is None else items)
@@ -299,7 +304,7 @@ class Session:
                 setting, given, params.max_text_tokens, may_drop=items is None
             )
             if on_prompt is not None:
-                on_prompt(prompt_usage(prompt.ids, self._engine.model.media_tokens))
+                on_prompt(prompt_usage(prompt.ids, self._requests.model.media_tokens))
             return self._built(prompt)
 
         options = RequestOptions(
@@ -310,7 +315,7 @@ class Session:
             owner=self._owner,
             sender=self._sender,
         )
-        return self._answer(self._engine.run(build, options), remember)
+        return self._answer(self._requests.run(build, options), remember)
 
     async def _answer(self, events: AsyncIterator[Event], remember: bool) -> AsyncGenerator[Event]:
         said: list[str] = []
@@ -340,7 +345,7 @@ class Session:
     ) -> Prompt:
         """The prompt for these items. Where it leaves too little room, the oldest turns are
         forgotten first."""
-        most = self._engine.info.max_positions
+        most = self._requests.info.max_positions
         limit = min(int(FULL * most), most - min(max_new, most // 8))
         while True:
             try:
@@ -368,10 +373,8 @@ class Session:
         tools = [dict(t) for t in setting.tools] if setting.tools else None
         if self._allow_paths:
             # a caller of this process, whose messages may hold what JSON cannot express
-            return await self._engine.threads.build_for(
-                self._sender, messages, tools, allow_paths=True
-            )
-        return await self._engine.prompts.build_for(self._sender, messages, tools)
+            return await self._threads.build_for(self._sender, messages, tools, allow_paths=True)
+        return await self._prompts.build_for(self._sender, messages, tools)
 
     def _built(self, prompt: Prompt) -> PackedPrompt:
         """With the features that the stages have not had; they ask for others, where they need them
@@ -395,7 +398,7 @@ class Session:
                 log.debug("%s: not read ahead: %s", self._name, e)
 
     async def _read_up_to(self, heard: AudioClip) -> None:
-        setting, model = self._setting, self._engine.model
+        setting, model = self._setting, self._requests.model
         options = RequestOptions(
             "speech_prefill" if setting.speak else "text_prefill",
             Params(max_text_tokens=1),
@@ -412,7 +415,7 @@ class Session:
             pads = [i for i, id in enumerate(prompt.ids) if id in model.media_tokens.audio]
             return self._built(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))
 
-        events = self._engine.run(build, options)
+        events = self._requests.run(build, options)
         async with aclosing(events):  # type: ignore[type-var]
             async for _ in events:
                 pass

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import places
-from stretto.engine.gpu_sharing import Cards
 from stretto.engine.host_handle import (
     HostHandle,
     HostReports,
@@ -30,6 +31,7 @@ from stretto.engine.link_setup import LinkSetup
 from stretto.engine.local_host import LocalLauncher
 from stretto.errors import StageDead, WireError
 from stretto.family import PipelineSpec
+from stretto.hardware import card_of
 from stretto.messages.hosts import Broken, Configure, LinkDown, Linked, Listening, Loading, Ready
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,52 @@ RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
 FIRST_STARTS = 3  # of a host that dies before its pipeline was ever up; then it is given up
 TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
 """Errors whose words say all: their names are for programmers."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadSlot:
+    """One host's share of a card."""
+
+    stages: tuple[str, ...]
+    loaded: bool = False
+
+
+class GpuSharing:
+    """Which hosts of an engine share a card, over all its pipelines, and whose turn it is to load
+    there. Each host has its slot from the beginning.
+
+    A host sizes its KV pools by what is free when it loads. So hosts that share a card load one
+    after the other, and each is told which stages are to come after it, so that it leaves room for
+    them (see `stage/host/memory_plan.py`)."""
+
+    def __init__(self) -> None:
+        self._slots: defaultdict[int, list[LoadSlot]] = defaultdict(list)
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def add(self, device: str, stages: tuple[str, ...]) -> LoadSlot:
+        slot = LoadSlot(stages)
+        card = card_of(device)
+        if card is not None:
+            self._slots[card].append(slot)
+        return slot
+
+    def is_shared(self, device: str) -> bool:
+        card = card_of(device)
+        return card is not None and len(self._slots[card]) > 1
+
+    def set_loaded(self, slot: LoadSlot, loaded: bool) -> None:
+        slot.loaded = loaded
+
+    @asynccontextmanager
+    async def turn(self, device: str, slot: LoadSlot) -> AsyncIterator[tuple[tuple[str, ...], ...]]:
+        """A host's time to load; yields the stages of each host that will load on the same card
+        after it."""
+        card = card_of(device)
+        if card is None or not self.is_shared(device):
+            yield ()
+            return
+        async with self._turns[card]:
+            yield tuple(s.stages for s in self._slots[card] if s is not slot and not s.loaded)
 
 
 class Supervisor:
@@ -50,10 +98,10 @@ class Supervisor:
         reports: HostReports,
         traced: bool,
         launcher: Launcher | None,
-        cards: Cards | None,
+        sharing: GpuSharing | None,
     ) -> None:
         """`reports`: where its hosts put theirs. `launcher` makes the hosts (default: children of
-        this process); `cards` are those that other pipelines use too."""
+        this process); `sharing` is one for all pipelines of an engine."""
         self.name = name
         self.model = model
         self.spec = spec
@@ -79,9 +127,9 @@ class Supervisor:
         self._deaths = [0] * len(self.places)
         self._loss_at: dict[int, float] = {}  # when a host died that is not back yet
         self._losses: dict[int, str] = {}  # and how
-        self._cards = cards or Cards()
-        self._seats = [
-            self._cards.seat(self._device(i), place.stages) for i, place in enumerate(self.places)
+        self._sharing = sharing or GpuSharing()
+        self._slots = [
+            self._sharing.add(self._device(i), place.stages) for i, place in enumerate(self.places)
         ]
         self._closing = False
 
@@ -133,14 +181,13 @@ class Supervisor:
             case Loading(stage=stage, what=what):
                 self.progress[stage] = what
             case Ready(stages=stages, memory=memory):
-                if host.state == "starting":  # else it has died since
-                    host.state = "ready"
+                host.mark_ready()
                 self.memory.update(memory)
                 for stage in stages:
                     self.progress[stage] = "ready"
                 self.changes.notify()
             case Broken(kind=kind, message=text):
-                host.reason = text if kind in TOLD else f"{kind}: {text}"
+                host.note_reason(text if kind in TOLD else f"{kind}: {text}")
                 if host.state != "ready" and not self.started:
                     # later on it is tried again: what it lacked may come back
                     self.changes.fail(host.reason)
@@ -176,24 +223,22 @@ class Supervisor:
         """Start a host and say what it is, when its card is not being loaded by another. One that
         cannot be started now is a dead one, whose restart tries again; one that never can be ends
         the pipeline."""
-        device, seat = self._device(index), self._seats[index]
-        async with self._cards.turn(device, seat) as beside:
+        device = self._device(index)
+        slot = self._slots[index]
+        async with self._sharing.turn(device, slot) as beside:
             if self._closing:
                 return
             try:
                 await self._configure(host, index, beside)
-            except (
-                Unusable,
-                OSError,
-                RuntimeError,
-            ) as e:  # the last: no thread to wait for the process with
+            # `RuntimeError`: no thread to wait for the process with
+            except (Unusable, OSError, RuntimeError) as e:
                 if isinstance(e, Unusable) and not self.started:
                     self.changes.fail(str(e))
                 host.mark_dead(str(e))
                 return
-            if self._cards.shared(device):  # the next may look at what is free only then
+            if self._sharing.is_shared(device):  # the next may look at what is free only then
                 await self.changes.wait(lambda: host.state != "starting")
-                seat.loaded = host.state == "ready"
+                self._sharing.set_loaded(slot, host.state == "ready")
 
     async def _configure(
         self, host: HostHandle, index: int, beside: tuple[tuple[str, ...], ...]
@@ -202,10 +247,8 @@ class Supervisor:
         if self._closing:  # while it was being started
             host.kill()
         settings = replace(self.config.host, device=host.device, trace=self._traced)
-        stages, links = (
-            self.places[index].stages,
-            tuple((k.sender, k.receiver) for k in self.spec.links),
-        )
+        stages = self.places[index].stages
+        links = tuple((k.sender, k.receiver) for k in self.spec.links)
         host.send(Configure(self.model, self.spec.build, stages, settings.as_dict(), links, beside))
 
     def apply_death(self, host: HostHandle) -> StagesLost | None:
@@ -214,7 +257,7 @@ class Supervisor:
             return None
         index = host.number
         stages = self.places[index].stages
-        self._seats[index].loaded = False
+        self._sharing.set_loaded(self._slots[index], False)
         for stage in stages:
             self.progress[stage] = "dead"
         self._loss_at.setdefault(index, time.monotonic())

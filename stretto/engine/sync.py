@@ -1,6 +1,6 @@
-"""The engine for callers without an event loop, over one in a thread of its own. Imports no torch.
+"""An event loop in a thread of its own, for callers without one. Imports no torch.
 
-Each request has a task on the loop that hands its events over, a few ahead of the caller: beyond
+What iterates has a task on the loop that hands its events over, a few ahead of the caller: beyond
 that it waits, and so a slow caller is throttled as any other listener is. Any thread may call; what
 is still open at the end is `Gone`."""
 
@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from stretto.config.engine import EngineConfig
-from stretto.engine.engine import PipelineEngine
-from stretto.engine.events import Event, Message
 from stretto.errors import Gone
-from stretto.preprocess.pool.jobs import Conversation
 
 T = TypeVar("T")
 # events that wait for the caller here; more wait in the engine, which bounds them by
@@ -27,92 +22,37 @@ T = TypeVar("T")
 AHEAD = 4
 
 
-class SyncEngine:
-    """Use it so:
+class LoopThread:
+    """It runs from the beginning; whoever made it calls `close`."""
 
-    with SyncEngine(model) as engine:
-        for event in engine.generate(messages): ..."""
-
-    def __init__(self, model: str | Path, config: EngineConfig | None = None) -> None:
-        self._model = Path(model)
-        self._config = config or EngineConfig()
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="stretto-engine", daemon=True
         )
-        self._engine: PipelineEngine | None = None
-        self._gate = threading.Lock()  # so that nothing is begun behind the back of `_shut`
+        self._gate = threading.Lock()  # so that nothing is begun behind the back of `close`
         self._closed = False
-
-    def __enter__(self) -> SyncEngine:
         self._thread.start()
-        try:
-            self._engine = self._begin(self._open()).result()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
-    async def _open(self) -> PipelineEngine:
-        engine = PipelineEngine(self._model, self._config)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine that runs on the loop."""
+        future = self._begin(work)
         try:
-            await engine.start()
-        except BaseException:
-            await engine.close()
-            raise
-        return engine
-
-    def __exit__(self, *exc: object) -> None:
-        with self._gate:
-            self._closed = True
-        try:
-            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
+            return future.result()
+        except CancelledError:
+            raise Gone("the engine was closed") from None
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            future.cancel()  # the caller was interrupted
 
-    async def _shut(self) -> None:
-        """End all there is on the loop. Requests whose caller does not listen now would wait for it
-        for ever."""
-        if self._engine is not None:
-            await self._engine.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_default_executor()
-
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._gate:
-            if self._closed:
-                work.close()
-                raise Gone("the engine was closed")
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    @property
-    def engine(self) -> PipelineEngine:
-        assert self._engine is not None, "use it in a with statement"
-        return self._engine
-
-    def generate(self, messages: Sequence[Message], **kwargs: Any) -> Iterator[Event]:
-        """As `PipelineEngine.generate`. Closing the iterator cancels the request."""
-        return self._iterate(lambda: self.engine.generate(messages, **kwargs))
-
-    def speak(self, text: str, **kwargs: Any) -> Iterator[Event]:
-        return self._iterate(lambda: self.engine.speak(text, **kwargs))
-
-    def enrol(self, clip: Conversation) -> bytes:
-        return self._begin(self.engine.enrol(clip)).result()
-
-    def _iterate(self, start: Callable[[], AsyncIterator[Event]]) -> Iterator[Event]:
-        out: SimpleQueue[Event | None] = SimpleQueue()
+    def iterate(self, start: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """What `start` yields; it is called on the loop. Closing the iterator closes its."""
+        out: SimpleQueue[T | None] = SimpleQueue()
         room = asyncio.Semaphore(AHEAD)
 
         async def pump() -> None:
             # Closed here: a task that is cancelled while it waits for room is not within the
             # generator.
-            async with aclosing(cast(AsyncGenerator[Event, None], start())) as events:
+            async with aclosing(cast(AsyncGenerator[T, None], start())) as events:
                 async for event in events:
                     await room.acquire()
                     out.put(event)
@@ -128,6 +68,34 @@ class SyncEngine:
             raise Gone("the engine was closed") from None
         finally:
             task.cancel()
+
+    def close(self, last: Coroutine[Any, Any, object] | None = None) -> None:
+        """Run `last` to its end, then end all there is on the loop, and the thread."""
+        with self._gate:
+            self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut(last), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _shut(self, last: Coroutine[Any, Any, object] | None) -> None:
+        """Requests whose caller does not listen now would wait for it for ever."""
+        if last is not None:
+            await last
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._gate:
+            if self._closed:
+                work.close()
+                raise Gone("the engine was closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _release(self, room: asyncio.Semaphore) -> None:
         with self._gate:

@@ -5,19 +5,17 @@ engine; imports no torch."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-from stretto.engine.announce import seed_of
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
-from stretto.engine.request import Ticket
+from stretto.engine.request import RequestState
+from stretto.engine.request_manager import RequestManager, seed_of
 from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
-from stretto.messages.requests import StepInputs
 from stretto.params import RequestOptions, SpeechStyle
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
@@ -35,27 +33,19 @@ P = TypeVar("P")  # a passage
 Speak = Callable[[P], AsyncIterator[Event]]
 
 
-class Run(Protocol):
-    """`PipelineEngine.run`."""
-
-    def __call__(
-        self,
-        build: Callable[[], Awaitable[PackedPrompt]],
-        options: RequestOptions,
-        writes: Callable[[Ticket], Awaitable[None]] | None = None,
-    ) -> AsyncIterator[Event]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Reader:
+class TextToSpeech:
     """Makes requests of texts, by what the model can do."""
 
-    run: Run
+    requests: RequestManager
     prompts: Prompts
-    info: ModelInfo
     encode: Callable[[str], list[int]]
 
-    def read(
+    @property
+    def info(self) -> ModelInfo:
+        return self.requests.info
+
+    def speak(
         self, text: str | AsyncIterator[str], options: RequestOptions, sender: str
     ) -> AsyncIterator[Event]:
         check_style(options.style, self.info)
@@ -68,7 +58,8 @@ class Reader:
             raise Invalid("there is nothing to say", "input")
 
         def speak(passage: str, options: RequestOptions = options) -> AsyncIterator[Event]:
-            return self.run(partial(self.prompts.read, passage, sender, instructions), options)
+            build = partial(self.prompts.read, passage, sender, instructions)
+            return self.requests.run(build, options)
 
         found = passages(text, self.info.passage) if self.info.passage else [text]
         if len(found) == 1:
@@ -83,7 +74,10 @@ class Reader:
         one_voice = with_seed(options)
 
         def speak(pieces: Callable[[], AsyncIterator[str]]) -> AsyncIterator[Event]:
-            return self.run(build, one_voice, lambda t: write(t, pieces(), Writing(self.encode)))
+            def add_text(request: RequestState) -> Awaitable[None]:
+                return write(request, pieces(), Writing(self.encode))
+
+            return self.requests.run(build, one_voice, add_text)
 
         return read_passages(Coming(text, self.info.passage or MAX_PASSAGE).passages(), speak)
 
@@ -98,7 +92,7 @@ class Reader:
                 clip.close()
 
         made = b""
-        async for event in self.run(build, RequestOptions("enrolment", owner=owner)):
+        async for event in self.requests.run(build, RequestOptions("enrolment", owner=owner)):
             if isinstance(event, Product):
                 made = event.data
         return made
@@ -176,27 +170,21 @@ def check_style(style: SpeechStyle, info: ModelInfo) -> None:
         raise Invalid("this model has no voices but its own", "voice")
 
 
-async def write(t: Ticket, text: AsyncIterator[str], writing: Writing) -> None:
-    """Tell a request its text as it is written, until its end."""
-    stage = t.model.pipeline.deciding("audio")
-    assert stage is not None
-    t.written = True
-    said = False
+async def write(request: RequestState, text: AsyncIterator[str], writing: Writing) -> None:
+    """Send a request its text as it is written, until its end."""
+    request.begin_writing()
+    empty = True
     try:
         async for piece in text:
-            said = said or bool(piece.strip())
+            empty = empty and not piece.strip()
             if tokens := writing.push(piece):
-                t.said += len(tokens)
-                t.pipeline.send((stage,), StepInputs(t.id, stage, tuple(tokens)))
-        if not said:
+                request.add_tts_text(tokens)
+        if empty:
             raise Invalid("there is nothing to say", "input")
-        t.progressed = time.monotonic()
-        rest = tuple(writing.finish())
-        t.said += len(rest)
-        t.pipeline.send((stage,), StepInputs(t.id, stage, rest, True))
+        request.add_tts_text(writing.finish(), last=True)
     except StrettoError as e:
-        t.fail(e)
+        request.fail(e)
     except Exception as e:  # noqa: BLE001  whatever the caller's iterator raises ends its request, and no other
-        t.fail(Invalid(f"the text could not be read on: {e}", "input"))
+        request.fail(Invalid(f"the text could not be read on: {e}", "input"))
     finally:
-        t.end_writing()
+        request.end_writing()

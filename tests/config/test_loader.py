@@ -422,13 +422,13 @@ def test_replicas_take_devices_in_turn(tiny_dir: Path) -> None:
     config = load("--device", "cuda:0, cuda:1", "--replicas", "4").engine
     assert config.host.device == "cuda:0"
     engine = PipelineEngine(tiny_dir, config)
-    assert [p.config.host.device for p in engine._pipelines] == [
+    assert [p.config.host.device for p in engine.pipelines] == [
         "cuda:0",
         "cuda:1",
         "cuda:0",
         "cuda:1",
     ]
-    assert all(p.config.replicas == 1 for p in engine._pipelines)
+    assert all(p.config.replicas == 1 for p in engine.pipelines)
 
 
 def test_stages_of_replicas_take_devices_in_turn() -> None:

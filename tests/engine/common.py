@@ -178,7 +178,7 @@ LOOKS = 1000
 async def stats(engine: PipelineEngine, hosts: Sequence[int] | None = None) -> dict[str, float]:
     """What the hosts (all of them, or these) say of themselves, asked now. A host reads its
     messages in order: it has taken in whatever it was sent before."""
-    pipeline = engine._pipelines[0]
+    pipeline = engine.pipelines[0]
     asked = (
         pipeline.supervisor.hosts
         if hosts is None
@@ -238,8 +238,7 @@ async def freed(engine: PipelineEngine) -> None:
     while left := held(values, engine.config.host.link_slots):
         assert num_steps(values) - before < FREED_STEPS, left
         values = await stats(engine)
-    assert not engine._tickets
-    assert engine._pipelines[0].active == 0
+    assert not engine.requests.running
     assert engine.metrics()["stretto_engine_running"] == 0
 
 

@@ -8,12 +8,15 @@ import base64
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import Event
+from stretto.engine.host_handle import Launcher
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params, RequestOptions
@@ -66,16 +69,20 @@ async def check_session(engine: PipelineEngine, plain: Plain) -> None:
 class Recorder(PipelineEngine):
     """Keeps all answers, and asks for their codes, which clients are not sent."""
 
-    answers: list[Answer]
+    def __init__(self, model: Path, config: EngineConfig, launcher: Launcher | None = None) -> None:
+        super().__init__(model, config, launcher)
+        self.answers: list[Answer] = []
+        self._run = self.requests.run
+        self.requests.run = self._record  # type: ignore[method-assign]
 
-    async def run(
-        self, build: Any, options: RequestOptions, writes: Any = None
+    async def _record(
+        self, build: Any, options: RequestOptions, write: Any = None
     ) -> AsyncIterator[Event]:
         answer = Answer()
         if not options.prefill_only:
             self.answers.append(answer)
             options = replace(options, params=replace(options.params, want_codes=True))
-        async for event in super().run(build, options, writes):
+        async for event in self._run(build, options, write):
             answer.take(event)
             yield event
 

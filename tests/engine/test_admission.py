@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.engine.announce import RequestIds, clamp_params
+from stretto.engine.request_manager import RequestIds, clamp_params
 from stretto.errors import Bug, Invalid, TooLong
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.params import stage_params
@@ -69,7 +69,9 @@ def test_what_a_request_needs() -> None:
 
 def test_an_id_is_never_given_twice() -> None:
     ids, a = RequestIds(), RequestId("a")
-    running: list[Any] = [SimpleNamespace(callers_id="b")]
+    running: list[Any] = [
+        SimpleNamespace(options=RequestOptions("text", request_id=RequestId("b")))
+    ]
     made = [ids.mint(a, running) for _ in range(3)]
     assert len(set(made)) == 3
     assert all(id.startswith("a.") for id in made), "its caller finds it in our logs"

@@ -68,7 +68,7 @@ def test_all_stages_are_told_of_a_request_at_once(chat: str, tiny_dir: Path) -> 
             silent = asyncio.create_task(
                 collect(engine.generate(CHATS[chat], modalities=["text"], params=PARAMS))
             )
-            await until(lambda: len(engine._tickets) == 2)
+            await until(lambda: len(engine.requests.running) == 2)
             await until(lambda: sum(map(len, admitted(launcher))) > 3)
             assert [len(some) for some in admitted(launcher)] == [2, 1, 1]
             for task in (spoken, silent):

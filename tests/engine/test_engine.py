@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stretto import Engine
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.config.placement import HostPlace, parse_placement, places
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import Finished, TextDelta
-from stretto.engine.sync import SyncEngine
 from stretto.errors import Busy, Gone, Invalid, StageDead, StrettoError
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models, Source
@@ -236,7 +236,7 @@ def test_a_slow_listener_is_throttled_and_loses_nothing(
         async with PipelineEngine.open(tiny_dir, EngineConfig(max_buffered_s=0.5)) as engine:
             events = engine.generate(CHATS["text"], params=params)
             first = await anext(events)
-            ticket = next(iter(engine._tickets.values()))
+            ticket = next(iter(engine.requests.running.values()))
             while not ticket.throttled:  # nobody reads meanwhile
                 await asyncio.sleep(0.01)
             # Steps and chunks that were on their way still arrive; then it stands still.
@@ -277,12 +277,12 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
             ]
             for events in silent:
                 await anext(events)
-            tickets = list(engine._tickets.values())
+            tickets = list(engine.requests.running.values())
             speaking = [
                 asyncio.create_task(collect(engine.generate(CHATS["text"], params=params)))
                 for _ in range(6)
             ]
-            while not any(t.frames for t in engine._tickets.values()):
+            while not any(t.frames for t in engine.requests.running.values()):
                 await asyncio.sleep(0.005)
             pid = engine.pids[victim]
             assert pid is not None
@@ -303,7 +303,7 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
                     assert isinstance(await anext(events), TextDelta)
                 await events.aclose()  # type: ignore[attr-defined]
             assert engine.metrics()["stretto_engine_running"] == 0
-            while not engine._pipelines[0].ready(STAGES):
+            while not engine.pipelines[0].ready(STAGES):
                 await asyncio.sleep(0.05)
             assert engine.pids[victim] != pid
             same(await collect(engine.generate(CHATS["text"], params=PARAMS)), want)
@@ -330,14 +330,14 @@ def test_more_frames_than_one_decode_of_the_reference(
 
 
 def test_the_sync_wrapper(tiny_dir: Path, models: Models, builder: PromptBuilder) -> None:
-    with SyncEngine(tiny_dir) as engine:
-        events = list(engine.generate(CHATS["text"], params=PARAMS))
+    with Engine(tiny_dir, device="cpu") as engine:
+        events = list(engine.stream(CHATS["text"], params=PARAMS))
         assert isinstance(events[-1], Finished)
         ids = [i for e in events if isinstance(e, TextDelta) for i in e.ids]
         assert ids == expected(models, builder, CHATS["text"], PARAMS).ids
         with pytest.raises(Invalid):
             list(
-                engine.generate(
+                engine.stream(
                     [
                         {
                             "role": "user",
@@ -374,7 +374,7 @@ def test_closing_ends_what_is_running(tiny_dir: Path) -> None:
         async with PipelineEngine.open(tiny_dir) as engine:
             long = replace(PARAMS, max_text_tokens=200, ignore_eos=True, max_frames=400)
             task = asyncio.create_task(collect(engine.generate(CHATS["text"], params=long)))
-            while not engine._tickets:
+            while not engine.requests.running:
                 await asyncio.sleep(0.01)
             await engine.close()
             with pytest.raises((Gone, StageDead)):
@@ -399,27 +399,3 @@ def test_placements_are_checked(tiny_dir: Path) -> None:
     for text in ("thinker,talker", "thinker,thinker,talker+code2wav", "thinker,talker+vocoder", ""):
         with pytest.raises(Invalid, match="placement"):
             PipelineEngine(tiny_dir, EngineConfig(placement=parse_placement(text)))
-
-
-def test_a_session_stays_where_its_prompts_are_cached(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Least loaded first; a session goes back to where it was, unless that one is down."""
-
-    async def work() -> None:
-        engine = PipelineEngine(tiny_dir, EngineConfig(replicas=3))
-        a, b, c = engine._pipelines
-        down: set[object] = set()
-        monkeypatch.setattr(type(a), "ready", lambda self, stages: self not in down)
-        a.active, b.active, c.active = 2, 0, 1
-        assert engine._choose(STAGES, True, "s") is b
-        b.active = 9
-        assert engine._choose(STAGES, True, "s") is b
-        assert engine._choose(STAGES, True, "other") is c
-        assert engine._choose(STAGES, True) is c
-        down.add(b)
-        assert engine._choose(STAGES, True, "s") is c
-        down.clear()
-        assert engine._choose(STAGES, True, "s") is c
-
-    run(work())

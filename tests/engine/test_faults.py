@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.host_handle import HostDied, HostMessage, HostReports, StagesLost
 from stretto.engine.local_host import HostProcess
 from stretto.engine.pipeline import Pipeline
-from stretto.engine.request import Ticket
+from stretto.engine.request import RequestState
 from stretto.errors import StageDead, StrettoError
 from stretto.messages.hosts import LinkDown, Loading, Unlink
 from stretto.messages.requests import Admit, Ended, Failed, Pcm, encode
@@ -28,8 +29,8 @@ from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.params import Params
-from stretto.preprocess.packed_prompt import pack
+from stretto.params import Params, RequestOptions
+from stretto.preprocess.packed_prompt import PackedPrompt, pack
 from stretto.stage.links.endpoints import LinkEndpoint
 from stretto.transport.contract import PutFailed
 from stretto.types import GREEDY, RequestId
@@ -63,7 +64,7 @@ async def speaking(
         asyncio.create_task(collect(engine.generate(CHATS["text"], params=params)))
         for _ in range(count)
     ]
-    await until(lambda: any(t.frames for t in engine._tickets.values()))
+    await until(lambda: any(t.frames for t in engine.requests.running.values()))
     return tasks
 
 
@@ -71,7 +72,7 @@ async def back(engine: PipelineEngine, want: Answer) -> None:
     """It works again. A request that comes between a fault and the news of it may fail too, so a
     few tries."""
     for _ in range(4):
-        await until(lambda: engine._pipelines[0].ready(STAGES))
+        await until(lambda: engine.pipelines[0].ready(STAGES))
         try:
             got = await collect(engine.generate(CHATS["text"], params=PARAMS))
         except StageDead:
@@ -122,7 +123,7 @@ def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(
         async with PipelineEngine.open(tiny_dir, EngineConfig(placement=PROCESSES)) as engine:
             leaving = await speaking(engine, 4, ENDLESS)
             await until(
-                lambda: len(engine._tickets) == 4
+                lambda: len(engine.requests.running) == 4
             )  # one that is cancelled before is not counted
             for task in leaving:
                 task.cancel()
@@ -140,7 +141,7 @@ def test_a_client_that_goes_frees_everything_and_a_broken_link_is_mended(
 
             # A link that one end closes fails what needs it and is made again; no host is lost.
             pids, tasks = engine.pids, await speaking(engine)
-            engine._pipelines[0].send(("code2wav",), Unlink("talker>code2wav"))
+            engine.pipelines[0].send(("code2wav",), Unlink("talker>code2wav"))
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(e, StageDead) for e in errors), errors
             await back(engine, want)
@@ -172,7 +173,7 @@ def test_hosts_may_die_together_while_starting_and_from_within(
             # A message that a host cannot take is a bug; it ends that host and no other.
             pids = engine.pids
             tasks = await speaking(engine)
-            engine._pipelines[0].send(("talker",), configure("", (), {}))
+            engine.pipelines[0].send(("talker",), configure("", (), {}))
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(e, StageDead) for e in errors), errors
             await until(lambda: engine.pids[1] not in (pids[1], None))
@@ -268,26 +269,30 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
         now = asyncio.get_running_loop().time()  # the same monotonic clock
         pipeline = Nowhere()
 
-        def ticket(name: str, rest: float, samples: int, pipeline: Nowhere = pipeline) -> Ticket:
-            t = Ticket(
-                RequestId(name), None, pipeline, engine.model, STAGES, None, PARAMS, 0, None, 0.0
+        def request(
+            name: str, rest: float, samples: int, pipeline: Nowhere = pipeline
+        ) -> RequestState:
+            prompt, options = PackedPrompt.of_ids((1,)), RequestOptions("speech", PARAMS)
+            nothing: Any = None
+            t = RequestState(
+                RequestId(name), pipeline, engine.model, STAGES, prompt, options, nothing, 0.0, 1.0
             )  # type: ignore[arg-type]
-            t.progressed, t.samples = now - rest, samples
-            engine._tickets[t.id] = t
+            t.progressed = now - rest
+            t.samples = samples
+            engine.requests.running[t.id] = t
             return t
 
-        lively = ticket("lively", 1, 100)
-        stopped = ticket("stopped", 150, 100)
-        in_line = ticket("in line", 150, 0)
-        too_long = ticket("in line too long", 450, 0)
-        alone = ticket("alone", 150, 0, Nowhere())
-        slow = ticket("slow listener", 500, 100)
+        lively = request("lively", 1, 100)
+        stopped = request("stopped", 150, 100)
+        in_line = request("in line", 150, 0)
+        too_long = request("in line too long", 450, 0)
+        alone = request("alone", 150, 0, Nowhere())
+        slow = request("slow listener", 500, 100)
         slow.throttled = True
-        unread = ticket("unread", 500, 100)
+        unread = request("unread", 500, 100)
         unread.events.put_nowait(StageDead("any event"))
-        for t in list(engine._tickets.values()):
-            engine.watch.look(t)
-        failed = {t.id for t in engine._tickets.values() if t.failed}
+        engine.requests.fail_stalled()
+        failed = {t.id for t in engine.requests.running.values() if t.failed}
         assert failed == {stopped.id, too_long.id, alone.id}
         assert not lively.failed
         assert not in_line.failed

@@ -20,9 +20,9 @@ from stretto.config.placement import (
 )
 from stretto.engine import engine as engine_module
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.gpu_sharing import Cards
 from stretto.engine.local_host import HostProcess, LocalLauncher
 from stretto.engine.pipeline import Pipeline
+from stretto.engine.supervisor import GpuSharing
 from stretto.errors import Invalid
 from stretto.hardware import card_of, visible
 from stretto.messages.hosts import Configure, Ready
@@ -145,9 +145,9 @@ def test_a_host_sees_its_own_card_and_no_other() -> None:
 
 
 def pipelines(launcher: ScriptedLauncher, *configs: EngineConfig) -> list[Pipeline]:
-    cards = Cards()
+    sharing = GpuSharing()
     return [
-        Pipeline(f"p{i}", "", PIPELINE, c, None, launcher, cards) for i, c in enumerate(configs)
+        Pipeline(f"p{i}", "", PIPELINE, c, None, launcher, sharing) for i, c in enumerate(configs)
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import AudioChunk, Event, TextDelta
-from stretto.engine.request import Ticket
+from stretto.engine.request import RequestState
 from stretto.messages.requests import Cancel, Ended, Throttle
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import RESIDUAL
@@ -103,8 +103,8 @@ def running(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[Running]
     made.close()
 
 
-def ticket(engine: PipelineEngine) -> Ticket:
-    [found] = engine._tickets.values()
+def request_of(engine: PipelineEngine) -> RequestState:
+    [found] = engine.requests.running.values()
     return found
 
 
@@ -137,7 +137,7 @@ def test_prefill(running: Running) -> None:
         client = Client(engine, "task", TextDelta, LONG)
         await come_to(engine, lambda v: v[rows] > before[rows] + 20)
         assert not client.there.is_set()
-        assert not ticket(engine).ids
+        assert not request_of(engine).ids
         await client.leave()
         await freed(engine)
 
@@ -150,10 +150,10 @@ def test_decode(running: Running, how: How) -> None:
         engine = running.engine
         client = Client(engine, how, AudioChunk)
         await client.there.wait()
-        while how != "task" and ticket(engine).events.empty():
+        while how != "task" and request_of(engine).events.empty():
             await asyncio.sleep(0)
-        assert ticket(engine).unfinished == {"thinker", "talker", "code2wav"}
-        assert how != "task" or not ticket(engine).throttled, (
+        assert request_of(engine).unfinished == {"thinker", "talker", "code2wav"}
+        assert how != "task" or not request_of(engine).throttled, (
             "unless it has not read for too long, on a busy machine"
         )
         await client.leave()
@@ -167,8 +167,10 @@ def test_throttled(running: Running, how: How) -> None:
     async def work() -> None:
         engine = running.engine
         client = Client(engine, how, TextDelta)
-        await come_to(engine, lambda v: bool(engine._tickets) and ticket(engine).throttled)
-        assert not ticket(engine).events.empty()
+        await come_to(
+            engine, lambda v: bool(engine.requests.running) and request_of(engine).throttled
+        )
+        assert not request_of(engine).events.empty()
         await client.leave()
         await freed(engine)
 
@@ -184,8 +186,10 @@ def test_all_made_and_not_taken(running: Running, how: How) -> None:
         engine = running.engine
         short = replace(ENDLESS, max_text_tokens=4, min_frames=5, max_frames=5)
         client = Client(engine, how, TextDelta, params=short)
-        await come_to(engine, lambda v: bool(engine._tickets) and not ticket(engine).unfinished)
-        assert not ticket(engine).events.empty()
+        await come_to(
+            engine, lambda v: bool(engine.requests.running) and not request_of(engine).unfinished
+        )
+        assert not request_of(engine).events.empty()
         await client.leave()
         await freed(engine)
 
@@ -209,7 +213,9 @@ def test_last_packets(running: Running) -> None:
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
-            await come_to(engine, lambda v: ticket(engine).unfinished == {"code2wav"}, hosts=[0, 1])
+            await come_to(
+                engine, lambda v: request_of(engine).unfinished == {"code2wav"}, hosts=[0, 1]
+            )
             await client.leave()
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -30,12 +30,12 @@ async def ask(engine: PipelineEngine, number: int) -> None:
         request_id=RequestId(f"req-{number:024}"),
     )
     reading = asyncio.create_task(collect(events))
-    while not engine._tickets:
+    while not engine.requests.running:
         await asyncio.sleep(0)
-    [id] = engine._tickets
-    engine._apply(Text(id, (11, 12)), b"")
+    [request] = engine.requests.running.values()
+    request.apply(Text(request.id, (11, 12)), b"")
     if number % 3:
-        engine._apply(Ended(id, "thinker", "stop", 0.0, (1.0, 2.0)), b"")
+        request.apply(Ended(request.id, "thinker", "stop", 0.0, (1.0, 2.0)), b"")
     else:
         await asyncio.sleep(0)
         reading.cancel()

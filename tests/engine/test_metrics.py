@@ -126,7 +126,7 @@ def test_replicas_are_told_apart(tiny_dir: Path) -> None:
         name = 'stretto_stage_steps_total{stage="talker"}'
         for count in (1, 2):
             engine = PipelineEngine(tiny_dir, EngineConfig(replicas=count))
-            for i, p in enumerate(engine._pipelines):
+            for i, p in enumerate(engine.pipelines):
                 p.supervisor.make_hosts()
                 say(p.supervisor.hosts[0], {name: i + 1.0})
             told = {k: v for k, v in engine.metrics().items() if "steps_total" in k}

@@ -102,7 +102,7 @@ def test_hosts_at_other_addresses_answer_exactly(
             for chat in CHATS:
                 got = await collect(it.generate(CHATS[chat], params=SHORT))
                 same(got, expected(models, builder, CHATS[chat], SHORT))
-            assert [h.address for h in it._pipelines[0].supervisor.hosts] == [
+            assert [h.address for h in it.pipelines[0].supervisor.hosts] == [
                 address(0),
                 address(1),
             ]
@@ -116,7 +116,7 @@ def test_hosts_at_other_addresses_answer_exactly(
                 async for _ in events:
                     pass
             ip("link", "set", "stretto1", "up")
-            while not it._pipelines[0].ready(STAGES):
+            while not it.pipelines[0].ready(STAGES):
                 await asyncio.sleep(0.05)
             got = await collect(it.generate(CHATS["text"], params=SHORT))
             same(got, expected(models, builder, CHATS["text"], SHORT))
@@ -139,7 +139,7 @@ def test_realtime_with_stages_at_other_addresses_answers_exactly(
     )
     it.answers = []
     with served(it) as server:
-        assert [h.address for h in it._pipelines[0].supervisor.hosts] == [address(0), address(1)]
+        assert [h.address for h in it.pipelines[0].supervisor.hosts] == [address(0), address(1)]
         check_realtime(server.running, it, plain)
         server.do(it.close())
         server.do(starter.ended())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import HostSettings
-from stretto.engine.announce import announce
-from stretto.engine.request import Ticket
+from stretto.engine.request import RequestState
+from stretto.engine.request_manager import announce
 from stretto.messages.requests import Admit, encode
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -116,20 +116,32 @@ class Line:
 def told(
     owner: str, shared: bool = False, tts_ids: tuple[int, ...] | None = None, sender: str = ""
 ) -> Admit:
-    line, params = Line(), Params(seed=7)
+    line = Line()
     options = RequestOptions(
         "speech" if tts_ids is None else "tts",
-        params,
+        Params(seed=7),
         tts_ids=tts_ids,
         owner=owner,
         sender=sender,
     )
-    none, stages = SimpleNamespace(), PIPELINE.paths[options.capability]
-    model = SimpleNamespace(pipeline=PIPELINE, stage_params=stage_params)
-    t = Ticket(
-        RequestId("r"), None, line, model, stages, pack(Prompt((1, 2))), params, 7, none, 0.0
-    )  # type: ignore[arg-type]
-    asyncio.run(announce(t, options, shared))
+    stages = PIPELINE.paths[options.capability]
+    nothing: Any = None
+    model: Any = SimpleNamespace(
+        pipeline=PIPELINE, stage_params=stage_params, info=SimpleNamespace(live_text=False)
+    )
+    prompt = pack(Prompt((1, 2)))
+    request = RequestState(
+        RequestId("r"),
+        line,
+        model,
+        stages,
+        prompt,
+        options,
+        nothing,
+        0.0,
+        1.0,  # type: ignore[arg-type]
+    )
+    asyncio.run(announce(request, shared))
     [message] = line.sent
     assert isinstance(message, Admit)
     return message

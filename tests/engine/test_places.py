@@ -2,7 +2,7 @@
 the limit, and for whoever waits until all are over."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stretto.errors import Busy, Gone
 from stretto.messages.requests import Ended
 from stretto.params import Params, RequestOptions
 from stretto.preprocess.packed_prompt import PackedPrompt
-from tests.engine.common import CHATS, collect, run
+from tests.engine.common import collect, run
 
 
 class Engine(PipelineEngine):
@@ -26,24 +26,19 @@ class Engine(PipelineEngine):
         super().__init__(model, EngineConfig(**config))
         self.go = asyncio.Event()
 
-    def run(
-        self, build: Callable[[], Awaitable[PackedPrompt]], options: RequestOptions
-    ) -> AsyncIterator[Event]:
-        async def wait() -> PackedPrompt:
+    def ask(self) -> AsyncIterator[Event]:
+        async def build() -> PackedPrompt:
             await self.go.wait()
-            return await build()
+            return PackedPrompt.of_ids((1, 2, 3))
 
-        return super().run(wait, options)
-
-    def ask(self) -> Any:
-        return self.generate(CHATS["text"], modalities=["text"], params=Params(max_text_tokens=4))
+        return self.requests.run(build, RequestOptions("text", Params(max_text_tokens=4)))
 
     async def answer(self) -> None:
         """End what was admitted, as the thinker would."""
-        while not self._tickets:
+        while not self.requests.running:
             await asyncio.sleep(0)
-        for id in self._tickets:
-            self._apply(Ended(id, "thinker", "stop", 0.0), b"")
+        for request in self.requests.running.values():
+            request.apply(Ended(request.id, "thinker", "stop", 0.0), b"")
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ def test_prompts_that_are_being_built_take_places(tiny_dir: Path) -> None:
         third = asyncio.create_task(collect(engine.ask()))
         await asyncio.sleep(0)
         engine.go.set()
-        while len(engine._tickets) < 2:
+        while len(engine.requests.running) < 2:
             await asyncio.sleep(0)
         await engine.answer()
         await asyncio.gather(running[1], third)

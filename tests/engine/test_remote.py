@@ -26,12 +26,11 @@ from stretto.config.engine import EngineConfig
 from stretto.config.placement import Placement
 from stretto.engine import remote_host as remote
 from stretto.engine.agent import ORPHANED
-from stretto.engine.clock import DRIFT, ClockOffset
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.host_handle import HostMessage
 from stretto.engine.invitation import HELLO, Hello, Invitation
 from stretto.engine.pipeline import Pipeline, by_our_clock
-from stretto.engine.remote_host import RemoteHost, RemoteLauncher
+from stretto.engine.remote_host import DRIFT, ClockOffset, RemoteHost, RemoteLauncher
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Connect, Listen, Listening, Ping, Ready, Stats
 from stretto.messages.requests import Ended, encode
@@ -114,7 +113,7 @@ async def dies(engine: PipelineEngine, *pids: int) -> str:
 
 
 async def ready(engine: PipelineEngine) -> None:
-    while not engine._pipelines[0].ready(STAGES):
+    while not engine.pipelines[0].ready(STAGES):
         await asyncio.sleep(0.02)
 
 
@@ -132,7 +131,7 @@ def test_exact_far_away_and_after_every_death(
             [OSError("the node has just died")]
         )  # the first start fails, and is tried again
         it = engine(tiny_dir, starter)
-        starter.pipelines = it._pipelines
+        starter.pipelines = it.pipelines
         await it.start()
         try:
             for chat in ("text", "audio", "image"):
@@ -380,9 +379,11 @@ def test_a_peer_whose_coming_is_told_after_its_hello_stays() -> None:
             monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             dealer.connect(f"tcp://{wire.invitation.address}")
             dealer.send_multipart([HELLO, msgspec.msgpack.encode(hello)])
-            while not (wire._can() and wire._told()):  # the event loop does not run meanwhile
+            while not (
+                wire._socket_ready() and wire._monitor_readable()
+            ):  # the event loop does not run meanwhile
                 pass
-            wire._turn()
+            wire._poll()
             assert host._hello.result() == hello
             assert not wire._pending
             assert not monitor.poll(200), "it was not shown the door"

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from stretto.config.engine import EngineConfig
 from stretto.engine import router as routing
 from stretto.engine.router import Router
 from stretto.errors import Busy, StageDead
@@ -16,19 +15,20 @@ TEXT, SPEECH = ("writer",), ("writer", "speaker")
 class Place:
     """A pipeline as far as the router looks."""
 
-    def __init__(self, active: int = 0, up: bool = True, speaks: bool = True) -> None:
-        self.active, self.up, self.speaks = active, up, speaks
+    def __init__(self, up: bool = True, speaks: bool = True) -> None:
+        self.up = up
+        self.speaks = speaks
 
     def ready(self, stages: tuple[str, ...]) -> bool:
         return self.up and (self.speaks or stages == TEXT)
 
 
-def stream(place: Place, pace: float) -> Any:
+def stream(place: Place, pace: float = 9.0) -> Any:
     return SimpleNamespace(pipeline=place, pace=lambda now: pace)
 
 
-def router(*places: Place, **config: Any) -> Router:
-    return Router(places, EngineConfig(**config))  # type: ignore[arg-type]
+def router(*places: Place, min_pace: float = 0.0) -> Router:
+    return Router(places, min_pace)  # type: ignore[arg-type]
 
 
 def test_speech_needs_more_than_text_does() -> None:
@@ -40,9 +40,9 @@ def test_speech_needs_more_than_text_does() -> None:
 
 
 def test_speech_goes_where_streams_keep_pace() -> None:
-    slow, fast = Place(active=0), Place(active=9)
+    slow, fast = Place(), Place()
     r = router(slow, fast, min_pace=1.0)
-    running = [stream(slow, 0.9), stream(slow, 5.0), stream(fast, 1.0)]
+    running = [stream(slow, 0.9), stream(slow, 5.0), *[stream(fast, 1.0)] * 3]
     assert r.choose(SPEECH, True, None, running) is fast
     assert r.choose(TEXT, False, None, running) is slow, "text does not mind"
     with pytest.raises(Busy):
@@ -51,10 +51,26 @@ def test_speech_goes_where_streams_keep_pace() -> None:
 
 def test_sessions_are_forgotten_the_longest_unused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
-    a, b = Place(active=0), Place(active=1)
+    a, b = Place(), Place()
     r = router(a, b)
     for session in ("s", "t", "s", "u"):
-        assert r.choose(SPEECH, True, session, []) is a
-    a.active = 2
-    assert r.choose(SPEECH, True, "s", []) is a
-    assert r.choose(SPEECH, True, "t", []) is b
+        assert r.choose(SPEECH, True, session, [stream(b)]) is a
+    running = [stream(a)] * 2 + [stream(b)]
+    assert r.choose(SPEECH, True, "s", running) is a
+    assert r.choose(SPEECH, True, "t", running) is b
+
+
+def test_a_session_stays_where_its_prompts_are_cached() -> None:
+    """Least loaded first; a session goes back to where it was, unless that one is down."""
+    a, b, c = Place(), Place(), Place()
+    r = router(a, b, c)
+    running = [stream(a)] * 2 + [stream(c)]
+    assert r.choose(SPEECH, True, "s", running) is b
+    running += [stream(b)] * 9
+    assert r.choose(SPEECH, True, "s", running) is b
+    assert r.choose(SPEECH, True, "other", running) is c
+    assert r.choose(SPEECH, True, None, running) is c
+    b.up = False
+    assert r.choose(SPEECH, True, "s", running) is c
+    b.up = True
+    assert r.choose(SPEECH, True, "s", running) is c

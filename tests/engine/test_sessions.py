@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings, PoolSettings
-from stretto.engine.announce import clamp_params
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import AudioChunk, Event
+from stretto.engine.request_manager import RequestManager, clamp_params
 from stretto.engine.session import INPUT_RATE, Session, oldest_turn
-from stretto.engine.sync import SyncEngine
+from stretto.engine.sync import LoopThread
 from stretto.errors import Gone, Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
@@ -31,6 +31,7 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params, RequestOptions
 from stretto.preprocess import messages as messages_module
 from stretto.preprocess.media import MediaLimits
+from stretto.preprocess.packed_prompt import PackedPrompt
 from tests.engine.common import (
     Answer,
     collect,
@@ -54,6 +55,7 @@ BLOCK, WINDOW = 16, 104  # rows
 EIGHT = (8.02, 0.013, 17.3, 8.0, 0.3, 33.0, 5.0, 12.9)  # seconds
 ROWS, ENCODED = "stretto_stage_rows_total", "stretto_stage_encoded_total"
 STEPS = "stretto_stage_steps_total"
+CHANGED = "stretto_engine_windows_changed_total"
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +66,32 @@ def builder(tiny_dir: Path) -> PromptBuilder:
 class Stand:
     """An engine, and the answers that it must give."""
 
-    def __init__(self, sync: SyncEngine, models: Models, builder: PromptBuilder) -> None:
-        self.sync, self.engine, self.models, self.builder = sync, sync.engine, models, builder
+    def __init__(
+        self, model: Path, config: EngineConfig, models: Models, builder: PromptBuilder
+    ) -> None:
+        self.thread = LoopThread()
+        self.models = models
+        self.builder = builder
+        try:
+            self.engine = self.run(self._start(model, config))
+        except BaseException:
+            self.thread.close()
+            raise
+
+    @staticmethod
+    async def _start(model: Path, config: EngineConfig) -> PipelineEngine:
+        engine = PipelineEngine(model, config)
+        await engine.start()
+        return engine
+
+    def __enter__(self) -> Stand:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.thread.close(self.engine.close())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.sync._begin(work).result()
+        return self.thread.run(work)
 
     def want(self, messages: list[dict[str, Any]]) -> Answer:
         return expected(self.models, self.builder, messages, PARAMS)
@@ -81,8 +104,8 @@ class Stand:
 def stand(
     request: pytest.FixtureRequest, tiny_dir: Path, models: Models, builder: PromptBuilder
 ) -> Iterator[Stand]:
-    with SyncEngine(tiny_dir, EngineConfig(placement=request.param)) as sync:
-        yield Stand(sync, models, builder)
+    with Stand(tiny_dir, EngineConfig(placement=request.param), models, builder) as stand:
+        yield stand
 
 
 in_one_host = pytest.mark.parametrize("stand", [ONE_HOST], indirect=True, ids=["one"])
@@ -134,10 +157,10 @@ def test_sound_in_pieces_is_the_whole_sound(
     async def all_of_them() -> list[Answer]:
         return await asyncio.gather(*(one(samples, seed) for seed, samples in enumerate(sounds)))
 
-    changed = stand.engine.counts["windows_changed"]
+    changed = stand.engine.metrics()[CHANGED]
     for got, samples in zip(stand.run(all_of_them()), sounds, strict=True):
         same(got, stand.want([heard(samples)]))
-    assert (stand.engine.counts["windows_changed"] > changed) == bool(burst_at)
+    assert (stand.engine.metrics()[CHANGED] > changed) == bool(burst_at)
 
 
 def test_what_is_left_after_a_turn_does_not_grow_with_it(stand: Stand) -> None:
@@ -268,7 +291,7 @@ def test_a_restarted_host_is_told_again(stand: Stand) -> None:
             await speak(s, first, random.Random(6))
             await s.commit()
             got = [await stand.answer(s)]
-            pipeline, [pid] = engine._pipelines[0], engine.pids
+            pipeline, [pid] = engine.pipelines[0], engine.pids
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             while engine.pids == [pid] or not pipeline.ready(pipeline.spec.names):
@@ -306,8 +329,7 @@ def test_idle_sessions_give_their_memory_to_others(
             await s.close()
         return got
 
-    with SyncEngine(tiny_dir, EngineConfig(placement=ONE_HOST, host=host)) as sync:
-        stand = Stand(sync, models, builder)
+    with Stand(tiny_dir, EngineConfig(placement=ONE_HOST, host=host), models, builder) as stand:
         answers = stand.run(talk(stand))
     for n, (one, two) in answers.items():
         first, second = map(heard, turns[n])
@@ -340,8 +362,8 @@ def test_an_answer_waits_for_what_is_being_read(
     async def work(s: Session) -> None:
         go, asked = asyncio.Event(), asyncio.Event()
 
-        async def requests(
-            build: Callable[[], Any], options: RequestOptions
+        async def run_request(
+            self: RequestManager, build: Callable[[], Any], options: RequestOptions
         ) -> AsyncIterator[Event]:
             if options.prefill_only:
                 sent.append(sum(p.offset is not None for p in (await build()).pieces()))
@@ -354,7 +376,7 @@ def test_an_answer_waits_for_what_is_being_read(
             return
             yield
 
-        monkeypatch.setattr(s._engine, "run", requests)
+        monkeypatch.setattr(RequestManager, "run", run_request)
         await s.append(voice(17.0, 35, burst_at=0.0))
         await s.commit()
         answer = asyncio.create_task(collect_nothing(s.respond()))
@@ -373,7 +395,32 @@ def test_an_answer_waits_for_what_is_being_read(
     assert sent == [2, 1], "each window is sent once"
 
 
-def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[PackedPrompt]:
+    """The prompts of requests, which are built and go to no stage."""
+    made: list[PackedPrompt] = []
+
+    async def run_request(
+        self: RequestManager, build: Callable[[], Any], options: RequestOptions
+    ) -> AsyncIterator[Event]:
+        made.append(await build())
+        return
+        yield
+
+    monkeypatch.setattr(RequestManager, "run", run_request)
+    return made
+
+
+async def prompt_of(s: Session, built: list[PackedPrompt], **more: Any) -> PackedPrompt:
+    """What the stages would be asked for a short answer."""
+    async for _ in s.respond(params=Params(max_text_tokens=8), **more):
+        pass
+    return built[-1]
+
+
+def test_when_the_context_is_full_the_oldest_turns_go(
+    tiny_dir: Path, built: list[PackedPrompt]
+) -> None:
     async def work(s: Session) -> None:
         await s.add({"role": "system", "content": "Answer in a few words."}, id="system")
         for turn in range(12):
@@ -382,7 +429,7 @@ def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
                 id=f"q{turn}",
             )
             await s.add({"role": "assistant", "content": "Fine."}, id=f"a{turn}")
-            prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
+            prompt = await prompt_of(s, built)
             assert len(prompt.ids) <= 7 / 8 * 256
             if turn and s.dropped:
                 break
@@ -396,7 +443,7 @@ def test_when_the_context_is_full_the_oldest_turns_go(tiny_dir: Path) -> None:
         await s.add(
             {"role": "user", "content": "What is the weather like in the city? " * 40}, id="long"
         )
-        prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
+        prompt = await prompt_of(s, built)
         assert [i.id for i in s.items] == ["system", "long"]
         with pytest.raises(TooLong):
             clamp_params(RequestOptions("text"), len(prompt.ids), 256, 1000)
@@ -433,7 +480,7 @@ def test_the_oldest_turn(tiny_dir: Path) -> None:
 
 
 def test_a_stranger_s_pictures_are_decoded_elsewhere(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, built: list[PackedPrompt]
 ) -> None:
     """Not in this process: one that takes long, or much memory, is nobody else's trouble. What the
     engine is then told is the same."""
@@ -446,15 +493,15 @@ def test_a_stranger_s_pictures_are_decoded_elsewhere(
     async def go() -> None:
         engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
         async with engine.session(allow_paths=True) as plain:
-            want = await plain._build(plain._setting, [await plain.item(message)])
+            want = await prompt_of(plain, built, items=[await plain.item(message)])
         await engine.prompts.start()
         try:
             monkeypatch.setattr(messages_module, "load_image", None)
             async with engine.session() as s:
-                got = await s._build(s._setting, [await s.item(message)])
+                got = await prompt_of(s, built, items=[await s.item(message)])
                 assert got.ids == want.ids
                 assert [p.digest for p in got.pieces()] == [p.digest for p in want.pieces()]
-                assert all(p.values is not None for p in got.pieces())
+                assert all(p.offset is not None for p in got.pieces())
                 with pytest.raises(MediaError) as e:
                     await s.add(
                         {"role": "user", "content": [{"type": "text", "text": "Look."}, bad]}
@@ -499,7 +546,7 @@ def test_sessions_of_one_sender_share_its_turns(roomy_dir: Path) -> None:
     run(go())
 
 
-def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:
+def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path, built: list[PackedPrompt]) -> None:
     """What a single request may hold of media does not bound what a session has heard in its
     time."""
 
@@ -507,7 +554,7 @@ def test_a_conversation_has_any_number_of_sounds(tiny_dir: Path) -> None:
         for turn in range(MediaLimits().media + 3):
             await s.append(voice(0.1, turn))
             await s.commit(f"q{turn}")
-        prompt = await s._fitting(s._setting, list(s.items), 8, may_drop=True)
+        prompt = await prompt_of(s, built)
         assert len(prompt.audios) == len(s.items) == MediaLimits().media + 3
         assert not s.dropped
 

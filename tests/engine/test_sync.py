@@ -1,16 +1,16 @@
-"""The engine without an event loop, over one whose events are scripted: how far it runs ahead of
-its caller, and that nothing is left running or waiting, however it ends."""
+"""An event loop in a thread, with scripted events: how far it runs ahead of its caller, and that
+nothing is left running or waiting, however it ends."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from stretto.engine import sync
-from stretto.engine.sync import AHEAD, SyncEngine
+from stretto import Engine
+from stretto.engine.sync import AHEAD, LoopThread
 from stretto.errors import Gone, Invalid, StageDead
 
 LIMIT_S = 30.0  # for what takes no time unless it hangs
@@ -20,24 +20,18 @@ class Scripted:
     """Its events are numbers; it notes how many were taken of a request, and how requests and
     itself ended."""
 
-    refuses: type[Exception] | None = None
-
-    def __init__(self, model: Path, config: object) -> None:
+    def __init__(self) -> None:
+        self.thread = LoopThread()
         self.taken, self.left, self.closed = 0, 0, 0
         self.waits = threading.Event()  # a request has no more to say for now
-        if self.refuses is Invalid:
-            raise Invalid("no model")
-
-    async def start(self) -> None:
-        if self.refuses is StageDead:
-            raise StageDead("no memory")
 
     async def close(self) -> None:
         self.closed += 1
 
-    async def generate(
-        self, messages: object, count: int = 1000, error: Exception | None = None
-    ) -> AsyncIterator[int]:
+    def generate(self, count: int = 1000, error: Exception | None = None) -> Iterator[int]:
+        return self.thread.iterate(lambda: self._generate(count, error))
+
+    async def _generate(self, count: int, error: Exception | None) -> AsyncIterator[int]:
         try:
             for i in range(count):
                 await asyncio.sleep(0)
@@ -51,51 +45,58 @@ class Scripted:
         finally:
             self.left += 1
 
+    def rounds(self, count: int = 50) -> None:
+        """Let the loop go round so often."""
+
+        async def turn() -> None:
+            for _ in range(count):
+                await asyncio.sleep(0)
+
+        self.thread.run(turn())
+
+
+@contextmanager
+def scripted() -> Iterator[Scripted]:
+    engine = Scripted()
+    try:
+        yield engine
+    finally:
+        engine.thread.close(engine.close())
+
 
 @pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
-    monkeypatch.setattr(sync, "PipelineEngine", Scripted)
     yield
     left = {t for t in threading.enumerate() if t not in before and t.name == "stretto-engine"}
     assert not left, "its thread is still running"
 
 
-def rounds(engine: SyncEngine, count: int = 50) -> None:
-    """Let the loop go round so often."""
-
-    async def turn() -> None:
-        for _ in range(count):
-            await asyncio.sleep(0)
-
-    asyncio.run_coroutine_threadsafe(turn(), engine._loop).result(LIMIT_S)
-
-
 def test_it_runs_a_few_events_ahead_of_a_slow_caller_and_loses_none() -> None:
-    with SyncEngine("model") as engine:
-        events: Any = engine.generate([], count=40)
+    with scripted() as engine:
+        events: Any = engine.generate(count=40)
         for i in range(40):
             assert next(events) == i
-            rounds(engine)
+            engine.rounds()
             # One more is in the task's hand, which waits for room.
-            assert engine.engine.taken == min(40, i + 1 + AHEAD + 1)  # type: ignore[attr-defined]
+            assert engine.taken == min(40, i + 1 + AHEAD + 1)
         assert list(events) == []
-        assert engine.engine.left == 1  # type: ignore[attr-defined]
+        assert engine.left == 1
 
 
 def test_closing_the_iterator_ends_the_request() -> None:
-    with SyncEngine("model") as engine:
-        events: Any = engine.generate([])
+    with scripted() as engine:
+        events: Any = engine.generate()
         next(events)
-        rounds(engine)  # it waits for room
+        engine.rounds()  # it waits for room
         events.close()
-        rounds(engine)
-        assert engine.engine.left == 1  # type: ignore[attr-defined]
+        engine.rounds()
+        assert engine.left == 1
 
 
 def test_errors_come_through_behind_what_came_before_them() -> None:
-    with SyncEngine("model") as engine:
-        events: Any = engine.generate([], count=3, error=StageDead("lost"))
+    with scripted() as engine:
+        events: Any = engine.generate(count=3, error=StageDead("lost"))
         assert [next(events) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(StageDead, match="lost"):
             next(events)
@@ -112,30 +113,45 @@ def test_what_is_open_at_the_end_is_gone() -> None:
         except Gone as e:
             ends.append(e)
 
-    with SyncEngine("model") as engine:
-        late = engine.generate([])
-        full = engine.generate([])
+    with scripted() as engine:
+        late = engine.generate()
+        full = engine.generate()
         next(full)
-        rounds(engine)
-        other = threading.Thread(target=listen, args=(engine.generate([], count=0),), daemon=True)
+        engine.rounds()
+        other = threading.Thread(target=listen, args=(engine.generate(count=0),), daemon=True)
         other.start()
-        inner: Any = engine.engine
-        assert inner.waits.wait(LIMIT_S)
+        assert engine.waits.wait(LIMIT_S)
     other.join(LIMIT_S)
     assert len(ends) == 1
     listen(full)
     listen(late)
     assert len(ends) == 3
-    assert (inner.closed, inner.left) == (1, 2)
+    assert (engine.closed, engine.left) == (1, 2)
 
 
-@pytest.mark.parametrize("error", [Invalid, StageDead])
-def test_an_engine_that_cannot_start_leaves_nothing_running(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Scripted, "refuses", error)
-    engine = SyncEngine("model")
-    with pytest.raises(error), engine:
+def test_a_call_that_is_open_at_the_end_is_gone() -> None:
+    ends: list[BaseException] = []
+
+    async def forever() -> None:
+        engine.waits.set()
+        await asyncio.Event().wait()
+
+    def call() -> None:
+        try:
+            engine.thread.run(forever())
+        except Gone as e:
+            ends.append(e)
+
+    with scripted() as engine:
+        other = threading.Thread(target=call, daemon=True)
+        other.start()
+        assert engine.waits.wait(LIMIT_S)
+    other.join(LIMIT_S)
+    assert len(ends) == 1
+    call()
+    assert len(ends) == 2
+
+
+def test_an_engine_that_cannot_start_leaves_nothing_running() -> None:
+    with pytest.raises(Invalid), Engine("nowhere", device="cpu"):
         pass
-    assert engine._loop.is_closed()
-    assert not engine._thread.is_alive()

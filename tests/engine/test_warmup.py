@@ -58,7 +58,7 @@ def test_hosts_warm_up_anywhere_and_nobody_sees_it(
             last = engine.pids[-1]
             assert last is not None
             os.kill(last, signal.SIGKILL)
-            up = engine._pipelines[-1].supervisor
+            up = engine.pipelines[-1].supervisor
             while not up.restarts[-1]:
                 await asyncio.sleep(0.01)
             assert capfd.readouterr().err.count("served 1 warm-up requests") == 1

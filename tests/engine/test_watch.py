@@ -4,19 +4,21 @@ them."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from stretto.config.engine import EngineConfig
 from stretto.engine.pipeline import Pipeline
-from stretto.engine.request import Ticket
-from stretto.engine.stall_watch import Watch
+from stretto.engine.request import RequestState
+from stretto.engine.request_manager import RequestManager
 from stretto.messages.hosts import Ping, Stats
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.params import Params
+from stretto.params import RequestOptions
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.registry import open_model
 from stretto.types import RequestId
 from tests.engine.scripted import ScriptedHost, ScriptedLauncher
@@ -27,8 +29,7 @@ STALL_S = 20.0
 
 
 class Watched:
-    """A pipeline whose one host is scripted, a request that it works at, and the watch over
-    both."""
+    """A pipeline whose one host is scripted, and a request that it works at."""
 
     def __init__(self, model: Path) -> None:
         config, launcher = EngineConfig(stall_s=STALL_S), ScriptedLauncher()
@@ -37,19 +38,28 @@ class Watched:
         [self.host] = launcher.hosts
         assert isinstance(self.host, ScriptedHost)
         self.host.started, self.host.state = True, "ready"
-        nothing: Any = None
-        self.ticket = Ticket(
-            RequestId("r"), None, self.pipeline, open_model(model), STAGES, nothing, Params(), 0,
-            nothing, 0.0
+        opened, nothing = open_model(model), cast(Any, None)
+        self.requests = RequestManager(opened, opened.info, [self.pipeline], config, nothing)
+        self.request = RequestState(
+            RequestId("r"), self.pipeline, opened, STAGES, PackedPrompt.of_ids((1,)),
+            RequestOptions("speech"), nothing, 0.0, 1.0
         )  # fmt: skip
-        self.ticket.samples = 100
-        self.watch = Watch({self.ticket.id: self.ticket}, [self.pipeline], config)
+        self.request.samples = 100
+        self.requests.running[self.request.id] = self.request
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        self.requests.watch()
+        try:
+            yield
+        finally:
+            await self.requests.fail_all()
 
     def hear(self, clock: Virtual) -> None:
         """Read what the host has said: it has answered, and the request has come on."""
         pings = [m.number for m in self.host.heard() if isinstance(m, Ping)]
         self.host.say(Stats(pings[-1] if pings else 0, {}))
-        self.ticket.progressed = clock.now
+        self.request.progressed = clock.now
 
 
 async def watching(
@@ -74,19 +84,18 @@ def test_a_loop_that_stood_still_reads_what_came_before_it_judges(
 
     async def work(clock: Virtual) -> None:
         watched = Watched(tiny_dir)
-        watched.ticket.progressed = clock.now
-        task = asyncio.create_task(watched.watch.run())
-        while watched.host.unanswered_since is None:  # then it was asked, and has not answered yet
-            await asyncio.sleep(0.01)
-        clock.stand_still(stood_still)
-        await asyncio.sleep(0.02)  # the late look, and after it what was there to be read
-        watched.hear(clock)
-        await watching(watched, clock, 5 * STALL_S, every=0.1)
-        assert not watched.ticket.failed
-        assert not watched.host.killed
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        watched.request.progressed = clock.now
+        async with watched.watched():
+            while (
+                watched.host.unanswered_since is None
+            ):  # then it was asked, and has not answered yet
+                await asyncio.sleep(0.01)
+            clock.stand_still(stood_still)
+            await asyncio.sleep(0.02)  # the late look, and after it what was there to be read
+            watched.hear(clock)
+            await watching(watched, clock, 5 * STALL_S, every=0.1)
+            assert not watched.request.failed
+            assert not watched.host.killed
 
     run_virtual(work)
 
@@ -96,16 +105,13 @@ def test_who_says_nothing_is_taken_for_stalled(tiny_dir: Path) -> None:
 
     async def work(clock: Virtual) -> None:
         watched = Watched(tiny_dir)
-        watched.ticket.progressed = clock.now
-        task = asyncio.create_task(watched.watch.run())
-        await watching(watched, clock, 3.0, every=0.1)
-        clock.stand_still(10 * STALL_S)
-        await watching(watched, clock, 2 * STALL_S)
-        assert watched.ticket.failed
-        assert watched.host.killed
-        assert "no answer" in str(watched.host.exit_error())
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        watched.request.progressed = clock.now
+        async with watched.watched():
+            await watching(watched, clock, 3.0, every=0.1)
+            clock.stand_still(10 * STALL_S)
+            await watching(watched, clock, 2 * STALL_S)
+            assert watched.request.failed
+            assert watched.host.killed
+            assert "no answer" in str(watched.host.exit_error())
 
     run_virtual(work)

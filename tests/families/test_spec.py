@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stretto.engine.announce import announce
-from stretto.engine.request import Ticket
+from stretto.engine.request import RequestState
+from stretto.engine.request_manager import announce
 from stretto.errors import Bug
 from stretto.family import LinkSpec, PipelineSpec, StageSpec
 from stretto.params import Params, RequestOptions
@@ -60,20 +60,24 @@ def test_a_family_tells_exactly_the_stages_on_the_way() -> None:
         hosts_of=lambda stages: [stages], send=lambda *message: sent.append(message)
     )
     for told in ({}, {"a": Params(), "b": Params()}):
-        model: Any = SimpleNamespace(pipeline=spec(), stage_params=lambda options, told=told: told)
-        words: Any = None
-        t = Ticket(
+        model: Any = SimpleNamespace(
+            pipeline=spec(),
+            stage_params=lambda options, told=told: told,
+            info=SimpleNamespace(live_text=False),
+        )
+        decoder: Any = None
+        options = RequestOptions("text")
+        request = RequestState(
             RequestId("r"),
-            None,
             pipeline,
             model,
             ("a",),
             pack(Prompt((1,))),
-            Params(),
-            7,
-            words,
+            options,
+            decoder,
             0.0,
+            1.0,
         )
         with pytest.raises(Bug, match="has parameters for stages"):
-            asyncio.run(announce(t, RequestOptions("text"), False))
+            asyncio.run(announce(request, False))
     assert not sent

@@ -82,7 +82,7 @@ def engine(model: Path, group: Any, config: ClusterConfig, **more: Any) -> Pipel
 
 
 async def ready(it: PipelineEngine) -> None:
-    while not it._pipelines[0].ready(STAGES):
+    while not it.pipelines[0].ready(STAGES):
         await asyncio.sleep(0.02)
 
 
@@ -126,7 +126,7 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
         try:
             for chat in ("text", "audio", "image"):
                 await check(it, chat)
-            front, back = (h.pid for h in it._pipelines[0].supervisor.hosts)
+            front, back = (h.pid for h in it.pipelines[0].supervisor.hosts)
             assert front is not None
             assert back is not None
             [host] = children(front)
@@ -149,7 +149,7 @@ def test_two_nodes_answer_as_one_and_outlive_deaths(
             await check(it, "text")
             left = [
                 pid
-                for h in it._pipelines[0].supervisor.hosts
+                for h in it.pipelines[0].supervisor.hosts
                 if h.pid
                 for pid in (h.pid, *children(h.pid))
             ]
@@ -168,7 +168,7 @@ def test_a_node_that_lacks_something_is_one_clear_error(
 ) -> None:
     async def work() -> None:
         it = engine(tiny_dir, group, config)
-        starter = it._pipelines[0].supervisor.launcher._starter  # type: ignore[attr-defined]
+        starter = it.pipelines[0].supervisor.launcher._starter  # type: ignore[attr-defined]
         if wrong == "model":
             starter._model, words = "/nowhere/model", "has no model at /nowhere/model"
         else:

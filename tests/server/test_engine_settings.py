@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import EngineConfig
-from stretto.engine import request as ticket
-from stretto.engine import stall_watch as watch
+from stretto.engine import request, request_manager
 from tests.pipeline import LINKS, STAGES
 from tests.server.conftest import HEAD, PATIENCE_S, read_until
 from tests.server.real_engine import Served, served
@@ -37,8 +36,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def strict(tiny_dir: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
     """Asks its hosts for numbers when they start and never again, and wants speech at an impossible
     pace from the first packet on."""
-    patch.setattr(watch, "PING_EVERY", NEVER)
-    patch.setattr(ticket, "SETTLED_S", 0.0)
+    patch.setattr(request_manager, "PING_EVERY", NEVER)
+    patch.setattr(request, "SETTLED_S", 0.0)
     with served(tiny_dir, EngineConfig(placement="two", min_pace=1e9)) as it:
         yield it
 

@@ -84,13 +84,13 @@ class Prompts(Protocol):
 
 class InThreads:
     def __init__(self, builder: Builder) -> None:
-        self._builder = builder
+        self.builder = builder
         self._long = FairQueue(LONG_AT_ONCE)
 
     async def start(self) -> None:
         """Build prompts for nobody, so that the first one finds a thread, and all that it
         imports."""
-        await asyncio.to_thread(work.warm, self._builder)
+        await asyncio.to_thread(work.warm, self.builder)
 
     async def close(self) -> None:
         pass
@@ -105,7 +105,7 @@ class InThreads:
                 audio_in_video,
                 talk.variables,
             )
-            return pack(work.build_conversation(self._builder, *given))
+            return pack(work.build_conversation(self.builder, *given))
 
         return await asyncio.to_thread(run)
 
@@ -127,7 +127,7 @@ class InThreads:
         allow_paths: bool = False,
     ) -> Prompt:
         """Who is cancelled gives its place back when the thread is done with it."""
-        run = partial(self._builder.build, messages, tools, False, allow_paths=allow_paths)
+        run = partial(self.builder.build, messages, tools, False, allow_paths=allow_paths)
         if num_chars(messages, tools) <= SHORT_CHARS:
             return await asyncio.to_thread(run)
         await self._long.enter(sender)
@@ -145,12 +145,12 @@ class InThreads:
         name files."""
 
         def run() -> PackedPrompt:
-            return pack(self._builder.build(*given, allow_paths=allow_paths))
+            return pack(self.builder.build(*given, allow_paths=allow_paths))
 
         return await asyncio.to_thread(run)
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
-        prompt, spoken = await asyncio.to_thread(work.read_aloud, self._builder, text, instructions)
+        prompt, spoken = await asyncio.to_thread(work.read_aloud, self.builder, text, instructions)
         return pack(prompt, spoken)
 
     async def outline(

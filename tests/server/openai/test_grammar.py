@@ -243,7 +243,7 @@ def test_a_check_ends_when_its_client_leaves(real_server: Running) -> None:
 def test_the_stage_learns_whose_turn_it_is(
     real_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [pipeline] = real_server.server.service.engine()._pipelines
+    [pipeline] = real_server.server.service.engine().pipelines
     sent: list[Any] = []
     send = pipeline.send
 

@@ -140,7 +140,7 @@ async def kill_once(
         await second(engine, kill, rng)
     try:
         async with asyncio.timeout(deadline):
-            while not engine._pipelines[0].ready(STAGES) or engine.pids[victim] in (pid, None):
+            while not engine.pipelines[0].ready(STAGES) or engine.pids[victim] in (pid, None):
                 await asyncio.sleep(POLL_S)
             kill.seconds_to_ready = time.monotonic() - killed_at
             kill.probe_exact = (await Counted(engine).one(pool[-1]))[0] == "exact"

@@ -98,7 +98,7 @@ async def one(
             seen += 1
             if kind == "slow" and isinstance(event, AudioChunk):
                 await asyncio.sleep(REST_S)
-                tally.throttled += any(t.throttled for t in engine._tickets.values())
+                tally.throttled += any(t.throttled for t in engine.requests.running.values())
 
     reader = asyncio.create_task(read())
     if kind == "cancelled" and rng.randrange(3) == 0:

@@ -8,13 +8,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bench.harness.host import STAGES
 from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.host_handle import HostHandle
 from stretto.engine.local_host import HostProcess
+from stretto.engine.request import RequestState
 from stretto.errors import StageDead, StrettoError
 from stretto.messages.hosts import (
     Broken,
@@ -40,7 +40,7 @@ from stretto.messages.requests import (
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import RequestOptions
-from stretto.preprocess.packed_prompt import PackedPrompt, pack
+from stretto.preprocess.packed_prompt import pack
 from tests.slow.fuzz.mutants import (
     IDS,
     LINKS,
@@ -89,26 +89,23 @@ class Played:
         self.engine = PipelineEngine(model, config)
         self.builder = PromptBuilder.open(model, OmniConfig.read(model))
         self.prompt = pack(self.builder.build(CHATS["text"]))
-        self.pipeline = self.engine._pipelines[0]
+        self.pipeline = self.engine.pipelines[0]
         self.engine._up = self.pipeline.supervisor.started = True
         links = self.pipeline.supervisor.links
         links.up = dict.fromkeys(links.up, True)
         self.pipeline.supervisor.make_hosts()
         for host in self.pipeline.supervisor.hosts:
             self.connect(host)
-        self.reader = asyncio.create_task(self.engine._read(self.pipeline))
+        self.engine.requests.read_reports()
 
     def connect(self, host: HostHandle) -> None:
         assert isinstance(host, HostProcess)
         host._transport = Wire(host)  # type: ignore[assignment]
         host.state = "ready"
 
-    def ticket(self, prompt: PackedPrompt, options: RequestOptions) -> Any:
-        return self.engine._admit(prompt, options, 0.0)
-
     @property
-    def tickets(self) -> list[Any]:
-        return list(self.engine._tickets.values())
+    def requests(self) -> list[RequestState]:
+        return list(self.engine.requests.running.values())
 
     async def fill(self) -> None:
         """Replace dead hosts and finished requests, so that there is always something to damage."""
@@ -117,24 +114,23 @@ class Played:
                 self.connect(self.pipeline.supervisor.replace_host(i))
         while not self.pipeline.ready(STAGES):
             await self.pipeline.supervisor.links.join()
-        for t in self.tickets:
-            while not t.events.empty():
-                event = t.events.get_nowait()
-                if isinstance(event, StrettoError) or type(event).__name__ == "Finished":
-                    t.over = not isinstance(event, StrettoError)
-                    self.engine._leave(t)
-                elif type(event).__name__ == "AudioChunk":
-                    t.take(len(event.samples), self.engine.config.max_buffered_s)
-        while len(self.engine._tickets) < len(IDS):
-            speaks = len(self.engine._tickets) % 3 > 0
-            self.ticket(self.prompt, RequestOptions("speech" if speaks else "text", PARAMS))
+        for request in self.requests:
+            failed = False
+            while not (failed or request.over or request.events.empty()):
+                try:
+                    await request.next_event()
+                except StrettoError:
+                    failed = True
+            if failed or request.over:
+                self.engine.requests.remove(request)
+        while len(self.engine.requests.running) < len(IDS):
+            speaks = len(self.engine.requests.running) % 3 > 0
+            options = RequestOptions("speech" if speaks else "text", PARAMS)
+            self.engine.requests.admit(self.prompt, options, 0.0)
 
     def look(self) -> None:
         p = self.pipeline
-        assert len(self.engine._tickets) == p.active == len(IDS), (
-            len(self.engine._tickets),
-            p.active,
-        )
+        assert len(self.requests) == len(IDS), len(self.requests)
         assert set(p.supervisor.progress) == set(STAGES), p.supervisor.progress
         assert set(p.supervisor.memory) <= {*STAGES, "allocated"}, p.supervisor.memory
         assert len(p.supervisor._tasks) <= len(LINKS) + 1, p.supervisor._tasks
@@ -144,7 +140,7 @@ class Played:
     def check_death(self, host: HostHandle, index: int) -> None:
         """A host that talked nonsense is dead, and so are the requests that need it."""
         stages = {STAGES[index]}
-        for t in self.tickets:
+        for t in self.requests:
             assert t.failed or not stages & t.unfinished, f"{t.id} waits for a dead host"
         assert isinstance(host.exit_error(), StageDead)
 
@@ -175,7 +171,7 @@ async def from_host(
     corpus, played = spoken(reports), Played(model)
     for index in range(inputs):
         await played.fill()
-        header, blob = changed(rng, corpus, [t.id for t in played.tickets])
+        header, blob = changed(rng, corpus, [t.id for t in played.requests])
         which = rng.randrange(len(STAGES))
         host = played.pipeline.supervisor.hosts[which]
         with named(index, "from a host", header, blob):
@@ -198,10 +194,8 @@ async def from_host(
                 await asyncio.sleep(0)
                 played.look()
         step()
-    for t in played.tickets:
-        played.engine._leave(t)
-    assert not played.engine._tickets
-    assert not played.pipeline.active
+    for t in played.requests:
+        played.engine.requests.remove(t)
+    assert not played.engine.requests.running
     await played.engine.close()
-    played.reader.cancel()
     return outcomes

@@ -271,7 +271,7 @@ async def settle(engine: PipelineEngine) -> list[str]:
     that."""
     left = ["no report"]
     for number in range(MOST_REPORTS):
-        [pipeline] = engine._pipelines
+        [pipeline] = engine.pipelines
         for host in pipeline.supervisor.hosts:
             host.stats = None  # so that only what is said from now on counts
         pipeline.ping(number)

@@ -1,6 +1,7 @@
 """What a caller sees of a request, from reports alone: text up to the stop string however it was
 cut, sound that tiles, one end."""
 
+import asyncio
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stretto.engine import timeline
+from stretto.engine import request
 from stretto.engine.events import AudioChunk, Finished, TextDelta, TimelineSpan
-from stretto.engine.request import Ticket
+from stretto.engine.request import RequestState
 from stretto.errors import Bug, StageDead
 from stretto.family import MediaTokens
 from stretto.messages.requests import Cancel, Ended, Finish, Throttle
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT
 from stretto.models.qwen3_omni.family import PIPELINE
-from stretto.params import Params
-from stretto.preprocess.prompt import Prompt
+from stretto.params import Params, RequestOptions
+from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.types import RequestId
 from tests.pipeline import STAGES
 
@@ -49,45 +50,52 @@ class Letters:
 
 MODEL: Any = SimpleNamespace(
     pipeline=PIPELINE,
-    info=SimpleNamespace(sample_rate=SAMPLE_RATE_OUT),
+    info=SimpleNamespace(sample_rate=SAMPLE_RATE_OUT, live_text=False),
     media_tokens=MediaTokens(frozenset({1}), frozenset({2, 3})),
 )
 
 
-def ticket(
+def new_request(
     stop: tuple[str, ...] = (), stages: tuple[str, ...] = STAGES, least: int = 0
-) -> tuple[Ticket, Line]:
+) -> tuple[RequestState, Line]:
     line = Line()
-    prompt, params = Prompt((0, 1, 1, 2, 2, 3)), Params(stop=stop, min_text_tokens=least)
-    return Ticket(ID, None, line, MODEL, stages, prompt, params, 7, Letters(), 0.0), line  # type: ignore[arg-type]
+    prompt = PackedPrompt.of_ids((0, 1, 1, 2, 2, 3))
+    options = RequestOptions("speech", Params(stop=stop, min_text_tokens=least, seed=7))
+    letters: Any = Letters()
+    state = RequestState(ID, line, MODEL, stages, prompt, options, letters, 0.0, ROOM_S)  # type: ignore[arg-type]
+    return state, line
 
 
-def events(t: Ticket) -> list[Any]:
+def events(t: RequestState) -> list[Any]:
     return [t.events.get_nowait() for _ in range(t.events.qsize())]
 
 
-def end(t: Ticket, *stages: str, reason: str = "stop", cached: int = 0) -> None:
+def read(t: RequestState) -> Any:
+    return asyncio.run(t.next_event())
+
+
+def end(t: RequestState, *stages: str, reason: str = "stop", cached: int = 0) -> None:
     for stage in stages:
         t.end(Ended(ID, stage, reason, 0.0, cached=cached))
 
 
 def test_a_timeline_is_made_when_somebody_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    calls: list[str] = []
 
     def noted(*given: Any) -> tuple[TimelineSpan, ...]:
-        made.append("timeline")
+        calls.append("timeline")
         return make(*given)
 
-    make = timeline.timeline
-    monkeypatch.setattr(timeline, "timeline", noted)
-    t, _ = ticket(stages=("thinker",))
+    make = request.timeline
+    monkeypatch.setattr(request, "timeline", noted)
+    t, _ = new_request(stages=("thinker",))
     t.end(Ended(ID, "thinker", "stop", 0.5, (1.0, 1.25, 1.5)))
     (last,) = events(t)
-    assert made == []
+    assert calls == []
     assert [(s.start, s.stop) for s in last.timeline] == [(0.5, 1.0), (1.0, 1.25), (1.25, 1.5)]
     assert len(last.timeline) == 3
     assert [s.stop for s in last.timeline[1:]] == [1.25, 1.5]
-    assert made == ["timeline"], "once"
+    assert calls == ["timeline"], "once"
 
 
 def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:
@@ -120,7 +128,7 @@ def test_text_ends_before_the_first_stop_string_however_it_comes(
 ) -> None:
     """The answer is the tokens up to the one that completes the stop string; those made beyond it,
     before the thinker heard of it, are not told and not counted, and do not say how it ended."""
-    t, line = ticket(tuple(stops), ("thinker",), least)
+    t, line = new_request(tuple(stops), ("thinker",), least)
     want, made, reason = until_stop(text, tuple(stops), least)
     shown, rest, ids = "", text, []
     for size in sizes:
@@ -141,27 +149,28 @@ def test_text_ends_before_the_first_stop_string_however_it_comes(
 
 
 def test_a_slow_consumer_throttles_and_goes_on_at_half() -> None:
-    t, line = ticket()
+    t, line = new_request()
     second = np.zeros(SAMPLE_RATE_OUT, np.float32)
-    for i in range(2):
-        t.add_sound(i * len(second), 12, second, ROOM_S)
+    chunks = [second, second, second, second[:1], second[1:]]
+    for chunk in chunks[:2]:
+        t.add_sound(t.samples, 12, chunk)
     assert not line.sent
-    for i in range(2, 4):
-        t.add_sound(i * len(second), 12, second, ROOM_S)
+    for chunk in chunks[2:]:
+        t.add_sound(t.samples, 12, chunk)
     assert line.sent == [Throttle(ID, True)]
     assert t.buffered_s == 4.0
-    for _ in range(3):
-        t.take(len(second), ROOM_S)
+    taken = [read(t) for _ in range(3)]
     assert line.sent == [Throttle(ID, True)], "half of the room is not free yet"
-    t.take(1, ROOM_S)
+    taken.append(read(t))
     assert line.sent == [Throttle(ID, True), Throttle(ID, False)]
-    assert [e.start for e in events(t)] == [i * len(second) for i in range(4)]
+    starts = [e.start for e in [*taken, *events(t)]]
+    assert starts == [0, *np.cumsum([len(c) for c in chunks[:-1]])]
 
 
 def test_sound_that_does_not_tile_fails_once() -> None:
-    t, line = ticket()
-    t.add_sound(0, 1, np.zeros(5, np.float32), ROOM_S)
-    t.add_sound(6, 2, np.zeros(5, np.float32), ROOM_S)
+    t, line = new_request()
+    t.add_sound(0, 1, np.zeros(5, np.float32))
+    t.add_sound(6, 2, np.zeros(5, np.float32))
     t.fail(StageDead("told by another, too"))
     chunk, error = events(t)
     assert isinstance(chunk, AudioChunk)
@@ -171,8 +180,8 @@ def test_sound_that_does_not_tile_fails_once() -> None:
 
 
 def test_it_is_over_when_the_last_stage_is() -> None:
-    t, _ = ticket()
-    t.add_sound(0, 3, np.zeros(9, np.float32), ROOM_S)
+    t, _ = new_request()
+    t.add_sound(0, 3, np.zeros(9, np.float32))
     t.add_text((65, 66))
     assert isinstance(events(t)[1], TextDelta)
     end(t, "talker")
@@ -196,25 +205,26 @@ def test_it_is_over_when_the_last_stage_is() -> None:
 def test_pace_is_told_by_streams_that_are_under_way(
     began: float | None, throttled: bool, now: float, pace: float | None
 ) -> None:
-    t, _ = ticket()
+    t, _ = new_request()
     t.paced = None if began is None else (began, 0)
-    t.throttled, t.samples = throttled, SAMPLE_RATE_OUT
+    t.throttled = throttled
+    t.samples = SAMPLE_RATE_OUT
     assert t.pace(now) == (float("inf") if pace is None else pace)
 
 
 def test_a_slow_listener_does_not_slow_the_pace() -> None:
     """Neither while it leaves sound waiting, nor when it comes back, nor when all is made and waits
     to be fetched."""
-    t, line = ticket()
-    t.add_sound(0, 1, np.zeros(3 * SAMPLE_RATE_OUT, np.float32), ROOM_S)
+    t, line = new_request()
+    t.add_sound(0, 1, np.zeros(3 * SAMPLE_RATE_OUT, np.float32))
     assert line.sent == [Throttle(ID, True)]
     assert t.paced is not None
     began = t.paced[0]
     assert t.pace(began + 100) == float("inf")
-    t.take(3 * SAMPLE_RATE_OUT, ROOM_S)
+    read(t)
     since, before = t.paced
     assert before == 3 * SAMPLE_RATE_OUT
-    t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT, np.float32), ROOM_S)
+    t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT, np.float32))
     assert t.pace(since + 2) == 0.5
     for stage in STAGES:
         end(t, stage)
@@ -223,13 +233,13 @@ def test_a_slow_listener_does_not_slow_the_pace() -> None:
 
 def test_a_slow_writer_does_not_slow_the_pace() -> None:
     """Neither while its text comes, nor by the time that it took, when all of it is there."""
-    t, _ = ticket()
-    t.written = True
-    t.add_sound(0, 1, np.zeros(SAMPLE_RATE_OUT, np.float32), ROOM_S)
+    t, _ = new_request()
+    t.begin_writing()
+    t.add_sound(0, 1, np.zeros(SAMPLE_RATE_OUT, np.float32))
     assert t.paced is not None
     assert t.pace(t.paced[0] + 100) == float("inf")
     t.end_writing()
     since, before = t.paced
     assert before == SAMPLE_RATE_OUT
-    t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT // 2, np.float32), ROOM_S)
+    t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT // 2, np.float32))
     assert t.pace(since + 2) == 0.25

@@ -1,0 +1,406 @@
+"""The running requests of an engine: each admitted, announced to its stages, given their reports,
+failed when it stalls, and removed when its caller leaves. On the event loop; imports no torch.
+
+One task for each pipeline reads what its hosts report. It is the one place at which reports reach
+requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import count
+from typing import Literal, get_args
+
+import msgspec
+
+from stretto.config.engine import EngineConfig
+from stretto.engine.events import Event, Modality
+from stretto.engine.host_handle import StagesLost
+from stretto.engine.pipeline import PIECE, Pipeline
+from stretto.engine.request import RequestState
+from stretto.engine.router import Router, slowest
+from stretto.errors import Bug, Busy, Gone, Invalid, TooLong
+from stretto.family import Model, ModelInfo
+from stretto.messages.requests import Admit
+from stretto.params import Capability, Params, RequestOptions
+from stretto.preprocess.packed_prompt import PackedPrompt
+from stretto.preprocess.template import TextStream, Tokenizer
+from stretto.types import RequestId
+
+log = logging.getLogger(__name__)
+
+# what a link carries as a request's id, less room for a number
+_CALLERS_ID = re.compile(r"[A-Za-z0-9_.:-]{1,48}")
+WATCH_S = 0.25
+LATE_S = WATCH_S + 0.5
+PING_EVERY = 4  # looks
+PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that others hold
+Counter = Literal[
+    "requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed"
+]
+"""What is counted; in metrics under these names."""
+
+
+class RequestManager:
+    """`info`: of the model, within this engine's limits."""
+
+    def __init__(
+        self,
+        model: Model,
+        info: ModelInfo,
+        pipelines: Sequence[Pipeline],
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.model = model
+        self.info = info
+        self.running: dict[RequestId, RequestState] = {}
+        self._pipelines = pipelines
+        self._config = config
+        self._tokenizer = tokenizer
+        self._router = Router(pipelines, config.min_pace)
+        self._ids = RequestIds()
+        self._counts: dict[Counter, int] = dict.fromkeys(get_args(Counter), 0)
+        self._readers: list[asyncio.Task[None]] = []  # of the pipelines' reports
+        self._watcher: asyncio.Task[None] | None = None
+        # requests, those included whose prompt is being built and that have no state yet
+        self._accepted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._closed = False
+
+    def read_reports(self) -> None:
+        """Begin to read what the pipelines' hosts report; before they are started."""
+        self._readers = [asyncio.create_task(self._read(p)) for p in self._pipelines]
+
+    def watch(self) -> None:
+        """Begin to look for requests that stall and hosts that do not answer, once all are up."""
+        self._watcher = asyncio.create_task(self._watch(), name="engine-watcher")
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new request; wait until the running ones are over, for at most `timeout`."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            log.warning("%d requests did not finish in %.1f s", self._accepted, timeout)
+
+    async def fail_all(self) -> None:
+        """The engine is closed: end all requests, before their pipelines."""
+        self._draining = self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        for request in list(self.running.values()):
+            request.events.put_nowait(Gone("the engine was closed"))
+
+    async def close(self) -> None:
+        """After the pipelines: nothing is reported any more."""
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    # -- what others ask
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def pace(self) -> float:
+        """How fast the slowest running speech is made, in times of real time; infinite if there is
+        none."""
+        return slowest(self.running.values())
+
+    def count(self, what: Counter, number: int = 1) -> None:
+        self._counts[what] += number
+
+    def metrics(self) -> dict[str, float]:
+        values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
+        return values | {"stretto_engine_running": float(self._accepted)}
+
+    def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
+        """Whether there is to be speech. Raises `Invalid` for what the model cannot do, `Busy` when
+        it is over."""
+        unknown = set(modalities) - {"text", "audio"}
+        if unknown or not modalities:
+            raise Invalid(
+                f"modalities must be text and/or audio, got {sorted(modalities)}", "modalities"
+            )
+        if voice is not None:
+            self.model.check_voice(voice)
+        self.check_open()
+        return "audio" in modalities
+
+    def check_open(self) -> None:
+        if self._draining:
+            raise Busy("the server is shutting down")
+
+    # -- requests
+
+    async def run(
+        self,
+        build: Callable[[], Awaitable[PackedPrompt]],
+        options: RequestOptions,
+        write: Callable[[RequestState], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Event]:
+        """A request, from its prompt to its last event. `write` runs beside it: it adds text that
+        is still to come."""
+        with self._place():
+            arrived = time.monotonic()
+            prompt = await build()
+            request = self.admit(prompt, options, arrived)
+            del prompt  # its features go as soon as they are sent
+            writing: asyncio.Future[None] | None = None
+            try:
+                await announce(request, self._config.share_prefix_cache)
+                if write is not None:
+                    writing = asyncio.ensure_future(write(request))
+                while not request.over:
+                    yield await request.next_event()
+            finally:
+                if writing is not None:
+                    writing.cancel()
+                self.remove(request)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places for requests, from before the prompt is built to the last event;
+        `drain` waits for all."""
+        self.check_open()  # since it was asked for
+        if self._accepted >= self._config.max_requests:
+            self.count("refused")
+            raise Busy(f"{self._config.max_requests} requests are running already")
+        self._accepted += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._accepted -= 1
+            if not self._accepted:
+                self._idle.set()
+
+    def admit(self, prompt: PackedPrompt, options: RequestOptions, arrived: float) -> RequestState:
+        """Its state, with a pipeline. Nothing is announced to its stages yet. `remove` ends it."""
+        if self._closed:
+            raise Gone("the engine was closed")
+        params = clamp_params(
+            options, prompt.num_tokens, self.info.max_positions, self.model.vocab_size
+        )
+        stages = self._path(options.capability)
+        pipeline = self._choose(stages, options)
+        request = RequestState(
+            self._ids.mint(options.request_id, self.running.values()),
+            pipeline,
+            self.model,
+            stages,
+            prompt,
+            replace(options, params=params, tts_ids=prompt.tts_ids),
+            TextStream(self._tokenizer),
+            arrived,
+            self._config.max_buffered_s,
+        )
+        self.running[request.id] = request
+        self.count("ahead" if options.prefill_only else "requests")
+        return request
+
+    def _path(self, capability: Capability) -> tuple[str, ...]:
+        try:
+            return self.model.pipeline.paths[capability]
+        except KeyError:
+            raise Invalid(f"this model does not offer {capability}", "modalities") from None
+
+    def _choose(self, stages: tuple[str, ...], options: RequestOptions) -> Pipeline:
+        try:
+            return self._router.choose(
+                stages, options.speaks, options.session, self.running.values()
+            )
+        except Busy:
+            self.count("refused")
+            raise
+
+    def remove(self, request: RequestState) -> None:
+        """Its iterator is over, for whatever reason."""
+        if self.running.pop(request.id, None) is None:
+            return
+        request.leave()
+        if not request.options.prefill_only:
+            self.count(request.outcome)
+        log.debug(
+            "%s %s: %d prompt tokens, %d text tokens, %d frames, %.3f s",
+            request.id,
+            request.outcome,
+            request.prompt.num_tokens,
+            request.ids,
+            request.frames,
+            time.monotonic() - request.arrived,
+        )
+
+    # -- what the hosts report
+
+    async def _read(self, pipeline: Pipeline) -> None:
+        async for report in pipeline.reports():
+            if isinstance(report, StagesLost):
+                self._lose(pipeline, report)
+                continue
+            try:
+                request = self.running.get(report.message.request)  # type: ignore[union-attr]
+                if request is not None:  # else it ended here, and this was on its way
+                    request.apply(report.message, report.blob)
+            except Exception as e:  # noqa: BLE001  a bad message ends its host, not the reader
+                report.host.reject(e)
+
+    def _lose(self, pipeline: Pipeline, lost: StagesLost) -> None:
+        for r in list(self.running.values()):
+            if r.pipeline is pipeline and not r.over and lost.stages & r.unfinished:
+                r.fail(lost.error)
+
+    # -- who makes no progress
+
+    async def _watch(self) -> None:
+        before = time.monotonic()
+        looks = 0
+        while True:
+            await asyncio.sleep(WATCH_S)
+            late = time.monotonic() - before > LATE_S
+            before = time.monotonic()
+            if late:
+                # we stood still ourselves: what the hosts said meanwhile has not been read yet
+                continue
+            self.fail_stalled()
+            looks += 1
+            for p in self._pipelines:
+                p.kill_silent(self._config.stall_s)
+                if looks % PING_EVERY == 0:
+                    p.ping(looks)
+
+    def fail_stalled(self) -> None:
+        """Fail the requests that make no progress. One that is still queued in its last stage while
+        others make progress may wait longer."""
+        stall_s = self._config.stall_s
+        for request in list(self.running.values()):
+            patient = request.queued and self._progresses(request.pipeline)
+            request.fail_if_stalled(stall_s * PATIENCE if patient else stall_s)
+
+    def _progresses(self, pipeline: Pipeline) -> bool:
+        newest = max(r.progressed for r in self.running.values() if r.pipeline is pipeline)
+        return time.monotonic() - newest <= self._config.stall_s
+
+
+def clamp_params(
+    options: RequestOptions, num_prompt: int, max_positions: int, vocab: int
+) -> Params:
+    """The request's parameters, with limits that the model has room for beside a prompt of
+    `num_prompt` tokens, and with a seed."""
+    params = options.params
+    room = max_positions - num_prompt
+    writes_text = options.capability not in ("tts", "enrolment")
+    if writes_text and params.max_text_tokens > room:
+        if room < 1:
+            raise TooLong(
+                f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages"
+            )
+        params = replace(
+            params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room)
+        )
+    longest = max(1, room - 16)
+    params = replace(
+        params,
+        max_frames=min(params.max_frames, longest),
+        min_frames=min(params.min_frames, longest),
+        seed=seed_of(params),
+    )
+    if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
+        raise Invalid(
+            f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias"
+        )
+    return params
+
+
+def seed_of(params: Params) -> int:
+    return params.seed if params.seed is not None else fresh_seed()
+
+
+def fresh_seed() -> int:
+    """For a request that names none. As many bits as are exact in any language."""
+    return secrets.randbits(53)
+
+
+class RequestIds:
+    """Makes the ids that all stages know requests by. None comes twice: stages remember those of
+    requests that are over, and ignore what comes for them."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def mint(self, callers_id: RequestId | None, running: Iterable[RequestState]) -> RequestId:
+        """The caller's id and a number that makes it unique, so that earlier ids need not be
+        remembered."""
+        if callers_id is None:
+            return RequestId(f"r-{secrets.token_hex(8)}")
+        if not _CALLERS_ID.fullmatch(callers_id):
+            raise Invalid("request_id must be 1 to 48 letters, digits, _ . : or -", "request_id")
+        if any(r.options.request_id == callers_id for r in running):
+            raise Invalid(f"request {callers_id} is running already", "request_id")
+        return RequestId(f"{callers_id}.{next(self._numbers)}")
+
+
+async def announce(request: RequestState, shared: bool) -> None:
+    """Announce a request to all its stages at once: each is ready before its first input comes.
+    Features go only to hosts whose stages encode them, large ones ahead and piece by piece.
+    `shared`: prompts of all owners are one in the prefix caches."""
+    options = request.options
+    stage_params = {
+        stage: msgspec.Raw(_encode(params))
+        for stage, params in request.model.stage_params(options).items()
+    }
+    if set(stage_params) != set(request.stages):
+        raise Bug(
+            f"a request for {options.capability} has parameters for stages {sorted(stage_params)} "
+            f"and needs {request.stages}"
+        )
+    root = b"" if shared else digest_of(options.owner, b"cache owner")
+    sender = digest_of(options.sender, b"sender")
+    encoding = [
+        s.name
+        for s in request.model.pipeline.stages
+        if s.encodes_media and s.name in request.stages
+    ]
+    blob = await _send_features(request, encoding)
+    for host in request.pipeline.hosts_of(request.stages):
+        encodes = any(stage in host for stage in encoding)
+        here = {stage: params for stage, params in stage_params.items() if stage in host}
+        prompt = request.prompt.for_host(with_features=encodes)
+        elsewhere = tuple(stage for stage in request.stages if stage not in here)
+        message = Admit(request.id, prompt, here, options.params.priority, root, sender, elsewhere)
+        request.pipeline.send(host[:1], message, blob if encodes else b"")
+    request.release_features()
+
+
+async def _send_features(request: RequestState, encoding: Sequence[str]) -> bytes:
+    """Send large features ahead of the announcement; returns those that are to go along with it."""
+    features = request.prompt.features
+    if features is None or not encoding:
+        return b""
+    if len(features.data) <= PIECE:
+        return bytes(features.data)
+    await request.pipeline.send_features(encoding, request.id, features.data)
+    return b""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def digest_of(name: str, use: bytes) -> bytes:
+    """Sets an owner's prompts apart in the prefix caches, and senders in queues: hosts need not
+    know who it is. Of nobody: nothing."""
+    words = name.encode("utf-8", "surrogatepass")
+    return blake2b(words, digest_size=16, person=use).digest() if words else b""
