@@ -31,13 +31,12 @@ LIMIT = "AVX512_CORE_BF16"  # the highest set of instructions without AMX and fl
 UNLIMITED = "ALL"
 NARROW = ("bfloat16", "float16")
 TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
-"""How a child ends that ran into an instruction which is not there. Other ends say nothing about
-the CPU."""
+"""How a child ends that ran into a missing instruction. Other ends have other reasons."""
 PATIENCE_S = 120.0
 CPUINFO = Path("/proc/cpuinfo")
 
 Probe = Callable[[str], bool | None]
-"""Computes under a limit, in a child: whether it lived; None: that cannot be told (no memory, no
+"""Computes under a limit, in a child: whether it lived; None: unknown (no memory, no
 torch, no time)."""
 
 
@@ -77,7 +76,7 @@ def limit_onednn(
 
 
 def find_limit(probe: Probe) -> str | None:
-    """UNLIMITED if a child survives without a limit, else LIMIT; None if that cannot be told."""
+    """UNLIMITED if a child survives without a limit, else LIMIT; None if unknown."""
     for limit in (UNLIMITED, LIMIT):
         lived = probe(limit)
         if lived is None:
@@ -136,8 +135,7 @@ def main() -> None:
 
 
 def first_core(cpuinfo: Path) -> str:
-    """What the kernel says of the first core that does not change; nothing where there is no such
-    file."""
+    """What the kernel lists of the first core and does not change; nothing without such a file."""
     try:
         lines = cpuinfo.read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:

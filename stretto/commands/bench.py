@@ -297,11 +297,11 @@ async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedMod
 
     with failures():
         listed = await client.get("models")
-        told = await client.get(beside_api(client, "/version"))
+        version = await client.get(beside_api(client, "/version"))
     model = ListedModel(wanted) if wanted else read_models(listed.status_code, listed.content)
     server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
-    if told.is_success:
-        server["version"] = told.text[:200]
+    if version.is_success:
+        server["version"] = version.text[:200]
     return model, server
 
 

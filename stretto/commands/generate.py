@@ -190,7 +190,7 @@ def read_config(args: argparse.Namespace, max_requests: int) -> EngineConfig:
 def parameters(args: argparse.Namespace, defaults: Params) -> Params:
     """As the flags say; what they leave open, as the checkpoint does."""
     each = args.each_frames if args.each_frames is not None else args.first_frames
-    given = {
+    flags = {
         "temperature": 0.0 if args.greedy else args.temperature,
         "top_p": args.top_p,
         "top_k": args.top_k,
@@ -199,7 +199,7 @@ def parameters(args: argparse.Namespace, defaults: Params) -> Params:
     }
     return replace(
         defaults,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in flags.items() if value is not None},
         seed=args.seed,
         greedy_speech=args.greedy,
         packets=ChunkSizes(args.first_frames, each, None),
@@ -225,7 +225,7 @@ def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read_batch(path: Path) -> list[str]:
-    """Its lines, each a conversation; what is wrong with one is told when its turn comes."""
+    """Its lines, each a conversation. They are decoded later, one by one."""
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
@@ -351,11 +351,11 @@ async def _one(
     Outputs(args.out, args.json, args.samples, args.codes).write(result, answer, load_s)
     if args.trace is not None:
         write_trace(args.trace, answer.finished)
-    heard = "" if args.text_only else f", {answer.seconds:.2f} s of speech"
+    spoken = "" if args.text_only else f", {answer.seconds:.2f} s of speech"
     first = result.first.get("AudioChunk")
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
     tokens = answer.finished.usage.text_tokens
-    say(f"{tokens} tokens{heard} in {result.total:.2f} s{sooner} (ready after {load_s:.1f} s)")
+    say(f"{tokens} tokens{spoken} in {result.total:.2f} s{sooner} (ready after {load_s:.1f} s)")
     for path in (args.out, args.samples, args.codes, args.json, args.trace):
         if path is not None:
             say(f"wrote {path}")

@@ -46,7 +46,7 @@ POLL_SECONDS = 0.2
 # prompts are built in a thread, which should not wait for the event loop's pauses, nor it for them
 SWITCH_S = 0.001
 Run = Callable[[str | None, "EngineConfig", ServerConfig, ClusterConfig], int]
-"""Serves elsewhere than in this process, until told to stop."""
+"""Serves elsewhere than in this process, until it is stopped."""
 PACKAGES = (
     "torch",
     "numpy",

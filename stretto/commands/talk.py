@@ -122,8 +122,9 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
                 most_answers=1 if args.file is not None else None,
             ).run()  # fmt: skip
     except InvalidStatus as e:
-        status, told = e.response.status_code, e.response.body.decode()[:300]
-        raise RequestFailed(f"http {status}", f"the server refused: {status} {told}") from None
+        status = e.response.status_code
+        body = e.response.body.decode()[:300]
+        raise RequestFailed(f"http {status}", f"the server refused: {status} {body}") from None
     except (ConnectionClosed, OSError) as e:
         raise RequestFailed("closed", f"the conversation has ended: {e}") from None
 

@@ -25,7 +25,7 @@ from stretto.types import ExpertWeights
 
 MAX_REPLICAS = 1024
 DEFAULT_CONTEXT = 8192
-"""Tokens of the longest context where nothing is said."""
+"""Tokens of the longest context, by default."""
 
 MAX_GRAPH_ROWS = 128
 """Rows of the largest decode step that is captured on a GPU."""

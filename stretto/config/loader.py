@@ -1,7 +1,7 @@
 """Reads configuration records from flags, the environment and a YAML file, in that order of
 precedence.
 
-`collect` gathers what the three places say, by setting; `Sources.record` makes a record of it.
+`collect` gathers the values of all three, by setting; `Sources.record` makes a record of it.
 `load_settings` reads all that `stretto serve` needs. Imports no torch."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SourceValue:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What flags, the environment and the file say, by setting."""
+    """The values from flags, environment and file, by setting."""
 
     values: Mapping[str, SourceValue]
     warnings: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ def engine_config(sources: Sources, this_machine: bool = True, **fixed: Any) -> 
     return spread_replicas(config, len(cards())) if this_machine else config
 
 
-# ---- what the three places say
+# ---- the values of all three places
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +353,8 @@ FLOAT8 = 0.55
 def fit_card(
     engine: EngineConfig, server: ServerConfig, directory: Path, explicit: Collection[str]
 ) -> tuple[EngineConfig, ServerConfig]:
-    """As many rows as a card has memory for, and twice as many requests, where nobody said how many
-    (`explicit`: names of settings that somebody gave). Called by `stretto serve` when it knows its
+    """As many rows as a card has memory for, and twice as many requests, where nobody set how many
+    (`explicit`: names of settings that somebody set). Called by `stretto serve` when it knows its
     model."""
     host = engine.host
     memory = None

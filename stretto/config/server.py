@@ -292,8 +292,7 @@ class ServerConfig:
     @property
     def engine_requests(self) -> int:
         """How many requests the engine may have at once: those that are answered, texts that wait
-        for more, and of each session one that reads ahead and one that writes down what was
-        said."""
+        for more, and of each session one that reads ahead and one that transcribes."""
         return self.max_concurrent + self.max_live + 2 * self.realtime_sessions
 
     @property

@@ -94,7 +94,7 @@ class Probe:
     load: float
     failure: str | None
     level: Level
-    # it was interrupted, or the server does not answer: another probe would say no more
+    # it was interrupted, or the server does not answer: another probe would show no more
     last: bool = False
     client_cpu: float = 0.0  # share of one core
 

@@ -16,7 +16,7 @@ from stretto.loadtest.sse import EventSplitter, Piece, RequestFailed, error_mess
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model as the server lists it; other servers than ours tell only its name."""
+    """A model as the server lists it; other servers list only its name."""
 
     name: str
     voices: tuple[str, ...] = ()
@@ -67,10 +67,10 @@ def raise_for(status: int, body: bytes) -> None:
     if status < 400:
         return
     try:
-        said: Any = httpx.Response(status, content=body).json()
+        answer: Any = httpx.Response(status, content=body).json()
     except ValueError:
-        said = body[:200].decode(errors="replace")
-    raise RequestFailed(f"http {status}", error_message(said, f"the server answered {status}"))
+        answer = body[:200].decode(errors="replace")
+    raise RequestFailed(f"http {status}", error_message(answer, f"the server answered {status}"))
 
 
 def read_models(status: int, body: bytes) -> ListedModel:

@@ -1,4 +1,4 @@
-"""A listener, simulated: given when packets of speech arrived, what would have been heard. Pure
+"""A simulated listener: from the packets' arrival times, what would have been heard. Pure
 functions."""
 
 from __future__ import annotations

@@ -184,9 +184,9 @@ def record(
 
 
 def _sample(sample: Sample) -> dict[str, Any]:
-    told = asdict(sample)
-    told["packets"] = [[p.at, p.seconds] for p in sample.packets]
-    return told
+    record = asdict(sample)
+    record["packets"] = [[p.at, p.seconds] for p in sample.packets]
+    return record
 
 
 def client() -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _gpus() -> list[str]:
         return []
     ask = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return told.stdout.strip().splitlines()
+    return done.stdout.strip().splitlines()

@@ -1,7 +1,7 @@
 """Measures a server: sends a workload at one load after another and notes when each piece of each
 answer came.
 
-Everything runs in one asyncio loop. The clock and the way to send are given, so that tests need
+Everything runs in one asyncio loop. The clock and the way to send are arguments, so that tests need
 neither time nor network. What is measured is what a listener would notice; `report.py` turns it
 into tables."""
 

@@ -99,7 +99,7 @@ class EventSplitter:
 
 
 def read_event(data: bytes) -> list[Piece]:
-    """The pieces in one event; raises `RequestFailed` for an error told in mid-stream."""
+    """The pieces in one event; raises `RequestFailed` for an error in mid-stream."""
     try:
         event = msgspec.json.decode(data)  # quick: a benchmark reads tens of megabytes a second
     except msgspec.DecodeError as e:

@@ -16,7 +16,7 @@ from typing import TextIO
 from stretto.observe.stderr import DRAIN_S, QueuedStderr
 
 FORMAT = "STRETTO_LOG_FORMAT"
-"""The variable that tells child processes how to write: `text` or `json`."""
+"""The variable by which child processes know how to write: `text` or `json`."""
 
 
 STDERR = 2

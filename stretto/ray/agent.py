@@ -18,7 +18,7 @@ from stretto.ray.secret import read_secret
 
 
 class HostAgent:
-    """Errors are told as text: an exception class of ours may not be the other side's."""
+    """Errors are returned as text: an exception class of ours may not be the other side's."""
 
     def check(self, model: str, secret_file: str) -> str | None:
         """What this node lacks, if anything."""

@@ -172,9 +172,8 @@ def replica_app(spec: Spec) -> Starlette:
         async with inner(app) as state:
             service: Service = app.state.service
             await service.opened.wait()
-            if (
-                service.failure is not None
-            ):  # `check_health` tells: Serve shows its words, and not a lifespan's
+            if service.failure is not None:
+                # Serve shows errors from `check_health`, not from the lifespan.
                 yield state
                 return
             export = Export(serve.get_replica_context().replica_tag, lambda: metrics_of(service))

@@ -1,4 +1,4 @@
-"""A replica that goes says good-bye to its WebSockets: they would last until Serve kills it, and
+"""A replica that shuts down closes its WebSockets first: they would last until Serve kills it, and
 end without a word.
 
 Serve has no public hook for the beginning of a replica's shutdown; its end comes when all requests
@@ -36,8 +36,8 @@ def own_replica() -> Any | None:
 
 
 def shutdown_flag() -> Callable[[], bool] | None:
-    """Tells whether the replica of this process was told to go. None where no replica or no such
-    flag is found."""
+    """Whether Serve is shutting down the replica of this process. None where no replica or no
+    such flag is found."""
     replica: Any = own_replica()
     if not isinstance(getattr(replica, "_shutting_down", None), bool):
         return None
@@ -45,15 +45,15 @@ def shutdown_flag() -> Callable[[], bool] | None:
 
 
 async def say_goodbye(service: Service, going: Callable[[], bool] | None) -> None:
-    """Wait until the replica goes; then end each WebSocket when it has said what it is saying.
-    Requests are taken on: the ingress sends some until it has heard of it. What runs after the time
-    that it has is told so and cut."""
+    """Wait until the replica shuts down; then close each WebSocket after its answer. Requests are
+    still accepted: the ingress sends some until it knows. What runs after the drain timeout gets
+    an error and is cut."""
     if going is None:
         log.warning(MISSING)
         return
     while not going():
         await asyncio.sleep(POLL_S)
-    log.info("this replica goes: %d realtime sessions are told", service.sessions.running)
+    log.info("this replica shuts down: closing %d realtime sessions", service.sessions.running)
     service.sessions.drain()
     await asyncio.sleep(service.config.drain_timeout)
     service.draining = True

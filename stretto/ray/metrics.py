@@ -37,10 +37,8 @@ class Export:
         for line in self._render().decode().splitlines():
             if line.startswith("# HELP "):
                 name, _, what = line[7:].partition(" ")
-            elif (
-                line.startswith("# TYPE ") and line.split(" ")[2] != name
-            ):  # none was said of this one
-                what = ""
+            elif line.startswith("# TYPE ") and line.split(" ")[2] != name:
+                what = ""  # this one has no help text
             if not line or line[0] == "#":
                 continue
             key, _, number = line.rpartition(" ")

@@ -1,7 +1,7 @@
 """How many replicas there should be: by what they carry and how fast they make it. Called by
 Serve's controller.
 
-A replica says how many requests it has and how much faster than real time its slowest speech is
+A replica reports how many requests it has and how much faster than real time its slowest speech is
 made. As long as all keep pace, there should be enough replicas that none has more than its target.
 One that is close to real time has more than it can carry, whatever the target says: another one is
 wanted at once. Imports neither torch nor Ray."""
@@ -17,7 +17,7 @@ STREAMS, PACE = "streams", "pace"
 SHORT = 1.25
 """Times real time below which a replica has no reserve left."""
 NO_PACE = 1e6
-"""What a replica says that makes no speech now: numbers that are no numbers do not travel."""
+"""What a replica reports that makes no speech now: Serve transports no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Load:
 
 
 def wanted(loads: Sequence[Load], running: int, target: float) -> float:
-    """Replicas, by their loads (of those that have told any) and how many there are."""
+    """Replicas, by their loads (of those that have reported any) and how many there are."""
     streams = sum(load.streams for load in loads)
     by_count = streams / target
     behind = [load for load in loads if load.streams and load.pace < SHORT]
@@ -42,8 +42,9 @@ def wanted(loads: Sequence[Load], running: int, target: float) -> float:
 
 def policy(context: Any) -> tuple[float, dict[str, Any]]:
     """Serve's custom policy; it applies its own bounds and delays to what we want."""
-    told = context.aggregated_metrics or {}
-    streams, paces = told.get(STREAMS, {}), told.get(PACE, {})
+    metrics = context.aggregated_metrics or {}
+    streams = metrics.get(STREAMS, {})
+    paces = metrics.get(PACE, {})
     loads = [Load(n, paces.get(replica, NO_PACE)) for replica, n in streams.items()]
     if not loads:
         loads = [Load(context.total_num_requests)]

@@ -1,5 +1,5 @@
 """`stretto serve --backend ray`: finds the cluster, looks whether it will do, and serves there
-until told to stop."""
+until it is stopped."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _serve(app: Any, server: ServerConfig) -> int:
                 http_options=HTTPOptions(host=server.host, port=server.port),
             )
             serve.run(app, name=APP, route_prefix=server.root_path or "/", blocking=False)
-        except Exception as e:  # noqa: BLE001 - told by the thread that waits
+        except Exception as e:  # noqa: BLE001 - raised by the thread that waits
             failed.append(e)
 
     try:
@@ -195,17 +195,17 @@ def _serve(app: Any, server: ServerConfig) -> int:
 
 
 def why(status: Any, error: Exception) -> str:
-    """What a replica said of its failure, or HAProxy of its settings: Serve tells both as
+    """The error of a replica that failed, or HAProxy's about its settings: Serve shows both in
     tracebacks."""
     app = status.applications.get(APP)
     lines = (
         [line for d in app.deployments.values() for line in d.message.splitlines()] if app else []
     )
-    said = [
+    errors = [
         line.partition(": ")[2] for line in lines if line.startswith(f"{StrettoError.__module__}.")
     ]
-    said = said or [line for line in str(error).splitlines() if line.startswith(ALERT)][:1]
-    return said[-1] if said else first_line(error)
+    errors = errors or [line for line in str(error).splitlines() if line.startswith(ALERT)][:1]
+    return errors[-1] if errors else first_line(error)
 
 
 def _say(line: str) -> None:

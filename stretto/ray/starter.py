@@ -23,8 +23,8 @@ from stretto.ray.agent import HostAgent
 log = logging.getLogger(__name__)
 
 FIRST_CHECK_S, CHECK_S = 8.0, 60.0
-"""For an actor to be placed and to answer. One that was given to a node that had died a moment ago
-may never: so the first try is given up soon, and each that follows has twice the time, since a busy
+"""For an actor to be placed and to answer. One placed on a node that died a moment ago may never
+answer: so the first try is given up soon, and each that follows has twice the time, since a busy
 node is slow."""
 CALLS = 4  # at once, in an actor: one of them is `run`
 
@@ -37,13 +37,13 @@ class RayAgent:
         self._over = over
         self._tasks: list[asyncio.Task[None]] = []
 
-    def on_end(self, tell: Callable[[StageDead], None]) -> None:
+    def on_end(self, callback: Callable[[StageDead], None]) -> None:
         async def wait() -> None:
             try:
                 again, reason = await self._over
-                tell(StageDead(reason) if again else Unusable(reason))
+                callback(StageDead(reason) if again else Unusable(reason))
             except RayError as e:
-                tell(StageDead(f"its actor died: {first_line(e)}"))
+                callback(StageDead(f"its actor died: {first_line(e)}"))
             finally:
                 self.kill()
 
@@ -97,8 +97,8 @@ class RayStarter:
             del self._silent[number]
             if lacks is not None:
                 raise Unusable(lacks)
-            told = (invitation.address, invitation.nonce, invitation.name, self._secret_file)
-            return RayAgent(actor, actor.run.remote(*told))
+            arguments = (invitation.address, invitation.nonce, invitation.name, self._secret_file)
+            return RayAgent(actor, actor.run.remote(*arguments))
         except (RayError, TimeoutError) as e:
             self._silent[number] += isinstance(e, TimeoutError)
             _end_soon(actor)

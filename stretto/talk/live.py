@@ -2,7 +2,7 @@
 
 The server finds turns and is interrupted by speech; this sends what the microphone hears, plays
 what comes, and falls silent at once when it is spoken to. The device's thread fills a queue, a
-thread of ours sends it, the caller's thread reads. Socket, sound and output are given to it, so
+thread of ours sends it, the caller's thread reads. Socket, sound and output are arguments, so
 that a test can be a person."""
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class LiveTalk:
             answer.speaker.write(pcm)
 
     def hush(self) -> None:
-        """Somebody speaks: silence, and the server is told how much was heard."""
+        """Somebody speaks: stop playing, and report to the server how much was played."""
         answer = self._answer
         if answer is None or answer.hushed or answer.speaker is None or not answer.speaker.pending:
             return

@@ -1,7 +1,7 @@
 """A conversation in the terminal: reads lines, asks, shows the words as they come, plays or saves
 the speech.
 
-What it reads from, writes to and asks is given to it, so that a test can be a person."""
+What it reads from, writes to and asks are arguments, so that a test can be a person."""
 
 from __future__ import annotations
 
