@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__, embedded
 from stretto.config.cluster import ClusterConfig
+from stretto.config.devices import check_cards
 from stretto.config.engine import check_model
 from stretto.config.flags import add_flags, table
 from stretto.config.loader import RECORDS, Settings, fit_card, load_settings, unknown_variables
-from stretto.config.placement import check_cards
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
 from stretto.hardware import cards

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from stretto.config.cluster import ClusterConfig
+from stretto.config.devices import spread_replicas
 from stretto.config.engine import (
     EngineConfig,
     HostSettings,
@@ -21,7 +22,6 @@ from stretto.config.engine import (
     check_connector,
 )
 from stretto.config.flags import kind_of
-from stretto.config.placement import spread_replicas
 from stretto.config.server import ServerConfig
 from stretto.config.setting import (
     PREFIX,

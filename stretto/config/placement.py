@@ -1,18 +1,15 @@
-"""Which stages share a host, and which host runs on which device: replicas are spread over cards,
-and a host sees only the card that it uses. Pure; imports no torch."""
+"""Which stages share a host, and the device that a host names: it sees only the card that it uses.
+Pure; imports no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from stretto.errors import Invalid
 from stretto.hardware import VISIBLE, card_of
-
-if TYPE_CHECKING:
-    from stretto.config.engine import EngineConfig
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
@@ -107,45 +104,6 @@ def parse_replicas(text: str) -> int | tuple[int, int]:
 
 
 # ---- cards
-
-
-def spread_replicas(config: EngineConfig, cards: int) -> EngineConfig:
-    """One replica for each card, where no setting names a device on a machine with cards. Called
-    when settings are read."""
-    if config.devices or isinstance(config.replicas, tuple) or config.replicas == 1:
-        return config
-    if card_of(config.host.device) is None:
-        return config
-    if isinstance(config.placement, tuple) and any(h.device for h in config.placement):
-        return config
-    if config.replicas > cards:
-        raise Invalid(
-            f"{config.replicas} replicas, each on a card of its own, but there "
-            f"{_number_of(cards)}; to let replicas share a card, name it (--device cuda:0)",
-            "replicas",
-        )
-    return replace(config, devices=tuple(f"cuda:{i}" for i in range(config.replicas)))
-
-
-def check_cards(config: EngineConfig, stages: Sequence[str], cards: int) -> None:
-    """Refuse devices that this machine does not have. Called before anything is started."""
-    for number in range(config.num_pipelines):
-        one = config.replica(number)
-        for place in places(one.placement, stages):
-            device = place.device or one.host.device
-            card = card_of(device)
-            if card is not None and card >= cards:
-                instead = "" if cards else "; --device cpu runs without a GPU"
-                raise Invalid(
-                    f"{place.name} is placed on {device}, but there {_number_of(cards)}{instead}",
-                    "placement",
-                )
-
-
-def _number_of(cards: int) -> str:
-    return {0: "is no GPU", 1: "is one (cuda:0)"}.get(
-        cards, f"are {cards} (cuda:0 to cuda:{cards - 1})"
-    )
 
 
 def visible_device(device: str, cards: Sequence[str]) -> tuple[str, Mapping[str, str]]:

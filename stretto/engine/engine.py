@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto._imports import load
+from stretto.config.devices import check_cards
 from stretto.config.engine import EngineConfig, check_model
-from stretto.config.placement import check_cards
 from stretto.embedded import is_random
 from stretto.engine.events import EngineState, Event, Message, Modality, Progress
 from stretto.engine.host_handle import Launcher

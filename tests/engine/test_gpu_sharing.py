@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 
+from stretto.config.devices import check_cards, spread_replicas
 from stretto.config.engine import EngineConfig, HostSettings
-from stretto.config.placement import (
-    check_cards,
-    parse_devices,
-    parse_placement,
-    spread_replicas,
-    visible_device,
-)
+from stretto.config.placement import parse_devices, parse_placement, visible_device
 from stretto.engine import engine as engine_module
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.local_host import HostProcess, LocalLauncher
