@@ -19,7 +19,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "http": (),
     "steps": ("decode", "together", "cpu"),
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),
-    "connectors": ("hops", "copies"),
+    "connectors": ("hops", "copies", "machines"),
     "ingress": (),
     "path": (),
     "report": (),

@@ -1,6 +1,10 @@
 """The connector between machines with RDMA: Mooncake's Transfer Engine writes chunks into the
 receiver's memory.
 
+What was run: `protocol=tcp`, on one machine, by the contract suite and by the benchmarks. What
+never was: `protocol=rdma`, for want of hardware. The owner of two machines with RDMA proves a link
+between them with `python -m bench connectors --parts machines` (see docs/links.md).
+
 Called by the two courier threads of a link; the engine's own threads (one engine per process, for
 all links) move the bytes. The receiver registers memory for its slots and puts the address into its
 endpoint. The sender encodes into a slot of its own, registered too, writes it into the same slot of
