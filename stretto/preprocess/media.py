@@ -1,10 +1,10 @@
-"""Decodes bytes nobody vouches for: audio to mono 16 kHz samples, images to RGB, videos to frames
-and sound.
+"""Limits on untrusted media, what one request has used of them, and the decoding of pictures.
 
-Called by the reader of messages, which keeps one `Budget` per request: a hundred small files must
-not cost what one large one may not. Sizes are checked against `MediaLimits` before anything is
-allocated for them and again while reading, because headers lie. Whatever goes wrong is a
-`MediaError`; the caller adds which part of which message it was."""
+`audio.py` decodes sound and `video.py` videos, within the same limits. The reader of messages keeps
+one `Budget` per request: a hundred small files must not cost what one large one may not. Sizes are
+checked against `MediaLimits` before anything is allocated for them and again while reading, because
+headers lie. Whatever goes wrong is a `MediaError`; the caller adds which part of which message it
+was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import soundfile
 import soxr
 from PIL import Image, ImageOps
 
@@ -26,19 +25,12 @@ from stretto.errors import MediaError
 from stretto.preprocess.mel import PAD, SAMPLE_RATE
 from stretto.preprocess.prompt import Array
 
-PCM_RATES = (
-    24_000,
-    16_000,
-)  # raw 16-bit samples; the first is what `pcm16` means when no rate is stated
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL's rarer parsers stay out of reach
-_BLOCK = 1 << 16  # values decoded at once
-_MARKER = re.compile(
-    rb"\xff[^\x00\xff\xd0-\xd7]"
-)  # of a JPEG's segment; the others stand within coded data
+# of a JPEG's segment; the others stand within coded data
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _ALONE = (0x01, 0xD8)  # markers without a length
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-_UNKNOWN = 1 << 40  # libsndfile gives a length beyond this when the header states none
 
 # What decoders written for honest files raise on others, besides their own errors.
 BROKEN: tuple[type[Exception], ...] = (
@@ -74,9 +66,8 @@ class MediaLimits:
     file_bytes: int = 64 << 20  # one file
     audio_seconds: float = 2400.0
     sample_rate: int = SAMPLE_RATE  # that clips are brought to
-    audio_values: int = (
-        1 << 28
-    )  # samples times channels, before resampling: up to 17 ns each; 40 min at CD rate fit
+    # samples times channels, before resampling: up to 17 ns each; 40 min at CD rate fit
+    audio_values: int = 1 << 28
     audio_channels: int = 8  # one clip
     image_pixels: int = 64_000_000  # one picture, or one frame of a video
     video_seconds: float = 600.0  # one video
@@ -182,18 +173,16 @@ class Mixer:
         self.num_samples = 0
         self._before = budget.audio_seconds, budget.audio_values  # used by other clips
         self.wanted = wanted = budget.limits.sample_rate
-        self._resampler = (
-            None if rate == wanted else soxr.ResampleStream(rate, wanted, 1, quality="HQ")
-        )
+        self._resampler: soxr.ResampleStream | None = None
+        if rate != wanted:
+            self._resampler = soxr.ResampleStream(rate, wanted, 1, quality="HQ")
         self._blocks: list[Array] = []
 
     def check(self, num_samples: int) -> tuple[float, int]:
         """Refuses a clip of this length; else says how much audio the request then holds."""
         limits = self.budget.limits
-        seconds, values = (
-            self._before[0] + num_samples / self.rate,
-            self._before[1] + num_samples * self.channels,
-        )
+        seconds = self._before[0] + num_samples / self.rate
+        values = self._before[1] + num_samples * self.channels
         if seconds > limits.audio_seconds:
             raise MediaError(f"audio is too long: over {limits.audio_seconds:g} s in the request")
         if values > limits.audio_values:
@@ -226,89 +215,6 @@ class Mixer:
         return samples
 
 
-def decode_audio(data: bytes, budget: Budget) -> Array:
-    """Mono samples at 16 kHz of a wav, flac, ogg or mp3 file, or of whatever else PyAV knows."""
-    check_bytes(len(data), budget.limits)
-    if _for_soundfile(data):
-        return _read_sound(data, budget)
-    from stretto.preprocess.video import decode_sound  # imports PyAV; only rarer formats need it
-
-    return decode_sound(data, budget)
-
-
-def decode_pcm16(data: bytes, budget: Budget, rate: int = PCM_RATES[0]) -> Array:
-    """Mono samples at 16 kHz of raw little-endian 16-bit mono samples."""
-    check_bytes(len(data), budget.limits)
-    if rate not in PCM_RATES:
-        raise MediaError(f"pcm16 must be at {' or '.join(map(str, PCM_RATES))} Hz, got {rate}")
-    if len(data) % 2:
-        raise MediaError(f"pcm16 needs two bytes a sample, got {len(data)} bytes")
-    return mix(np.frombuffer(data, "<i2"), rate, budget)
-
-
-def cut_sound(samples: Array, seconds: float) -> list[npt.NDArray[np.int16]]:
-    """Samples of 16 bits in windows of at most `seconds`, each ended at the quietest place of its
-    last fifth."""
-    whole = (samples * 32767.0).round().clip(-32768, 32767).astype("<i2")
-    most, step = int(seconds * SAMPLE_RATE), SAMPLE_RATE // 10
-    parts, at = [], 0
-    while len(whole) - at > most:
-        tail = at + most - most // 5
-        frames = (
-            whole[tail : at + most][: most // 5 // step * step].reshape(-1, step).astype(np.float32)
-        )
-        quiet = int(np.square(frames).mean(1).argmin())
-        stop = tail + quiet * step + step // 2
-        parts.append(whole[at:stop])
-        at = stop
-    if len(parts) and len(whole) - at < SAMPLE_RATE // 10:  # too short to be heard
-        parts[-1] = whole[at - len(parts[-1]) :]
-    else:
-        parts.append(whole[at:])
-    return parts
-
-
-def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:
-    """Mono samples at 16 kHz of an array [samples] or [samples, channels], of floats or 16-bit
-    integers."""
-    if samples.ndim not in (1, 2):
-        raise MediaError(f"audio must be an array of one or two dimensions, got {samples.ndim}")
-    if samples.dtype == np.int16:
-        scale = 1.0 / 32768.0
-    elif np.issubdtype(samples.dtype, np.floating):
-        scale = 1.0
-    else:
-        raise MediaError(
-            f"audio must be an array of floats or 16-bit integers, got {samples.dtype}"
-        )
-    columns = samples.reshape(len(samples), -1)
-    mixer = Mixer(rate, columns.shape[1], budget)
-    mixer.check(len(columns))
-    for i in range(0, len(columns), _BLOCK):
-        mixer.add(columns[i : i + _BLOCK].astype(np.float32) * np.float32(scale))
-    return mixer.finish()
-
-
-def _for_soundfile(data: bytes) -> bool:
-    """By the first bytes: libsndfile would also try a dozen rarer parsers, which nobody needs
-    here."""
-    if data[:4] in (b"RIFF", b"RF64"):
-        return data[8:12] == b"WAVE"
-    mp3 = data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2)
-    return data[:4] in (b"fLaC", b"OggS") or mp3
-
-
-def _read_sound(data: bytes, budget: Budget) -> Array:
-    with decoding("audio"), soundfile.SoundFile(io.BytesIO(data)) as f:
-        mixer = Mixer(f.samplerate, f.channels, budget)
-        if f.frames < _UNKNOWN:
-            mixer.check(f.frames)
-        size = max(1, _BLOCK // f.channels)
-        while len(block := f.read(size, dtype="float32", always_2d=True)):
-            mixer.add(block)
-        return mixer.finish()
-
-
 def open_image(data: bytes, budget: Budget) -> Image.Image:
     """A picture of which the header alone was read; `load_image` decodes it."""
     check_bytes(len(data), budget.limits)
@@ -339,16 +245,17 @@ def decode_image(data: bytes, budget: Budget) -> Image.Image:
 def jpeg_scans(data: bytes) -> int:
     """How often a decoder goes over the picture: progressive files have about ten scans, each of
     which may be a few bytes. Counted up to one more than is allowed."""
-    at, scans = 2, 0
+    at = 2
+    scans = 0
     while scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) is not None:
-        at, kind = marker.end(), data[marker.end() - 1]
+        at = marker.end()
+        kind = data[at - 1]
         if kind == _END_OF_IMAGE:
             break
         scans += kind == _START_OF_SCAN
         if kind not in _ALONE:
-            at += max(
-                2, int.from_bytes(data[at : at + 2], "big")
-            )  # its content may look like anything
+            # skip its content, which may look like anything
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))
     return scans
 
 

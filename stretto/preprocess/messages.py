@@ -27,16 +27,13 @@ from PIL import Image
 
 from stretto._validation import wrong_field
 from stretto.errors import Invalid, MediaError, TooLong
+from stretto.preprocess.audio import PCM_RATES, decode_audio, decode_pcm16, mix
 from stretto.preprocess.media import (
-    PCM_RATES,
     Budget,
     MediaLimits,
     check_pixels,
-    decode_audio,
-    decode_pcm16,
     image_from_array,
     load_image,
-    mix,
     open_image,
     to_rgb,
 )
@@ -51,12 +48,8 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_PASSED = (
-    "tool_calls",
-    "tool_call_id",
-    "name",
-    "reasoning_content",
-)  # fields templates may read, besides content
+# fields that templates may read, besides content
+_PASSED = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 _DATA_HEAD = 1024  # where the content of a data URI begins at the latest
 
@@ -82,9 +75,8 @@ class Reader:
     sound_in_video: bool
     fit: Fit
     found: Callable[[Medium, Kind], None]
-    expect_picture: Callable[[int, int], None] = lambda height, width: (
-        None
-    )  # told of each, before any is decoded
+    # called for each picture with its size, before any is decoded
+    expect_picture: Callable[[int, int], None] = lambda height, width: None
     _coming: deque[tuple[str, Kind, Callable[[], Medium]]] = field(default_factory=deque)
     _chars: int = 0
     _values: int = 0
@@ -163,10 +155,10 @@ class Reader:
                 f"{at}: at most {self.limits.parts:,} parts are allowed in all messages", at
             )
         parts = [self._part(p, role, f"{at}[{i}]") for i, p in enumerate(content)]
-        # Templates differ in where they accept a list; joined text means the same everywhere.
-        return (
-            "".join(p["text"] for p in parts) if all(p["type"] == "text" for p in parts) else parts
-        )
+        if all(p["type"] == "text" for p in parts):
+            # Templates differ in where they accept a list; joined text means the same everywhere.
+            return "".join(p["text"] for p in parts)
+        return parts
 
     def _part(self, part: object, role: str, at: str) -> dict[str, str]:
         if not isinstance(part, Mapping):
@@ -217,9 +209,8 @@ class Reader:
                 if isinstance(v, str):
                     self._text(v, at)
                 elif isinstance(v, int):
-                    self._add_chars(
-                        v.bit_length() // 3, at
-                    )  # JSON's numbers may have thousands of digits
+                    # JSON's numbers may have thousands of digits
+                    self._add_chars(v.bit_length() // 3, at)
                 elif isinstance(v, dict | list | tuple):
                     self._values += len(v)
                     if self._values > self.limits.values:
@@ -275,11 +266,8 @@ class Reader:
         if isinstance(data, AudioClip if kind == "audio" else Patches):
             return data
         if kind == "audio" and isinstance(data, np.ndarray):
-            return mix(
-                data,
-                _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate"),
-                self.budget,
-            )
+            rate = _integer(part.get("sample_rate", SAMPLE_RATE), f"{at}.sample_rate")
+            return mix(data, rate, self.budget)
         if kind == "image" and isinstance(data, np.ndarray | Image.Image):
             return self._picture(data)
         if kind == "video" and isinstance(data, np.ndarray | list | tuple):
@@ -347,17 +335,15 @@ class Reader:
             if not Path(path).is_file():  # a pipe or a device would never end
                 raise Invalid(f"{at}: no such file: {path}", at)
             with open(path, "rb") as f:
-                return f.read(
-                    self.limits.file_bytes + 1
-                )  # one too many is refused when it is decoded
+                # one byte too many is refused when the file is decoded
+                return f.read(self.limits.file_bytes + 1)
         except (OSError, ValueError) as e:
             raise Invalid(f"{at}: the file cannot be read ({e})", at) from None
 
     def _base64(self, text: str, at: str) -> bytes:
         try:
-            return binascii.a2b_base64(
-                text, strict_mode=True
-            )  # straight from the string, without a copy in between
+            # straight from the string, without a copy in between
+            return binascii.a2b_base64(text, strict_mode=True)
         except (binascii.Error, ValueError) as e:
             raise Invalid(f"{at} is not valid base64 ({e})", at) from None
 

@@ -1,6 +1,6 @@
 """Videos and rarer audio formats, through PyAV: frames at a steady rate, and the sound track.
 
-Called by `media.py` and the prompt builder. PyAV is an extra (`stretto[video]`), so it is imported
+Called by `audio.py` and the reader of messages. PyAV is an extra (`stretto[video]`), imported
 when the first such file arrives. The bytes are untrusted: only self-contained formats are opened (a
 playlist could name other files or hosts), with decoders whose speed is known, and sizes are bounded
 before frames are decoded and again while they are."""

@@ -19,7 +19,8 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from stretto.errors import CheckpointError, Invalid, MediaError, TooLong
 from stretto.models.qwen3_omni.config import OmniConfig, audio_tokens
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.preprocess.media import Budget, MediaLimits, decode_pcm16, load_image, open_image
+from stretto.preprocess.audio import decode_pcm16
+from stretto.preprocess.media import Budget, MediaLimits, load_image, open_image
 from stretto.preprocess.mel import mel
 from stretto.preprocess.prompt import Prompt
 from tests.preprocess.samples import (

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stretto.errors import MediaError
+from stretto.preprocess.audio import decode_audio, decode_pcm16, mix
 from stretto.preprocess.media import (
     MAX_SCANS,
     Budget,
     MediaLimits,
-    decode_audio,
     decode_image,
-    decode_pcm16,
     image_from_array,
     jpeg_scans,
-    mix,
     open_image,
 )
 from stretto.preprocess.video import decode_sound, decode_video

@@ -10,9 +10,10 @@ import numpy as np
 
 from stretto._validation import NOT_JSON, not_json, read_json
 from stretto.errors import Invalid
+from stretto.preprocess.audio import cut_sound, decode_audio
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.build import Json
-from stretto.preprocess.media import LONG_SOUND, Budget, cut_sound, decode_audio
+from stretto.preprocess.media import LONG_SOUND, Budget
 from stretto.preprocess.pool.jobs import Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
 
