@@ -88,6 +88,8 @@ class Reader:
 
     def read_tools(self, tools: object) -> list[dict[str, Any]] | None:
         """Tools for the chat template; None if there are none."""
+        if tools is None:
+            return None
         self._count(tools, "tools")
         return check_tools(tools) or None
 
@@ -396,7 +398,7 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
 Tools = Annotated[list[Tool], Meta(max_length=256)]
 
 
-def check_tools(tools: object | None) -> list[dict[str, Any]]:
+def check_tools(tools: object) -> list[dict[str, Any]]:
     """The tools as plain data for the template, without fields that say nothing."""
     try:
         return [msgspec.to_builtins(t) for t in msgspec.convert(tools, Tools | None) or ()]

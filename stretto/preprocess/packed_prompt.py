@@ -86,9 +86,9 @@ class PackedPrompt(Wire, frozen=True):
         """What is announced to a host. One that encodes nothing is not told where features lie: it
         needs the digests alone, to tell the positions and the media apart."""
         prompt = msgspec.structs.replace(self, features=None, tts_token_ids=None)
-        if with_features or not self.pieces():
-            return prompt
+        return prompt if with_features or not self.pieces() else prompt._without_offsets()
 
+    def _without_offsets(self) -> PackedPrompt:
         def bare(p: PackedPiece) -> PackedPiece:
             return PackedPiece(p.shape, p.digest, None)
 
@@ -96,7 +96,7 @@ class PackedPrompt(Wire, frozen=True):
             return PackedPatches(p.grid, p.seconds, bare(p.values))
 
         return msgspec.structs.replace(
-            prompt,
+            self,
             audios=tuple(tuple(map(bare, clip)) for clip in self.audios),
             images=tuple(map(bare_patches, self.images)),
             videos=tuple(map(bare_patches, self.videos)),

@@ -40,6 +40,14 @@ from stretto.errors import CheckpointError, Invalid
 
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
 _PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
+_UNRENDERABLE = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RecursionError,
+)
 MAX_VARIABLES = 16
 MAX_STEPS = 1_000_000  # of a template, for one short message: released ones take some hundreds
 TraceFunction = Callable[[FrameType, str, object], Any]
@@ -231,36 +239,21 @@ class ChatTemplate:
         a client's. `variables` are switches of the template (`check_variables`): no text that could
         be one of its markers."""
         guard = ""
+
+        def guarded(value: Any) -> Any:
+            return each_string(value, lambda s: self._guard(s, guard))
+
         try:
             guard = self._private([messages, tools])
-            turns = [
-                {
-                    k: v if k == "role" else each_string(v, lambda s: self._guard(s, guard))
-                    for k, v in m.items()
-                }
-                for m in messages
+            context = dict(variables or {}, tools=guarded(tools), add_generation_prompt=True)
+            context["messages"] = [
+                {k: v if k == "role" else guarded(v) for k, v in m.items()} for m in messages
             ]
-            known = each_string(tools, lambda s: self._guard(s, guard))
-            text = self._template.render(
-                {
-                    **(variables or {}),
-                    "messages": turns,
-                    "tools": known,
-                    "add_generation_prompt": True,
-                }
-            )
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as e:
+            text = self._template.render(context)
+        except _UNRENDERABLE as e:
             reason = str(e).replace(guard, "")
-            raise Invalid(
-                f"the model's chat template cannot render these messages: {reason}", "messages"
-            ) from None
+            wrong = f"the model's chat template cannot render these messages: {reason}"
+            raise Invalid(wrong, "messages") from None
         return [piece.replace(guard, "") for piece in self._cut.split(text)]
 
     def try_out(self, directory: str | Path) -> list[str]:

@@ -98,7 +98,7 @@ def decode_video(
 
 def decode_sound(data: bytes, budget: Budget, what: str = "audio") -> Array:
     """Mono samples at 16 kHz of a file's first audio stream."""
-    with _opened(data, budget, what) as (av, container):
+    with open_container(data, budget, what) as (av, container):
         if not container.streams.audio:
             raise MediaError(f"{what} cannot be decoded: the file has no audio stream")
         stream = _known(container.streams.audio[0], what)
@@ -116,7 +116,8 @@ def decode_sound(data: bytes, budget: Budget, what: str = "audio") -> Array:
 
 
 @contextmanager
-def _opened(data: bytes, budget: Budget, what: str) -> Iterator[tuple[Any, Any]]:
+def open_container(data: bytes, budget: Budget, what: str) -> Iterator[tuple[Any, Any]]:
+    """PyAV, and the file as it opens it: with our formats and decoders alone."""
     try:
         import av
     except ImportError:
@@ -149,7 +150,7 @@ def _known(stream: Any, what: str) -> Any:
 @contextmanager
 def _screen(data: bytes, budget: Budget) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream."""
-    with _opened(data, budget, "video") as (_, container):
+    with open_container(data, budget, "video") as (_, container):
         if not container.streams.video:
             raise MediaError("video cannot be decoded: the file has no video stream")
         stream = _known(container.streams.video[0], "video")

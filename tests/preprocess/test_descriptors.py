@@ -50,7 +50,7 @@ def descriptors(pid: int | str) -> Counter[str]:
 async def census(pool: PromptPool) -> dict[str, Any]:
     """Of this process, the worker and the children that wait for jobs, when nothing is under
     way."""
-    await until(lambda: not pool._calls and not pool.lane.running)
+    await until(lambda: not pool.calls and not pool.lane.running)
     await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
     await asyncio.to_thread(until_all_are_closed)
     assert pool.worker.process is not None
@@ -130,7 +130,7 @@ def test_an_answer_that_comes_as_its_caller_leaves_is_closed(tiny_dir: Path) -> 
             await ended(pool.outline(source, ("messages",), 100))
             before = await census(pool)
             asked = asyncio.create_task(pool.outline(source, ("messages",), 100))
-            while not any(call.answer.done() for call in pool._calls.values()):
+            while not any(call.answer.done() for call in pool.calls.values()):
                 await asyncio.sleep(0)
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):

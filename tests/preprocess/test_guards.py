@@ -15,6 +15,7 @@ from PIL import Image
 
 from stretto.errors import MediaError
 from stretto.preprocess import media, video
+from stretto.preprocess.audio import decode_audio, decode_pcm16
 from stretto.preprocess.media import (
     COST_PER_FRAME_BYTE,
     COST_PER_KEPT_PIXEL,
@@ -22,9 +23,7 @@ from stretto.preprocess.media import (
     Budget,
     MediaLimits,
     Mixer,
-    decode_audio,
     decode_image,
-    decode_pcm16,
 )
 from stretto.preprocess.video import decode_sound, decode_video
 from tests.preprocess.samples import (
@@ -152,7 +151,7 @@ def test_audio_decoders_off_the_list() -> None:
 
 def test_opening_a_file_uses_no_other_decoders() -> None:
     """Only its decoder could tell the colours of ffv1."""
-    with video._opened(
+    with video.open_container(
         video_file(codec="ffv1", format="matroska"), Budget(MediaLimits()), "video"
     ) as (_, container):
         assert container.streams.video[0].codec_context.pix_fmt is None
@@ -187,7 +186,7 @@ def test_larger_frames_than_the_header_says() -> None:
 
 def test_opening_a_file_decodes_no_larger_frame() -> None:
     limits = MediaLimits(image_pixels=64 * 64)
-    with video._opened(shifting_video((256, 10)), Budget(limits), "video") as (_, container):
+    with video.open_container(shifting_video((256, 10)), Budget(limits), "video") as (_, container):
         assert container.streams.video[0].codec_context.pix_fmt is None
     with pytest.raises(MediaError, match="over 4,096 pixels"):
         decode(shifting_video((256, 10)), image_pixels=64 * 64)
@@ -219,13 +218,14 @@ def test_kept_frames_that_cost_more_than_the_header_says() -> None:
 # What it costs
 
 
-def test_costly_videos_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_videos_are_refused_before_they_are_decoded() -> None:
     data = shifting_video((64, 10))  # 0 and 5 are kept, 6 to 9 not decoded
     allowed = cost(64, 6, 2)
     assert len(decode(data, decode_seconds=1.001 * allowed)) == 2
-    monkeypatch.setattr(video, "_pick", lambda *_: pytest.fail("decoded"))
+    budget = Budget(MediaLimits(decode_seconds=0.999 * allowed))
     with pytest.raises(MediaError, match="too large"):
-        decode(data, decode_seconds=0.999 * allowed)
+        decode_video(data, budget, same_size)
+    assert budget.decode_seconds == 0.0
 
 
 def test_a_small_file_of_large_frames() -> None:

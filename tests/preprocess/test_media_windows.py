@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stretto.preprocess.media import cut_sound
+from stretto.preprocess.audio import cut_sound
 
 RATE = 16_000
 

@@ -30,6 +30,7 @@ from stretto.preprocess.packed_prompt import (
     pack,
     pack_ids,
 )
+from stretto.preprocess.pool import job_process
 from stretto.preprocess.pool import pool as pool_module
 from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.job_process import (
@@ -42,14 +43,11 @@ from stretto.preprocess.pool.job_process import (
 )
 from stretto.preprocess.pool.jobs import (
     MAX_DATAGRAM,
-    Build,
-    Built,
     Conversation,
     Cut,
     FromWorker,
     Job,
     JobFailed,
-    NeedsProcess,
     decode_from_worker,
 )
 from stretto.preprocess.pool.memfile import MemFile
@@ -469,7 +467,11 @@ def test_jobs_that_are_never_short_use_up_their_credit() -> None:
     assert [credit.take() for _ in range(6)] == [SHORT_S] * 5 + [0.0]
 
 
-def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
+def test_without_credit_a_job_has_the_cores_that_nobody_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_process, "SPARES", 0)
+
     def work(job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
         return JobFailed("MediaError", str(os.sched_getscheduler(0)), "messages"), None
 
@@ -494,9 +496,6 @@ def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
         )  # what it used; the rest went back
         children.credit.left = 0.0
         assert policy(children, 2) == os.SCHED_IDLE
-        for spare in children._spares:
-            spare.jobs.close()
-            spare.end()
 
 
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
@@ -526,8 +525,10 @@ def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> Non
             asked = talk([{"role": "user", "content": content}])
             assert isinstance(asked.body, bytes)
             assert len(asked.body) < pool_module.AT_ONCE_BYTES
-            answer, _ = await pool._at_once(Build(asked.messages), [MemFile.of(asked.body)])
-            assert isinstance(answer, NeedsProcess if apart else Built)
+            await until(lambda: len(processes(pool, "prompt spare")) == 2)
+            waiting = processes(pool, "prompt spare")
+            await pool.build(asked)
+            assert (waiting == processes(pool, "prompt spare")) == (not apart)
 
     with_pool(tiny_dir, test)
 

@@ -49,7 +49,7 @@ def census(real: Served) -> dict[str, Any]:
     async def idle() -> None:
         await until(
             lambda: (
-                not pool._calls
+                not pool.calls
                 and not pool.lane.running
                 and not real.running.server.service.bodies.held
             )

@@ -10,19 +10,32 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from stretto.transport import wire
-from stretto.transport.contract import Chunk, LinkClosed, LinkOptions, PeerDead, PutFailed, Receiver
+from stretto.transport.contract import (
+    Chunk,
+    Endpoint,
+    LinkClosed,
+    LinkOptions,
+    PeerDead,
+    PutFailed,
+    Receiver,
+)
 from stretto.transport.courier import Outgoing
 from stretto.transport.registry import Registry
+from stretto.transport.slot_transport import SendTransport
 from stretto.transport.slots import SlotSender
 from stretto.types import Mark, RequestId, Span
 from tests.contract.links import SECRET
 
 PATIENCE_S = 60.0
+OPTIONS = LinkOptions(
+    slots=6, slot_bytes=1 << 15, secret=SECRET, copies=3, connect_timeout_s=PATIENCE_S
+)
 R = RequestId("r")
 
 
@@ -128,18 +141,18 @@ def heard(sender: SlotSender) -> bool:
     return False
 
 
+def sender_over(transport: SendTransport, endpoint: Endpoint, device: Device) -> SlotSender:
+    return SlotSender(endpoint, OPTIONS, transport, checksum=False, copies=device)
+
+
 @pytest.fixture(params=["shm", "tcp"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    connector, options = (
-        Registry().get(request.param),
-        LinkOptions(
-            slots=6, slot_bytes=1 << 15, secret=SECRET, copies=3, connect_timeout_s=PATIENCE_S
-        ),
-    )
-    receiver = connector.listen("a-b", options)
-    sender = connector.connect(receiver.endpoint, options)
-    assert isinstance(sender, SlotSender)
-    sender._copies = device = Device()
+    connector = Registry().get(request.param)
+    receiver = connector.listen("a-b", OPTIONS)
+    connected = connector.connect(receiver.endpoint, OPTIONS)
+    assert isinstance(connected, SlotSender)
+    device = Device()
+    sender = sender_over(connected.transport, receiver.endpoint, device)
     assert receiver.take(0.01) is None
     yield Ends(sender, receiver, device)
     device.by_hand = False
@@ -272,8 +285,10 @@ def test_a_purged_chunk_keeps_its_slot_until_its_copy_is_done(ends: Ends) -> Non
 
 
 def test_a_transfer_that_fails_late_is_told_like_a_refusal(ends: Ends) -> None:
-    sender, device = ends.sender, ends.device
-    send, calls = sender._send_chunk, []
+    device = ends.device
+    transport: Any = ends.sender.transport
+    send = transport.send_chunk
+    calls = []
 
     def fail_first(slot: int, seq: int, size: int) -> None:
         calls.append(seq)
@@ -281,7 +296,8 @@ def test_a_transfer_that_fails_late_is_told_like_a_refusal(ends: Ends) -> None:
             raise PutFailed("no route")
         send(slot, seq, size)
 
-    sender._send_chunk = fail_first
+    transport.send_chunk = fail_first
+    sender = sender_over(transport, ends.receiver.endpoint, device)
     assert sender.put(device.chunk(1, "lost"), 0.0)
     assert sender.put(device.chunk(2), 0.0)
     while sender.progress(wait=True):

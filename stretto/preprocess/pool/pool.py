@@ -116,7 +116,7 @@ class PromptPool:
         )  # beside the prompts: a check takes a moment, and media take longer
         self._follows = bool(grammars)
         self._verdicts = GrammarVerdicts()
-        self._calls: dict[int, _Call] = {}
+        self.calls: dict[int, _Call] = {}  # by number; those that are not over
         self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
@@ -129,7 +129,7 @@ class PromptPool:
         if self._trial is not None:
             self._trial.cancel()
         await self.worker.close()
-        for call in list(self._calls.values()):  # their processes ended with the worker
+        for call in list(self.calls.values()):  # their processes ended with the worker
             self._end_call(call)
 
     @property
@@ -358,7 +358,7 @@ class PromptPool:
             except BaseException:
                 ours.close()
                 raise
-        self._calls[call.number] = call
+        self.calls[call.number] = call
         loop.add_reader(ours, self._answered, call)
         return call
 
@@ -396,7 +396,7 @@ class PromptPool:
         """Nothing of it runs any more."""
         asyncio.get_running_loop().remove_reader(call.sock)
         call.sock.close()
-        del self._calls[call.number]
+        del self.calls[call.number]
         if not call.answer.done():
             call.answer.set_exception(StageDead("the prompt worker died"))
         call.over()

@@ -85,7 +85,7 @@ class Prompts(Protocol):
 class InThreads:
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
-        self._long = FairQueue(LONG_AT_ONCE)
+        self.long_talks = FairQueue(LONG_AT_ONCE)
 
     async def start(self) -> None:
         """Build prompts for nobody, so that the first one finds a thread, and all that it
@@ -130,13 +130,13 @@ class InThreads:
         run = partial(self.builder.build, messages, tools, False, allow_paths=allow_paths)
         if num_chars(messages, tools) <= SHORT_CHARS:
             return await asyncio.to_thread(run)
-        await self._long.enter(sender)
+        await self.long_talks.enter(sender)
 
         async def build() -> Prompt:
             try:
                 return await asyncio.to_thread(run)
             finally:
-                self._long.leave(sender)
+                self.long_talks.leave(sender)
 
         return await asyncio.shield(build())
 

@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -59,6 +60,9 @@ from stretto.preprocess.pool.split import do_cut, do_outline
 from stretto.preprocess.prepared import with_features
 from stretto.preprocess.prompt import Prompt
 
+Packed = tuple[Built, MemFile]
+"""A prompt, and the memory file that holds it, which the caller closes."""
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -87,9 +91,8 @@ class Worker:
         if isinstance(message, Stop):
             self.children.stop(message.number)
             return True
-        with (
-            contextlib.ExitStack() as owned
-        ):  # a child has descriptors of its own of what it was sent
+        # a child has descriptors of its own of what it was sent
+        with contextlib.ExitStack() as owned:
             answer = owned.enter_context(socket.socket(fileno=fds[0]))
             files = [owned.enter_context(MemFile.taken(f)) for f in fds[1:]]
             if message.apart:
@@ -136,35 +139,36 @@ def do(
     """The caller closes the file."""
     data = files[0].view()
     match job:
-        case Check():
-            return NeedsProcess(), None
         case Build():
             messages = work.decode(_part(data, job.messages), "messages")
-            if only_text and work.has_media(messages):
-                return NeedsProcess(), None
-            tools = _part(data, job.tools) if job.tools is not None else None
-            recalled = (
-                msgspec.json.decode(files[1].view(), type=dict[str, str]) if len(files) > 1 else {}
-            )
-            return pack(
-                work.build_conversation(
-                    builder, messages, tools, recalled, job.audio_in_video, job.variables
-                )
-            )
+            if not (only_text and work.has_media(messages)):
+                return _build(builder, job, messages, files)
         case Continue():
-            media = decode_prompt(_part(data, job.media)).media()
-            messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
-            tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
-            return pack(builder.build(messages, tools))
+            return _continue(builder, job, data)
         case Read():
             how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
         case Outline():
             return do_outline(data, job.long, job.most)
-        case Cut():
-            if only_text:
-                return NeedsProcess(), None
+        case Cut() if not only_text:
             return do_cut(data, job.seconds)
+    return NeedsProcess(), None
+
+
+def _build(builder: Builder, job: Build, messages: Any, files: list[MemFile]) -> Packed:
+    tools = _part(files[0].view(), job.tools) if job.tools is not None else None
+    recalled: dict[str, str] = {}
+    if len(files) > 1:
+        recalled = msgspec.json.decode(files[1].view(), type=dict[str, str])
+    more = job.audio_in_video, job.variables
+    return pack(work.build_conversation(builder, messages, tools, recalled, *more))
+
+
+def _continue(builder: Builder, job: Continue, data: memoryview) -> Packed:
+    media = decode_prompt(_part(data, job.media)).media()
+    messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
+    tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
+    return pack(builder.build(messages, tools))
 
 
 def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
@@ -175,11 +179,12 @@ def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
         compiler.check('start: %json {"type": "object"}')
 
 
-def pack(prompt: Prompt, tts_ids: tuple[int, ...] | None = None) -> tuple[Built, MemFile]:
+def pack(prompt: Prompt, tts_ids: tuple[int, ...] | None = None) -> Packed:
     """The caller closes the file."""
     packed, arrays = lay_out(prompt, tts_ids)
     header = encode(packed)
-    gap = b"\0" * (-len(header) % 4)  # floats must be aligned
+    # floats must be aligned
+    gap = b"\0" * (-len(header) % 4)
     file = MemFile.sealed(header, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
     return Built(len(header), len(header) + len(gap)), file
 
@@ -218,16 +223,15 @@ def main() -> None:
     p.add_argument("--memory-mb", type=int, required=True)
     args = p.parse_args()
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C in the terminal is the server's to handle
+    # a Ctrl-C in the terminal is the server's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up(os.environ.get(logs.FORMAT, "text"), os.environ.get("STRETTO_LOG", "WARNING"))
     control = socket.socket(fileno=args.fd)
     try:
         builder: Builder = load(args.builder)(args.model)
-        compiler: GrammarCompiler | None = (
-            load(args.grammars)(args.model) if args.grammars else None
-        )
+        compiler: GrammarCompiler | None = None
+        if args.grammars:
+            compiler = load(args.grammars)(args.model)
         try_out(builder)
     except Exception as e:  # noqa: BLE001  else nobody would hear why, and another would be started in vain
         control.send(encode(failed(e)))
@@ -236,7 +240,8 @@ def main() -> None:
         import av  # noqa: F401  # once, here, rather than in every child that meets a video
     warm(builder, compiler)
     gc.collect()
-    gc.freeze()  # what is shared with children stays shared: a collection would write to all of it
+    # what is shared with children stays shared: a collection would write to all of it
+    gc.freeze()
     limits = WorkerLimits(args.cpu_s, args.memory_mb)
     children = Children(
         control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler)
