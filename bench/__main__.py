@@ -18,7 +18,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "gaps": (),
     "http": (),
     "steps": ("decode", "together", "cpu"),
-    "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding"),
+    "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding", "cards"),
     "connectors": ("hops", "copies", "machines"),
     "ingress": (),
     "path": (),

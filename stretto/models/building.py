@@ -43,9 +43,11 @@ class Building(Generic[S]):
         these."""
         c, s = self.context, self.context.settings
         if c.device.type == "cuda" and not fast.apply(source.dtype, c.device):
-            log.warning("%s: the plain path, several times slower: the fused kernels need a Hopper "
-                        "GPU or a newer one, "
-                        "Triton and bfloat16", torch.cuda.get_device_name(c.device))  # fmt: skip
+            name = torch.cuda.get_device_name(c.device)
+            needed = "an Ampere GPU or a newer one, Triton and bfloat16"
+            log.warning(
+                "%s: several times slower without fused kernels, which need %s", name, needed
+            )
         self.blocks = pool_sizes(source.config, order, s, source.dtype, c.device, c.beside)
         plans = plan(source.config, order, s, self.blocks, source.dtype)
         free = c.fit(plans)

@@ -21,7 +21,7 @@ def forgetful() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("capability", "there"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)]
+    ("capability", "there"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
 )
 def test_old_gpus_go_the_plain_way(
     capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Triton kernels for the sizes of the real model, in bfloat16 on a CUDA device (Hopper, or later).
+"""Triton kernels for the sizes of the real model, in bfloat16 on a CUDA device (Ampere, or later).
 
 Each has its plain PyTorch reference in the package above; which of the two runs is decided by
 `usable`, per call. This module imports no triton, so that a machine without it never misses it."""
@@ -25,9 +25,9 @@ def dtypes() -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32) if mode == "force" else (torch.bfloat16,)
 
 
-CAPABILITY = (9, 0)
-"""Of a device: there a kernel can be launched before the one in front has ended, which is how all
-of these are. Devices that are older run the plain way."""
+CAPABILITY = (8, 0)
+"""Of a device, at least: from there on the matrix units take bfloat16. `device.py` knows what else
+launches depend on."""
 
 
 @cache

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.triton.linear import dot, protocol
+from stretto.kernels.triton.device import protocol
+from stretto.kernels.triton.linear import dot
 from stretto.kernels.triton.tuning import config
 
 MAX_SPLITS = 32  # programs per row and key head
@@ -159,14 +160,14 @@ def _decode(
             acc += new_v.to(tl.float32)[None, :]
         first = split * BLOCK
         while first < past:
-            scores = dot(q, k.T, tl.zeros([GP, BLOCK], tl.float32), PDL)
+            scores = dot(q, k.T, tl.zeros([GP, BLOCK], tl.float32))
             scores = tl.where((key < past)[None, :], scores, float("-inf"))
             high = tl.maximum(top, tl.max(scores, 1))
             safe = tl.where(high == float("-inf"), 0.0, high)
             p = tl.exp(scores - safe[:, None])
             fade = tl.exp(top - safe)
             total = total * fade + tl.sum(p, 1)
-            acc = dot(p.to(v.dtype), v, acc * fade[:, None], PDL)
+            acc = dot(p.to(v.dtype), v, acc * fade[:, None])
             top = high
             first += SPLITS * BLOCK
             key += SPLITS * BLOCK

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.kernels.triton.device import limits
 from stretto.kernels.triton.linear import precision
 from stretto.kernels.triton.tuning import config
 
@@ -217,6 +218,9 @@ def attend(
     groups = triton.next_power_of_2(group)
     launch = launch_for(heads, kv_heads, dim, rows) | (launch or {})
     queries = max(launch["QUERIES"], -(-16 // groups))
+    if limits(q.device).capability[0] == 10 and launch["SPLITS"] == 1:
+        # Triton 3.6 fails to compile this loop with products of 64 rows or more for sm_100
+        queries = min(queries, max(1, 32 // groups))
     out = torch.empty_like(q)
     splits = launch["SPLITS"]
     parts = q.new_empty(rows, heads, splits, dim, dtype=torch.float32) if splits > 1 else None

@@ -69,6 +69,7 @@ def surroundings(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "gpu": f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}",
         "kernels": os.environ.get("STRETTO_KERNELS", ""),
+        "card": os.environ.get("STRETTO_KERNELS_CARD", ""),
     }
 
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.triton.linear import project, protocol
+from stretto.kernels.triton.device import protocol
+from stretto.kernels.triton.linear import project
 from stretto.kernels.triton.tuning import config
 
 

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stretto.kernels.triton.device import protocol
 from stretto.kernels.triton.experts import ExpertWeights, chunk, sortable, without
-from stretto.kernels.triton.linear import Gained, dot, protocol, tile_rows
+from stretto.kernels.triton.linear import Gained, dot, tile_rows
 from stretto.kernels.triton.tuning import config
 
 
@@ -34,7 +35,7 @@ def _route(
     if PDL:
         gdc_wait()
     rows = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None], other=0.0)
-    sums = dot(rows, w.T, tl.zeros([BM, BN], tl.float32), PDL)
+    sums = dot(rows, w.T, tl.zeros([BM, BN], tl.float32))
     to = parts + (tl.program_id(1) * M + m[:, None]) * N + n[None, :]
     tl.store(to, sums, mask=(m < M)[:, None] & (n < N)[None, :])
 

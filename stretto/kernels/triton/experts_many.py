@@ -13,18 +13,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stretto.kernels.triton.device import fitting, protocol
 from stretto.kernels.triton.experts import ExpertWeights, chunk, common, tuned_for, up_scales
 from stretto.kernels.triton.experts_choice import Choice, choose, route, takers
-from stretto.kernels.triton.linear import Gained, dot, protocol, tile_rows, widen
+from stretto.kernels.triton.linear import Gained, dot, tile_rows, widen
 
 
 @triton.jit
-def _times(w, x, acc, SWAP: tl.constexpr, PDL: tl.constexpr):
+def _times(w, x, acc, SWAP: tl.constexpr):
     """acc + x @ w.T, or its transpose, w [BN, BK] in whatever it is stored in."""
     if SWAP:
-        return dot(widen(w, x, PDL), x.T, acc, PDL)
+        return dot(widen(w, x), x.T, acc)
     else:
-        return dot(x, widen(w, x, PDL).T, acc, PDL)
+        return dot(x, widen(w, x).T, acc)
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def _up_tile(
     x, row_scales, gate, apart, scales, out, places, e, n,
     K: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, SLOTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     taken, m = places >= 0, places // SLOTS
     scale = tl.load(row_scales + m, mask=taken, other=0.0)[:, None]
@@ -46,8 +47,8 @@ def _up_tile(
     b = _none(BM, BN, SWAP)
     for i in range(0, K, BK):
         xi = tl.load(from_x + i, mask=taken[:, None], other=0.0)
-        a = _times(tl.load(gate + i), xi, a, SWAP, PDL)
-        b = _times(tl.load(gate + apart + i), xi, b, SWAP, PDL)
+        a = _times(tl.load(gate + i), xi, a, SWAP)
+        b = _times(tl.load(gate + apart + i), xi, b, SWAP)
     if SWAP:
         a, b = a.T, b.T
     of_gate, of_up = up_scales(scales, e, n, SIZE, SCALED)
@@ -104,7 +105,6 @@ def _up_matrix(
                 BN,
                 BK,
                 SWAP,
-                PDL,
             )
     else:
         for tile in range(tl.cdiv(count, BM)):
@@ -128,7 +128,6 @@ def _up_matrix(
                 BN,
                 BK,
                 SWAP,
-                PDL,
             )
 
 
@@ -137,14 +136,14 @@ def _down_tile(
     h, at, scales, weights, out, places, e, n,
     H: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
-    SWAP: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
     taken = places >= 0
     from_h = h + places[:, None] * SIZE + tl.arange(0, BK)[None, :]
     acc = _none(BM, BN, SWAP)
     for i in range(0, SIZE, BK):
         hi = tl.load(from_h + i, mask=taken[:, None], other=0.0)
-        acc = _times(tl.load(at + i), hi, acc, SWAP, PDL)
+        acc = _times(tl.load(at + i), hi, acc, SWAP)
     if SWAP:
         acc = acc.T
     if SCALED:
@@ -178,16 +177,12 @@ def _down_matrix(
     at = base + n[:, None] * width + tl.arange(0, BK)[None, :]
     if BR == BM:  # as in `_up_matrix`
         if count > 0:
-            _down_tile(
-                h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL
-            )
+            _down_tile(h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP)
     else:
         for tile in range(tl.cdiv(count, BM)):
             if tile > 0:
                 places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
-            _down_tile(
-                h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP, PDL
-            )
+            _down_tile(h, at, scales, weights, out, places, e, n, H, SIZE, SCALED, BM, BN, BK, SWAP)
 
 
 @triton.jit
@@ -250,7 +245,8 @@ def up(
         choice.scales if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, rows,
         K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(gained.x, w),
+        num_warps=c["warps"], **tiles, **common(gained.x, w),
+        num_stages=fitting(c["stages"], h, tiles["BM"], w.gate_up, 2 * c["BN"], c["BK"]),
     )  # fmt: skip
     return h
 
@@ -281,7 +277,8 @@ def down(
         h, choice.table, w.down, x if w.scales is None else w.scales[1],
         w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
         H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
-        num_warps=c["warps"], num_stages=c["stages"], **tiles, **common(x, w),
+        num_warps=c["warps"], **tiles, **common(x, w),
+        num_stages=fitting(c["stages"], h, tiles["BM"], w.down, c["BN"], c["BK"]),
     )  # fmt: skip
     block = chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])

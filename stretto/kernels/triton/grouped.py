@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stretto.kernels.triton.device import fitting
 from stretto.kernels.triton.linear import precision, widen
 from stretto.kernels.triton.prefill import swiglu
 from stretto.kernels.triton.tuning import config
@@ -153,7 +154,7 @@ def _gate_up_tile(
     x, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
     TOP_K: tl.constexpr, SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, DEVICE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
@@ -179,7 +180,7 @@ def _gate_up_tile(
             a = tl.load(x_at + start)
             b = tl.load(gate_at + start)
             c = tl.load(up_at + start)
-        b, c = widen(b, a, DEVICE), widen(c, a, DEVICE)
+        b, c = widen(b, a), widen(c, a)
         if SWAP:
             gate = tl.dot(b, tl.trans(a), gate, input_precision=PRECISION)
             up = tl.dot(c, tl.trans(a), up, input_precision=PRECISION)
@@ -206,7 +207,6 @@ def _gate_up(
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
-    DEVICE: tl.constexpr,
 ):  # fmt: skip
     """silu(x @ gate) * (x @ up) for one tile. With SWAP the weights are the left operand: few rows
     then make a narrow product instead of one that is mostly padding. With HALF an expert's last
@@ -220,7 +220,7 @@ def _gate_up(
         if end - first <= M // 2:
             _gate_up_tile(
                 x, w, scales, order, out, expert, first, end, column,
-                HIDDEN, SIZE, TOP_K, SCALED, M // 2, N, K, SWAP, PRECISION, DEVICE,
+                HIDDEN, SIZE, TOP_K, SCALED, M // 2, N, K, SWAP, PRECISION,
             )  # fmt: skip
             return
     _gate_up_tile(
@@ -242,7 +242,6 @@ def _gate_up(
         K,
         SWAP,
         PRECISION,
-        DEVICE,
     )
 
 
@@ -250,7 +249,7 @@ def _gate_up(
 def _down_tile(
     h, w, scales, order, out, expert, first, end, column, HIDDEN: tl.constexpr, SIZE: tl.constexpr,
     SCALED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
-    PRECISION: tl.constexpr, DEVICE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, M)
     n = column + tl.arange(0, N)
@@ -269,7 +268,7 @@ def _down_tile(
         else:
             a = tl.load(h_at + start)
             b = tl.load(w_at + start)
-        b = widen(b, a, DEVICE)
+        b = widen(b, a)
         if SWAP:
             y = tl.dot(b, tl.trans(a), y, input_precision=PRECISION)
         else:
@@ -290,7 +289,7 @@ def _down(
     SCALED: tl.constexpr,
     EXPERTS: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     SWAP: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr, DEVICE: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (HIDDEN + N - 1) // N
     expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
@@ -301,7 +300,7 @@ def _down(
         if end - first <= M // 2:
             _down_tile(
                 h, w, scales, order, out, expert, first, end, column,
-                HIDDEN, SIZE, SCALED, M // 2, N, K, SWAP, PRECISION, DEVICE,
+                HIDDEN, SIZE, SCALED, M // 2, N, K, SWAP, PRECISION,
             )  # fmt: skip
             return
     _down_tile(
@@ -322,7 +321,6 @@ def _down(
         K,
         SWAP,
         PRECISION,
-        DEVICE,
     )
 
 
@@ -403,14 +401,16 @@ def gate_up(
     launch = launch or launch_for(
         "prefill_gate_up", experts, hidden, size, choices, scale is not None
     )
-    launch = launch | {"N": min(launch["N"], max(16, triton.next_power_of_2(size)))}
+    columns = min(launch["N"], max(16, triton.next_power_of_2(size)))
+    tiles_of = x, launch["M"], weight, 2 * columns, launch["K"]
+    launch = launch | {"N": columns, "num_stages": fitting(launch["num_stages"], *tiles_of)}
     out = x.new_empty(choices, size)
     tiles = choices // launch["M"] + experts
     _gate_up[(tiles * triton.cdiv(size, launch["N"]),)](
         x, weight, x if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None,
         EXPERTS=experts,
-        WIDE=triton.next_power_of_2(experts), PRECISION=precision(x), DEVICE=x.is_cuda, **launch,
+        WIDE=triton.next_power_of_2(experts), PRECISION=precision(x), **launch,
     )  # fmt: skip
     return out
 
@@ -427,13 +427,15 @@ def down(
     experts, hidden, size = weight.shape
     choices = routed.order.shape[0]
     launch = launch or launch_for("prefill_down", experts, hidden, size, choices, scale is not None)
-    launch = launch | {"N": min(launch["N"], max(16, triton.next_power_of_2(hidden)))}
+    columns = min(launch["N"], max(16, triton.next_power_of_2(hidden)))
+    tiles_of = h, launch["M"], weight, columns, launch["K"]
+    launch = launch | {"N": columns, "num_stages": fitting(launch["num_stages"], *tiles_of)}
     out = h.new_empty(choices, hidden)
     tiles = choices // launch["M"] + experts
     _down[(tiles * triton.cdiv(hidden, launch["N"]),)](
         h, weight, h if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, SCALED=scale is not None, EXPERTS=experts,
-        WIDE=triton.next_power_of_2(experts), PRECISION=precision(h), DEVICE=h.is_cuda, **launch,
+        WIDE=triton.next_power_of_2(experts), PRECISION=precision(h), **launch,
     )  # fmt: skip
     return out
 

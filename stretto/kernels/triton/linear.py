@@ -19,19 +19,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stretto.kernels.triton.device import fitting, protocol
 from stretto.kernels.triton.tuning import config
 from stretto.kernels.triton.untuned import matrix_defaults, split_defaults, vector_defaults
 
-
-def pdl(x: torch.Tensor) -> bool:
-    """Dependent launch needs the real device."""
-    return x.is_cuda
-
-
-def protocol(x: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that waits for the one in front: what it is told, and how it is
-    launched."""
-    return {"PDL": True, "launch_pdl": True} if pdl(x) else {"PDL": False}
+# In Triton's interpreter products are made in float32.
+DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def tile_rows(rows: int) -> int:
@@ -46,7 +39,7 @@ def precision(x: torch.Tensor) -> str:
 
 
 @triton.jit
-def dot(a, b, acc, DEVICE: tl.constexpr):
+def dot(a, b, acc):
     """acc + a @ b. The interpreter has no bfloat16 product: widen there."""
     if DEVICE:
         return tl.dot(a, b, acc, input_precision="ieee")
@@ -54,7 +47,7 @@ def dot(a, b, acc, DEVICE: tl.constexpr):
 
 
 @triton.jit
-def widen(w, like, DEVICE: tl.constexpr):
+def widen(w, like):
     """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte
     stretched to 16 bits with its sign and shifted by four, so that exponent and fraction lie where
     bfloat16 has them (a number 2^120 times too small), then times 2^120. The hardware's own
@@ -229,9 +222,9 @@ def _matrix(
             wide = xi.to(tl.float32)
             total_squares += tl.sum(tl.sum(wide * wide, 2), 0)
             xi = (wide * tl.load(gain + i + k).to(tl.float32)).to(xi.dtype)
-        acc = dot(xi, tl.permute(wi, (0, 2, 1)), acc, PDL)
+        acc = dot(xi, tl.permute(wi, (0, 2, 1)), acc)
         if GLU:
-            up = dot(xi, tl.permute(ui, (0, 2, 1)), up, PDL)
+            up = dot(xi, tl.permute(ui, (0, 2, 1)), up)
         wi, ui = w_next, u_next
     total = tl.sum(acc, 0)
     other = total
@@ -293,9 +286,9 @@ def _split(
     from_x = x + m[:, None] * stride + split * share + k[None, :]
     for i in range(0, share, BK):
         xi = tl.load(from_x + i, mask=(m < M)[:, None], other=0.0).T
-        total = dot(tl.load(from_w + i, mask=inside, other=0.0), xi, total, PDL)
+        total = dot(tl.load(from_w + i, mask=inside, other=0.0), xi, total)
         if GLU:
-            other = dot(tl.load(from_w + N * K + i, mask=inside, other=0.0), xi, other, PDL)
+            other = dot(tl.load(from_w + N * K + i, mask=inside, other=0.0), xi, other)
     place = tl.arange(0, BN)[:, None] * BM + m[None, :]
     size: tl.constexpr = BN * BM * (2 if GLU else 1)
     mine = parts + tile * (SPLITS * size)
@@ -353,7 +346,7 @@ def _wide(
     acc = tl.zeros([BM, BN], tl.float32)
     for i in range(0, K, BK):
         xi = tl.load(from_x + i, mask=(m < M)[:, None], other=0.0)
-        acc = dot(xi, tl.load(at + i, mask=(n < N)[:, None], other=0.0).T, acc, PDL)
+        acc = dot(xi, tl.load(at + i, mask=(n < N)[:, None], other=0.0).T, acc)
     keep = (m < M)[:, None] & (n < N)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=keep)
 
@@ -451,7 +444,8 @@ def project(
         c = config("wide", (tile, outputs, inputs), default) if tuned is None else tuned
         _wide[(triton.cdiv(outputs, c["BN"]),)](
             x, w, out, rows, outputs, x.stride(0), K=inputs, BM=tile, BN=c["BN"], BK=c["BK"],
-            num_warps=c["warps"], num_stages=c["stages"], **protocol(x),
+            num_warps=c["warps"], num_stages=fitting(c["stages"], x, tile, w, c["BN"], c["BK"]),
+            **protocol(x),
         )  # fmt: skip
         return out
     return _few(x, w, None, norm, add, glu, out, None, counters, tuned)[0]
@@ -523,7 +517,8 @@ def _few(
             x, squares, w, residual, out, *following, parts, counters, eps, rows, outputs, summed,
             x.stride(0),
             BK=c["BK"], SPLITS=c["SPLITS"], LINES=lines if c.get("fetch", 1) else 0,
-            num_stages=c["stages"], **options,
+            num_stages=fitting(c["stages"], x, tile, w, c["BN"] * (2 if glu else 1), c["BK"]),
+            **options,
         )  # fmt: skip
     else:
         _matrix[(programs,)](

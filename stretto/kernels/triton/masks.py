@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.triton.linear import protocol
+from stretto.kernels.triton.device import protocol
 
 BLOCK = 4096
 BIASES = 128  # at a time

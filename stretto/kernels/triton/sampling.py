@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stretto.kernels.triton.device import protocol
 from stretto.kernels.triton.draw import (
     INFINITE,
     LAST_ID,
@@ -32,7 +33,6 @@ from stretto.kernels.triton.draw import (
     survivors,
     winner_of,
 )
-from stretto.kernels.triton.linear import protocol
 from stretto.kernels.triton.tuning import config
 
 CAPACITY = 64  # candidates of a block of a large vocabulary

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.triton.linear import norm_row, project, protocol, tile_rows
+from stretto.kernels.triton.device import protocol
+from stretto.kernels.triton.linear import norm_row, project, tile_rows
 
 MOST_FRAMES, MOST_COLUMNS = 64, 256
 """Of a step and of a window that one tile holds, in float32 too. The stage has 8 and, with the
