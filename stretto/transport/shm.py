@@ -62,7 +62,7 @@ from stretto.transport.unix_socket import MessageSocket, set_connect_timeout, se
 
 log = logging.getLogger(__name__)
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 # for a connection to send its hello. It does so right after connecting, but a busy machine may
 # pause it
@@ -113,8 +113,8 @@ class ShmSendTransport:
         memory = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(memory, 0o600)
-            os.ftruncate(memory, _memory_bytes(endpoint))
-            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+            os.ftruncate(memory, memory_bytes(endpoint))
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
             self._slots = _map_slots(memory, endpoint)
             # Not earlier: after connecting, the hello is due soon.
             sock.connect("\0" + endpoint.address)
@@ -242,26 +242,23 @@ def _receive_hello(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
 
 def _is_ours(sock: socket.socket) -> bool:
     """Whether the other end is a process of this user."""
-    return _peer_uid(sock) == os.geteuid()
+    return peer_uid(sock) == os.geteuid()
 
 
-def _peer_uid(sock: socket.socket) -> int:
+def peer_uid(sock: socket.socket) -> int:
     _pid, uid, _gid = _UCRED.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     )
     return int(uid)
 
 
-def _memory_bytes(endpoint: Endpoint) -> int:
+def memory_bytes(endpoint: Endpoint) -> int:
     return stride_of(endpoint.slot_bytes) * endpoint.slots
 
 
 def _map_slots(memory: int, endpoint: Endpoint) -> list[wire.Page]:
-    size = _memory_bytes(endpoint)
-    if (
-        os.fstat(memory).st_size != size
-        or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS
-    ):
+    size = memory_bytes(endpoint)
+    if os.fstat(memory).st_size != size or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise ConnectionRefusedError("memory of another size, or unsealed")
     return split_slots(map_shared(memory, size), endpoint.slots, endpoint.slot_bytes)
 

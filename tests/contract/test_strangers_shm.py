@@ -52,12 +52,12 @@ def receiver() -> Iterator[SlotReceiver]:
 @pytest.fixture
 def two_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has an address of its own (`Stranger`'s `name`) is taken for another user's."""
-    real = shm._peer_uid
+    real = shm.peer_uid
 
     def uid_of(sock: socket.socket) -> int:
         return real(sock) + (OTHERS.encode() in bytes(sock.getpeername() or b""))
 
-    monkeypatch.setattr(shm, "_peer_uid", uid_of)
+    monkeypatch.setattr(shm, "peer_uid", uid_of)
 
 
 class Stranger:
@@ -98,7 +98,7 @@ def strangers() -> Iterator[list[Stranger]]:
         stranger.sock.close()
 
 
-def memory(size: int, seals: int = shm._SEALS) -> int:
+def memory(size: int, seals: int = shm.SEALS) -> int:
     fd = os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -106,7 +106,7 @@ def memory(size: int, seals: int = shm._SEALS) -> int:
 
 
 def right_memory(endpoint: Endpoint) -> int:
-    return memory(shm._memory_bytes(endpoint))
+    return memory(shm.memory_bytes(endpoint))
 
 
 def other_hello(endpoint: Endpoint, what: str) -> bytes:
@@ -170,8 +170,8 @@ def test_a_hello_without_memory_is_refused(
 def test_memory_that_was_not_agreed_is_refused(
     receiver: SlotReceiver, strangers: list[Stranger], fault: str
 ) -> None:
-    size = shm._memory_bytes(receiver.endpoint) + {"short": -1, "long": 1}.get(fault, 0)
-    seals = fcntl.F_SEAL_GROW if fault == "may shrink" else shm._SEALS
+    size = shm.memory_bytes(receiver.endpoint) + {"short": -1, "long": 1}.get(fault, 0)
+    seals = fcntl.F_SEAL_GROW if fault == "may shrink" else shm.SEALS
     strangers.append(stranger := Stranger(receiver.endpoint))
     stranger.says(hello_of(receiver.endpoint, SECRET), memory(size, seals))
     assert receiver.take(0.0) is None
@@ -282,7 +282,7 @@ def test_a_chunk_of_another_generation_ends_the_link(
 
 
 def test_a_listener_of_another_user_is_not_spoken_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(shm, "peer_uid", lambda sock: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
         endpoint = make_endpoint(
             "shm", "test-link.0", KIT.options, f"stretto-test-{new_nonce()}", new_nonce()
@@ -330,7 +330,7 @@ else:
 
 def other_user(role: str, endpoint: Endpoint) -> subprocess.Popen[str]:
     hello = hello_of(endpoint, SECRET).hex()
-    arguments = [role, endpoint.address, hello, str(shm._memory_bytes(endpoint)), str(shm._SEALS)]
+    arguments = [role, endpoint.address, hello, str(shm.memory_bytes(endpoint)), str(shm.SEALS)]
     return subprocess.Popen(
         [sys.executable, "-c", _CHILD, *arguments], stdout=subprocess.PIPE, text=True
     )
