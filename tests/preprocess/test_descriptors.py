@@ -47,6 +47,13 @@ def descriptors(pid: int | str) -> Counter[str]:
     return kinds
 
 
+def has_two_spares(pid: int) -> bool:
+    """Whether a worker is done with forking: it has a selector and a pidfd of each spare, and the
+    server's socket and one to each spare."""
+    own = descriptors(pid)
+    return own["anon_inode"] == own["socket"] == 3
+
+
 async def census(pool: PromptPool) -> dict[str, Any]:
     """Of this process, the worker and the children that wait for jobs, when nothing is under
     way."""
@@ -54,6 +61,8 @@ async def census(pool: PromptPool) -> dict[str, Any]:
     await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
     await asyncio.to_thread(until_all_are_closed)
     assert pool.worker.process is not None
+    pid = pool.worker.process.pid
+    await until(lambda: has_two_spares(pid))
     return {
         "server": descriptors("self"),
         "worker": descriptors(pool.worker.process.pid),

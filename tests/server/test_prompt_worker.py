@@ -19,7 +19,7 @@ import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
-from tests.preprocess.test_descriptors import descriptors
+from tests.preprocess.test_descriptors import descriptors, has_two_spares
 from tests.preprocess.test_memfile import until_all_are_closed
 from tests.preprocess.test_pool import picture, processes, sound, until
 from tests.server.real_engine import Served, served
@@ -55,6 +55,7 @@ def census(real: Served) -> dict[str, Any]:
             )
         )
         await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
+        await until(lambda: has_two_spares(pool.pid or 0))
         await until(lambda: not real.engine.metrics()["stretto_engine_running"])
 
     real.do(idle())
