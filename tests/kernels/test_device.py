@@ -44,7 +44,8 @@ def test_a_loop_has_as_many_stages_as_fit(
 
 def test_a_device_is_asked_for_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STRETTO_KERNELS_CARD", raising=False)
-    found = SimpleNamespace(major=8, minor=7, shared_memory_per_block_optin=163 << 10)
+    shared = {"shared_memory_per_block": 48 << 10, "shared_memory_per_block_optin": 163 << 10}
+    found = SimpleNamespace(major=8, minor=7, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     asked = limits(torch.device("cuda", 0))
     assert (asked.capability, asked.shared_bytes) == ((8, 7), 163 << 10)

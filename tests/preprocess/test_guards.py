@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from stretto.errors import MediaError
-from stretto.preprocess import media, video
+from stretto.preprocess import audio, video
 from stretto.preprocess.audio import decode_audio, decode_pcm16
 from stretto.preprocess.media import (
     COST_PER_FRAME_BYTE,
@@ -285,7 +285,7 @@ def test_packed_silence_is_counted_as_it_is_decoded(
 ) -> None:
     """As if the header had stated no length: decoding ends where the limit is, not where the file
     does."""
-    monkeypatch.setattr(media, "_UNKNOWN", 0)
+    monkeypatch.setattr(audio, "_UNKNOWN", 0)
     data = silence_file(30, format)
     for limits in (MediaLimits(audio_seconds=5), MediaLimits(audio_values=5 * 96_000)):
         budget = Budget(limits)

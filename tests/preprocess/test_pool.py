@@ -30,7 +30,6 @@ from stretto.preprocess.packed_prompt import (
     pack,
     pack_ids,
 )
-from stretto.preprocess.pool import job_process
 from stretto.preprocess.pool import pool as pool_module
 from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.job_process import (
@@ -467,11 +466,7 @@ def test_jobs_that_are_never_short_use_up_their_credit() -> None:
     assert [credit.take() for _ in range(6)] == [SHORT_S] * 5 + [0.0]
 
 
-def test_without_credit_a_job_has_the_cores_that_nobody_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(job_process, "SPARES", 0)
-
+def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
     def work(job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
         return JobFailed("MediaError", str(os.sched_getscheduler(0)), "messages"), None
 
@@ -496,6 +491,9 @@ def test_without_credit_a_job_has_the_cores_that_nobody_needs(
         )  # what it used; the rest went back
         children.credit.left = 0.0
         assert policy(children, 2) == os.SCHED_IDLE
+        for spare in children._spares:
+            spare.jobs.close()
+            spare.end()
 
 
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:

@@ -45,7 +45,8 @@ def limits(device: torch.device) -> Limits:
     if card or device.type != "cuda":
         return CARDS[card or "sm_90"]
     found = torch.cuda.get_device_properties(device)
-    return Limits((found.major, found.minor), found.shared_memory_per_block_optin)
+    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return Limits((found.major, found.minor), shared)
 
 
 def pdl(x: torch.Tensor) -> bool:
