@@ -56,6 +56,4 @@ async def say_goodbye(service: Service, going: Callable[[], bool] | None) -> Non
     log.info("this replica shuts down: closing %d realtime sessions", service.sessions.running)
     service.sessions.drain()
     await asyncio.sleep(service.config.drain_timeout)
-    service.draining = True
-    if not service.cut.done():
-        service.cut.set_result(None)
+    service.cut_off()

@@ -253,7 +253,7 @@ async def run(
         while (progress := server.service.progress).state == "loading":
             await asyncio.sleep(POLL_SECONDS)
         if progress.state == "dead":
-            server.service.failure = progress.error or "the engine died while it was loading"
+            server.service.fail(progress.error or "the engine died while it was loading")
             server.stop()
 
     task = asyncio.ensure_future(accompany())

@@ -105,9 +105,13 @@ class Service:
                 e,
                 exc_info=None if isinstance(e, StrettoError) else e,
             )
-            self.failure = str(e) or type(e).__name__
+            self.fail(str(e) or type(e).__name__)
         finally:
             self.opened.set()
+
+    def fail(self, reason: str) -> None:
+        """Its engine will not come up: requests are refused from now on."""
+        self.failure = reason
 
     @property
     def progress(self) -> Progress:
@@ -150,6 +154,12 @@ class Service:
             return names[0]
         message = f"the model {name!r} does not exist; this server has {', '.join(names)}"
         raise Refused(404, message, code="model_not_found", param="model")
+
+    def cut_off(self) -> None:
+        """Refuse new requests, and end those that run with an error."""
+        self.draining = True
+        if not self.cut.done():
+            self.cut.set_result(None)
 
     async def drain(self, timeout: float) -> None:
         """Take nothing new and let what runs finish, for at most the drain timeout."""
