@@ -28,6 +28,7 @@ from stretto.engine.request_manager import RequestManager
 from stretto.engine.session import Session
 from stretto.engine.supervisor import GpuSharing
 from stretto.engine.tts import TextToSpeech
+from stretto.engine.warmup import PipelineRequests, WarmUp
 from stretto.errors import StrettoError
 from stretto.family import Model, ModelInfo
 from stretto.hardware import cards
@@ -88,11 +89,20 @@ class PipelineEngine:
                 check_cards(self.config, self.model.pipeline.names, len(cards()))
             self.requests.read_reports()
             await asyncio.gather(self.prompts.start(), *(p.start() for p in self.pipelines))
+            await asyncio.gather(*map(self._warm_up, self.pipelines))
+            self.requests.reset_counts()
         except StrettoError as e:
             self._error = str(e)
             raise
         self._up = True
         self.requests.watch()
+
+    async def _warm_up(self, pipeline: Pipeline) -> None:
+        requests = PipelineRequests(self.requests, pipeline)
+        tts = TextToSpeech(requests, self._threads, self.builder.tokenizer.encode)
+        devices = (host.device for host in pipeline.supervisor.hosts)
+        gpu = any(device.startswith("cuda") for device in devices)
+        await WarmUp(self.model, requests, tts, gpu).run()
 
     async def drain(self, timeout: float) -> None:
         await self.requests.drain(timeout)

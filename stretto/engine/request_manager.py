@@ -123,6 +123,10 @@ class RequestManager:
     def count(self, what: Counter, number: int = 1) -> None:
         self._counts[what] += number
 
+    def reset_counts(self) -> None:
+        """Count from here on: what was served so far was warm-up."""
+        self._counts = dict.fromkeys(self._counts, 0)
+
     def metrics(self) -> dict[str, float]:
         values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
         return values | {"stretto_engine_running": float(self._accepted)}
@@ -151,13 +155,14 @@ class RequestManager:
         build: Callable[[], Awaitable[PackedPrompt]],
         options: RequestOptions,
         write: Callable[[RequestState], Awaitable[None]] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> AsyncIterator[Event]:
         """A request, from its prompt to its last event. `write` runs beside it: it adds text that
-        is still to come."""
+        is still to come. `pipeline`: the one that serves it; None: the router chooses."""
         with self._place():
             arrived = time.monotonic()
             prompt = await build()
-            request = self.admit(prompt, options, arrived)
+            request = self.admit(prompt, options, arrived, pipeline)
             del prompt  # its features go as soon as they are sent
             writing: asyncio.Future[None] | None = None
             try:
@@ -188,7 +193,13 @@ class RequestManager:
             if not self._accepted:
                 self._idle.set()
 
-    def admit(self, prompt: PackedPrompt, options: RequestOptions, arrived: float) -> RequestState:
+    def admit(
+        self,
+        prompt: PackedPrompt,
+        options: RequestOptions,
+        arrived: float,
+        pipeline: Pipeline | None = None,
+    ) -> RequestState:
         """Its state, with a pipeline. Nothing is announced to its stages yet. `remove` ends it."""
         if self._closed:
             raise Gone("the engine was closed")
@@ -196,7 +207,8 @@ class RequestManager:
             options, prompt.num_tokens, self.info.max_positions, self.model.vocab_size
         )
         stages = self._path(options.capability)
-        pipeline = self._choose(stages, options)
+        if pipeline is None:
+            pipeline = self._choose(stages, options)
         request = RequestState(
             self._ids.mint(options.request_id, self.running.values()),
             pipeline,

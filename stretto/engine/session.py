@@ -201,8 +201,8 @@ class Session:
             await asyncio.wait({self._reader})
 
     def _new_hearing(self) -> Hearing | None:
-        ear = self._requests.info.ear
-        return Hearing(ear.num_bins, ear.window) if ear is not None else None
+        spec = self._requests.info.audio_input
+        return Hearing(spec.num_bins, spec.window) if spec is not None else None
 
     # -- the conversation
 

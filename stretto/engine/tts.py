@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
 from stretto.engine.request import RequestState
-from stretto.engine.request_manager import RequestManager, seed_of
+from stretto.engine.request_manager import seed_of
 from stretto.errors import Busy, Invalid, StrettoError
 from stretto.family import ModelInfo
 from stretto.params import RequestOptions, SpeechStyle
@@ -33,11 +33,25 @@ P = TypeVar("P")  # a passage
 Speak = Callable[[P], AsyncIterator[Event]]
 
 
+class Requests(Protocol):
+    """What runs its requests: the engine's `RequestManager`, or one pipeline's in warm-up."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def run(
+        self,
+        build: Callable[[], Awaitable[PackedPrompt]],
+        options: RequestOptions,
+        write: Callable[[RequestState], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Event]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TextToSpeech:
     """Makes requests of texts, by what the model can do."""
 
-    requests: RequestManager
+    requests: Requests
     prompts: Prompts
     encode: Callable[[str], list[int]]
 
@@ -61,7 +75,7 @@ class TextToSpeech:
             build = partial(self.prompts.read, passage, sender, instructions)
             return self.requests.run(build, options)
 
-        found = passages(text, self.info.passage) if self.info.passage else [text]
+        found = passages(text, self.info.text_chunk) if self.info.text_chunk else [text]
         if len(found) == 1:
             return speak(found[0])
         one_voice = with_seed(options)
@@ -79,7 +93,7 @@ class TextToSpeech:
 
             return self.requests.run(build, one_voice, add_text)
 
-        return read_passages(Coming(text, self.info.passage or MAX_PASSAGE).passages(), speak)
+        return read_passages(Coming(text, self.info.text_chunk or MAX_PASSAGE).passages(), speak)
 
     async def enrol(self, clip: Conversation, owner: str) -> bytes:
         if not self.info.cloning:

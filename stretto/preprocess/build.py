@@ -72,23 +72,26 @@ def read_aloud(
 def warm(builder: Builder) -> None:
     """Build a prompt of text and with each kind of media once: what that imports and computes is
     there then, for the children of this process too."""
-    for part in ({"type": "text", "text": "Hello"}, _silence(), _dot()):
+    for part in ({"type": "text", "text": "Hello"}, sound_part(0.1), picture_part()):
         with suppress(
             Exception
         ):  # a model that takes no such media refuses it; what else is wrong is told to clients
             builder.build([{"role": "user", "content": [part]}])
 
 
-def _silence() -> dict[str, Any]:
+def sound_part(seconds: float) -> dict[str, Any]:
+    """A message's part: noise of this length."""
     file = io.BytesIO()
-    soundfile.write(file, np.zeros(2400, np.float32), 24_000, format="WAV")
+    noise = np.random.default_rng(0).standard_normal(int(24_000 * seconds), dtype=np.float32)
+    soundfile.write(file, 0.1 * noise, 24_000, format="WAV")
     return {
         "type": "input_audio",
         "input_audio": {"data": b64encode(file.getvalue()).decode(), "format": "wav"},
     }
 
 
-def _dot() -> dict[str, Any]:
+def picture_part() -> dict[str, Any]:
+    """A message's part: a small black picture."""
     file = io.BytesIO()
     Image.new("RGB", (64, 64)).save(file, "PNG")
     url = "data:image/png;base64," + b64encode(file.getvalue()).decode()

@@ -17,7 +17,7 @@ from typing import Any
 
 from stretto.errors import Bug, StrettoError
 from stretto.observe.recorder import Recorder
-from stretto.stage.counters import StageStats, reset
+from stretto.stage.counters import StageStats
 from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.media_rows import MediaOutput, PayloadStore
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
@@ -144,15 +144,6 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
         ended = self.scheduler.cancel(id)
         self._remove_if_done(id)
         return ended
-
-    def forget(self) -> None:
-        """Begin anew: an empty prefix cache, no measured times. There are no requests now."""
-        self.store = PayloadStore()
-        self.scheduler = Scheduler(self.scheduler.config, self.store.drop)
-        a = self.timer
-        self.due_ns = None
-        self.timer = LaunchTimer(a.sizes, a.lead_ns, a.on, a.clock)
-        reset(self.stats)
 
     @property
     def prefill_in_flight(self) -> bool:

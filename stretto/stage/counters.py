@@ -3,8 +3,7 @@ benchmarks read it too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from stretto.observe.recorder import Histogram
 
@@ -65,17 +64,3 @@ class CodecStats:
     launch: Histogram = field(default_factory=Histogram)
     # from launch to the samples' arrival, behind earlier steps
     device: Histogram = field(default_factory=Histogram)
-
-
-def reset(counted: Any) -> None:
-    """Begin to count anew, in place: whoever shows the numbers has these very objects."""
-    for name, value in ((f.name, getattr(counted, f.name)) for f in fields(counted)):
-        if isinstance(value, dict):
-            for part in value.values():
-                reset(part)
-        elif is_dataclass(value):
-            reset(value)
-        elif isinstance(value, list):
-            value[:] = [0] * len(value)
-        else:
-            setattr(counted, name, type(value)())

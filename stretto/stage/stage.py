@@ -135,10 +135,6 @@ class Stage(Protocol):
         something to return. On a CPU this does the work."""
         ...
 
-    def forget(self) -> None:
-        """Begin anew: drop what was counted, learnt and kept of requests. There are none now."""
-        ...
-
 
 @runtime_checkable
 class TakesFeatures(Protocol):

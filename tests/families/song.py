@@ -163,9 +163,6 @@ class PoetStage:
     def launch(self) -> bool:
         return self.core.launch()
 
-    def forget(self) -> None:
-        self.core.forget()
-
     def _take(self, o: CoreOutput) -> Iterator[Output]:
         id, poem = o.request.id, self.requests.get(o.request.id)
         if poem is None:
@@ -266,9 +263,6 @@ class OrganStage:
 
     def launch(self) -> bool:
         return self.core.launch()
-
-    def forget(self) -> None:
-        self.core.forget()
 
     def _take(self, o: VocoderOutput) -> Iterator[Output]:
         timings = self.requests[o.request]

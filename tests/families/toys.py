@@ -121,9 +121,6 @@ class ToyStage:
             did = (id not in self.blocked and self._step(id, work)) or did
         return did
 
-    def forget(self) -> None:
-        pass
-
     def _step(self, id: RequestId, work: Work) -> bool:
         if work.numbers:
             self._give(id, work, self.change(work.numbers.popleft()))

@@ -3,6 +3,10 @@ use."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +16,23 @@ from PIL import Image
 
 from stretto._imports import load
 from stretto.config.engine import HostSettings
+from stretto.engine.events import Event, Product
+from stretto.engine.tts import TextToSpeech
+from stretto.engine.warmup import WarmUp
+from stretto.family import ModelInfo
 from stretto.messages.hosts import Configure
-from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, Text
+from stretto.messages.requests import Admit, Codes, Ended, Failed, Made, Pcm, Text
 from stretto.models.qwen3_tts.params import ClonedVoice
 from stretto.params import Capability, Params, RequestOptions, SpeechStyle
 from stretto.preprocess import build as work
-from stretto.preprocess.packed_prompt import pack
+from stretto.preprocess.packed_prompt import PackedPrompt, pack
+from stretto.preprocess.pool.threads import InThreads
 from stretto.preprocess.prompt import Prompt
 from stretto.registry import open_model
 from stretto.stage.host.host import Host
-from stretto.stage.warmup import Reports, warm_up
 from stretto.types import RequestId
 
-CHANGES = ("stretto_host_memory_bytes", "stretto_host_busy_seconds_total")
-"""Numbers that time alone changes."""
+ids = count()
 Question = tuple[Capability, Prompt, tuple[int, ...] | None, SpeechStyle]
 
 
@@ -41,11 +48,10 @@ class Driven:
         self.model = open_model(model)
         self.builder: work.Builder = load(self.model.builder)(model)
         self.reports: list[tuple[Any, bytes]] = []
-        self.outgoing = Reports(lambda message, blob: self.reports.append((message, blob)))
         pipeline = self.model.pipeline
         links = tuple((k.sender, k.receiver) for k in pipeline.links)
         told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
-        self.host = Host(told, HostSettings(trace=True, **settings), self.outgoing.post)
+        self.host = Host(told, HostSettings(trace=True, **settings), self._report)
         self.host.load()
         for node in (
             self.host.stages.values()
@@ -56,11 +62,29 @@ class Driven:
                 node.encoders.clock = lambda: 0
         self.reports.clear()
 
-    def warm_up(self) -> int:
-        return warm_up(self.host, self.outgoing)
+    def _report(self, message: Any, blob: bytes) -> None:
+        self.reports.append((message, blob))
 
-    def values(self) -> dict[str, float]:
-        return {k: v for k, v in self.host.recorder.values().items() if k not in CHANGES}
+    @property
+    def info(self) -> ModelInfo:
+        return self.model.info
+
+    def warm_up(self) -> int:
+        """The requests that an engine sends through its pipelines before it is ready."""
+        tts = TextToSpeech(self, InThreads(self.builder), self.builder.tokenizer.encode)
+        return asyncio.run(WarmUp(self.model, self, tts, gpu=False).run())
+
+    async def run(
+        self,
+        build: Callable[[], Awaitable[PackedPrompt]],
+        options: RequestOptions,
+        write: Any = None,
+    ) -> AsyncIterator[Event]:
+        prompt = await build()
+        self._serve(prompt, replace(options, tts_ids=prompt.tts_ids), RequestId(f"run-{next(ids)}"))
+        for message, blob in self.reports:
+            if isinstance(message, Made):
+                yield Product(blob)
 
     def ask(self, question: Question, id: str = "a") -> dict[str, Any]:
         """A request that draws from a seed; all that is said of it."""
@@ -75,16 +99,7 @@ class Driven:
             seed=7,
         )
         options = RequestOptions(capability, params, style=style, tts_ids=tts_ids)
-        told = self.model.stage_params(options)
-        packed = pack(prompt)
-        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in told.items()}
-        self.reports.clear()
-        self.host.handle(
-            Admit(RequestId(id), packed.for_host(with_features=True), raw), packed.feature_bytes()
-        )
-        while len({m.stage for m, _ in self.reports if isinstance(m, Ended)}) < len(told):
-            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
-            self.host.loop.round()
+        self._serve(pack(prompt), options, RequestId(id))
         found: dict[str, Any] = {"text": [], "codes": b"", "pcm": b"", "cached": {}}
         for message, blob in self.reports:
             match message:
@@ -97,6 +112,17 @@ class Driven:
                 case Ended(stage=stage, cached=cached):
                     found["cached"][stage] = cached
         return found
+
+    def _serve(self, packed: PackedPrompt, options: RequestOptions, id: RequestId) -> None:
+        """Until all stages have ended; `reports` are then those of this request."""
+        params = self.model.stage_params(options)
+        raw = {stage: msgspec.Raw(msgspec.msgpack.encode(p)) for stage, p in params.items()}
+        self.reports.clear()
+        admit = Admit(id, packed.for_host(with_features=True), raw)
+        self.host.handle(admit, packed.feature_bytes())
+        while len({m.stage for m, _ in self.reports if isinstance(m, Ended)}) < len(params):
+            assert not any(isinstance(m, Failed) for m, _ in self.reports), self.reports
+            self.host.loop.round()
 
     def question(self, wants: str) -> Question:
         builder, style = self.builder, SpeechStyle()

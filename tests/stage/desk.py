@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter, TalkerInput
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter, ThinkerInput
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
+from stretto.models.qwen3_omni.talker import TalkerAdapter, TalkerInput
+from stretto.models.qwen3_omni.thinker import ThinkerAdapter, ThinkerInput
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.launch_timing import LaunchTimer

@@ -12,7 +12,7 @@ import pytest
 from stretto.config.engine import HostSettings
 from stretto.errors import Bug, Invalid
 from stretto.messages.requests import Admit, FromHost, Text, Working
-from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.family import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.stages.guided import WORKING_NS, Compiling, PendingRequest
 from stretto.preprocess.grammars import GrammarCompiler

@@ -23,7 +23,6 @@ TESTED_ELSEWHERE = {
     "stage",
     "vocoder/config",
     "vocoder/model",
-    "warmup",
 }
 """By tests of what uses them. The list only gets shorter."""
 

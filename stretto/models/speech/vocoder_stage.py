@@ -75,9 +75,6 @@ class VocoderStage:
     def launch(self) -> bool:
         return self.core.launch()
 
-    def forget(self) -> None:
-        self.core.forget()
-
     def _take(self, o: VocoderOutput, outputs: list[Output]) -> None:
         id = o.request
         timings = self.requests.get(id)

@@ -32,7 +32,6 @@ from stretto.stage.stage import Stage
 from stretto.stage.timings import Report
 from stretto.stage.vocoder import CodecConfig, VocoderCore
 from stretto.stage.vocoder.model import VocoderModel
-from stretto.stage.warmup import WarmUpRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +49,6 @@ class StageContext:
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
     configure: Configure | None = None  # what the host was told that it is
-    warm_up: Sequence[WarmUpRequest] = ()  # that the stages serve before the host is ready
 
     @property
     def beside(self) -> tuple[tuple[str, ...], ...]:

@@ -85,7 +85,6 @@ class Loop:
         self.clock = clock
         self.failure: BaseException | None = None
         self._on_failure: Callable[[], None] = lambda: None
-        self._first: Callback = lambda: None
         # asleep, since `run` began
         self.idle_ns = 0
         self._begun = time.monotonic()
@@ -105,11 +104,9 @@ class Loop:
         self._messages.append(message)
         self.wakeup.wake()
 
-    def start(self, on_failure: Callable[[], None], first: Callback = lambda: None) -> None:
-        """`first` is called before the first round, `on_failure` last, if it dies; both on the loop
-        thread."""
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called last, on the loop thread, if the loop dies."""
         self._on_failure = on_failure
-        self._first = first
         self._thread = threading.Thread(target=self.run, name="stage-loop", daemon=True)
         self._thread.start()
 
@@ -128,7 +125,6 @@ class Loop:
 
     def run(self) -> None:
         try:
-            self._first()
             self._begun = time.monotonic()
             while not self._stopping:
                 if not self.round():

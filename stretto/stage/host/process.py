@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 
 import torch
@@ -23,7 +22,6 @@ from stretto.observe import logs
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.device_check import check_device, one_line
 from stretto.stage.host.host import Host, take_messages
-from stretto.stage.warmup import Reports, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +39,7 @@ def serve(sock: socket.socket) -> int:
     try:
         settings = HostSettings.from_dict(configure.settings)
         check_device(settings.device)
-        reports = Reports(channel.post)
-        host = Host(configure, settings, reports.post, channel.push)
+        host = Host(configure, settings, channel.post, channel.push)
         host.load()
     except Exception as e:
         if not isinstance(e, (StrettoError, RuntimeError, OSError)):
@@ -52,23 +49,11 @@ def serve(sock: socket.socket) -> int:
         return 1
     if host.device.type == "cuda":
         host.context.memory["allocated"] = torch.cuda.memory_allocated(host.device)
-    warmed_up, alive = threading.Event(), False
-
-    def warming_up() -> None:
-        nonlocal alive
-        try:
-            warm_up(host, reports)
-            alive = True
-        finally:
-            warmed_up.set()
-
+    settle_down()
     # Its failure wakes the reader below, so that the engine learns of it now and not with its
     # next message.
-    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD), warming_up)
-    warmed_up.wait()
-    if alive:
-        settle_down()
-        channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
+    host.loop.start(lambda: sock.shutdown(socket.SHUT_RD))
+    channel.send(Ready(configure.stages, time.perf_counter() - start, host.context.memory))
     try:
         take_messages(host, channel)
     except Busy as e:

@@ -24,7 +24,7 @@ import torch
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.observe.recorder import Recorder
-from stretto.stage.counters import CodecStats, reset
+from stretto.stage.counters import CodecStats
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.steps import StepQueue
@@ -156,11 +156,6 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         stream.gone = True
         self._slots.give_up(stream)
         return True
-
-    def forget(self) -> None:
-        """Begin anew, without streams."""
-        self.primers.clear()
-        reset(self.stats)
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
         self._stream(id).deadline = deadline

@@ -24,9 +24,6 @@ class Primers:
     def __contains__(self, primer: Primer) -> bool:
         return primer.key in self._kept
 
-    def clear(self) -> None:
-        self._kept.clear()
-
     def begin(self, stream: Stream, slot: int) -> None:
         """A stream takes a slot, where it has heard its primer already or will hear it first."""
         primer = stream.primer

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stretto.models.qwen3_omni.build import BUILD
 
 from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches, check_model
 from stretto.config.placement import HostPlace
@@ -15,7 +16,6 @@ from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Loading
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_omni.plan import POOLS, plan, shared
 from stretto.stage.host import context as context_module
 from stretto.stage.host.context import StageContext
 from stretto.stage.host.host import Host
@@ -41,7 +41,7 @@ PLANS = [
 
 def test_planned_is_what_is_built(tiny_dir: Path, tiny_config: OmniConfig) -> None:
     s = HostSettings(max_rows=5, blocks={"thinker": 7, "talker": 9})
-    plans = {p.stage: p for p in plan(tiny_config, STAGES, s, s.blocks, torch.float32)}
+    plans = {p.stage: p for p in BUILD.plan(tiny_config, STAGES, s, s.blocks, torch.float32)}
     source = Source.open(tiny_dir, progress=False)
     thinker, talker, code2wav = source.thinker(), source.talker(), source.code2wav()
     for model, p in ((thinker, plans["thinker"]), (code2wav, plans["code2wav"])):
@@ -62,10 +62,10 @@ def test_float8_experts_are_planned_as_they_are_built(
 ) -> None:
     s = HostSettings(expert_weights="float8")
     source = Source.open(tiny_dir, progress=False, expert_weights="float8")
-    [p] = plan(source.config, ("thinker",), s, POOLS, torch.float32)
+    [p] = BUILD.plan(source.config, ("thinker",), s, BUILD.cpu_blocks, torch.float32)
     model = source.thinker()
     assert 0 <= sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - p.weights < 1 << 14
-    [full] = plan(tiny_config, ("thinker",), HostSettings(), POOLS, torch.float32)
+    [full] = BUILD.plan(tiny_config, ("thinker",), HostSettings(), BUILD.cpu_blocks, torch.float32)
     experts = sum(e.numel() for n, e in model.named_parameters() if ".experts." in n)
     scales = sum(b.nbytes for n, b in model.named_buffers() if n.endswith("_scale"))
     assert full.weights - p.weights == 3 * experts - scales > 0
@@ -99,13 +99,15 @@ def test_a_host_says_how_it_loads(settings: HostSettings, how: str, tiny_dir: Pa
     host.load()
     assert told == [Loading("thinker", f"{how}, with room for 8192 tokens")]
     source = Source.open(tiny_dir, progress=False, expert_weights=settings.expert_weights)
-    [p] = plan(source.config, ("thinker",), settings, POOLS, torch.float32)
+    [p] = BUILD.plan(source.config, ("thinker",), settings, BUILD.cpu_blocks, torch.float32)
     assert host.context.memory == {"thinker": p.total}
 
 
 def test_a_talker_without_a_thinker_borrows_its_words(tiny_config: OmniConfig) -> None:
-    together = plan(tiny_config, ("thinker", "talker"), HostSettings(), POOLS, torch.float32)[1]
-    alone = plan(tiny_config, ("talker",), HostSettings(), POOLS, torch.float32)[0]
+    together = BUILD.plan(
+        tiny_config, ("thinker", "talker"), HostSettings(), BUILD.cpu_blocks, torch.float32
+    )[1]
+    alone = BUILD.plan(tiny_config, ("talker",), HostSettings(), BUILD.cpu_blocks, torch.float32)[0]
     text = tiny_config.thinker.text
     assert (
         alone.transient_bytes - together.transient_bytes == text.vocab_size * text.hidden_size * 4
@@ -207,11 +209,11 @@ def test_hosts_on_one_card_leave_room_for_each_other(tiny_config: OmniConfig) ->
     """The first of two hosts takes so many blocks that the second finds room for as many."""
     s = HostSettings(max_rows=4, max_context=640)
     both = [*STAGES[:1], *STAGES[1:], *STAGES]
-    bare = needed(plan(tiny_config, both, s, {"thinker": 0, "talker": 0}, torch.float32))
-    got = shared(tiny_config, both, s, torch.float32, bare + 9_000_000)
+    bare = needed(BUILD.plan(tiny_config, both, s, {"thinker": 0, "talker": 0}, torch.float32))
+    got = BUILD.share_room(tiny_config, both, s, torch.float32, bare + 9_000_000)
     assert got["thinker"] == got["talker"] > 40
-    assert needed(plan(tiny_config, both, s, got, torch.float32)) <= bare + 9_000_000
-    alone = shared(tiny_config, STAGES, s, torch.float32, bare + 9_000_000)
+    assert needed(BUILD.plan(tiny_config, both, s, got, torch.float32)) <= bare + 9_000_000
+    alone = BUILD.share_room(tiny_config, STAGES, s, torch.float32, bare + 9_000_000)
     assert alone["thinker"] > got["thinker"]
 
 
@@ -221,21 +223,21 @@ def test_pools_share_what_is_left(tiny_config: OmniConfig) -> None:
     s = HostSettings(max_rows=4, max_context=640)  # 40 blocks hold a request
 
     def taken(blocks: dict[str, int]) -> int:
-        return needed(plan(tiny_config, STAGES, s, blocks, torch.float32))
+        return needed(BUILD.plan(tiny_config, STAGES, s, blocks, torch.float32))
 
     bare = taken({"thinker": 0, "talker": 0})
     for room in (bare, bare + 3_000_000, bare + 5_000_000):
-        got = shared(tiny_config, STAGES, s, torch.float32, room)
+        got = BUILD.share_room(tiny_config, STAGES, s, torch.float32, room)
         assert got["thinker"] == got["talker"]
         assert 40 <= got["thinker"] <= 160
         assert taken({name: n + 1 for name, n in got.items()}) > room, (
             "one more would not have fitted"
         )
         assert taken(got) <= room or got["thinker"] == 40
-    plenty = shared(tiny_config, STAGES, s, torch.float32, 1 << 40)
+    plenty = BUILD.share_room(tiny_config, STAGES, s, torch.float32, 1 << 40)
     assert plenty == {"thinker": 160, "talker": 160}, "more could never be used"
     stated = HostSettings(max_rows=4, max_context=640, blocks={"thinker": 9})
-    got = shared(tiny_config, STAGES, stated, torch.float32, bare + 3_000_000)
+    got = BUILD.share_room(tiny_config, STAGES, stated, torch.float32, bare + 3_000_000)
     assert got["thinker"] == 9
     assert got["talker"] > 40
 

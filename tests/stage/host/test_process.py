@@ -26,8 +26,8 @@ PLACES, CONTROL = 8, 3
 class Still(Loop):
     """Takes messages when it is told to, and not by itself."""
 
-    def start(self, on_failure: Callback, first: Callback = lambda: None) -> None:
-        first()
+    def start(self, on_failure: Callback) -> None:
+        pass
 
 
 class Host:
@@ -36,10 +36,8 @@ class Host:
     Loop: type[Loop] = Still
 
     def __init__(self, *args: Any) -> None:
-        self.device, self.context = (
-            SimpleNamespace(type="cpu"),
-            SimpleNamespace(memory={}, warm_up=None),
-        )
+        self.device = SimpleNamespace(type="cpu")
+        self.context = SimpleNamespace(memory={})
         self.loop = self.Loop(self, max_messages=PLACES)
         self.handled: list[ToHost] = []
         self.closed = False
@@ -117,26 +115,9 @@ def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPa
     assert not host.closed, "that would wait for the loop, which may stand still for good"
 
 
-def test_a_host_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    monkeypatch.setattr(
-        process, "warm_up", lambda host, reports: threads.append(threading.current_thread().name)
-    )
-    monkeypatch.setattr(process, "settle_down", lambda: threads.append("settled"))
-    monkeypatch.setattr(Host, "Loop", Loop)
+def test_a_host_settles_down_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(process, "settle_down", lambda: calls.append("settled"))
     code, _, said = serve(monkeypatch, Quit(), settles=False)
-    assert (code, threads) == (0, ["stage-loop", "settled"])
+    assert (code, calls) == (0, ["settled"])
     assert isinstance(said[0], Ready)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_host_whose_warm_up_breaks_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(host: Any, reports: Any) -> None:
-        raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr(process, "warm_up", breaks)
-    monkeypatch.setattr(Host, "Loop", Loop)
-    code, _, said = serve(monkeypatch)
-    assert code == 1
-    assert [type(m) for m in said] == [Broken]
-    assert "the device is lost" in said[0].message

@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.models.qwen3_omni.build import capture_encoders
 
-from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.layers.capture import capture_graphs
 from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.host import StageBuilder
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.models.random_weights import fill_dummy
 from stretto.models.weights import build
 from stretto.stage import vocoder as codec
-from stretto.stage.host.context import StageContext
 from stretto.stage.runner import graphs as decoding
 from stretto.stage.runner.adapter import Picked
 from stretto.stage.runner.columns import SamplingMode
@@ -222,15 +220,11 @@ def test_images_only_where_asked(
     for owner in (WindowGraphs, FrameGraphs):
         monkeypatch.setattr(owner, "forward", lambda self, size: cuda.note((type(self), size)))
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
-    settings = HostSettings(vision_graphs=asked)
-    context = StageContext(
-        "", settings, CPU, OverlapSwitches(), lambda: None, lambda message, blob: None, lambda: None
-    )
     used: list[int] = []
     model.audio_tower.conv2d1.register_forward_pre_hook(
         lambda module, given: used.append(len(given[0]))
     )
-    StageBuilder(("thinker",), context).capture_encoders(model, cuda.side)  # type: ignore[arg-type]
+    capture_encoders(model, cuda.side, images=asked)  # type: ignore[arg-type]
     assert used == [64, 32, 16, 8, 4, 2, 1]
     images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
     sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
