@@ -252,7 +252,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
         "-d",
         json.dumps({"model": name, **body}),
     ]
-    paste = " ".join(_quote(c) for c in curl)
+    example = " ".join([*(_quote(c) for c in curl), then]).rstrip()
     voices = f" ({', '.join(engine.info.voices)})" if engine.info.voices else ""
     return (
         f"\nStretto {__version__} serves {name}{voices}\n"
@@ -260,7 +260,7 @@ def greeting(config: ServerConfig, service: Service) -> str:
         f"each\n"
         f"  page     {base}/\n  API      {base}/v1\n  metrics  "
         f"{config.metrics_url or f'{base}/metrics'}\n\n"
-        f"Try it:\n  {paste} {then}\n"
+        f"Try it:\n  {example}\n"
     )
 
 
@@ -280,8 +280,11 @@ def _example(info: ModelInfo) -> tuple[str, dict[str, Any], str]:
             {"input": "Hello, how are you?", **how, "response_format": "wav"},
             "-o answer.wav",
         )
+    question = [{"role": "user", "content": "Hello!"}]
+    if "audio" not in info.output_modalities:
+        return "/v1/chat/completions", {"messages": question, "max_tokens": 60}, ""
     body = {
-        "messages": [{"role": "user", "content": "Hello!"}],
+        "messages": question,
         "modalities": ["text", "audio"],
         "audio": {"voice": info.default_voice, "format": "wav"},
         "max_tokens": 60,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stretto.kernels.reference.paged import Paging
+from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.kernels.reference.sampling import guarded, sample
 from stretto.layers.upload import to_device
 from stretto.stage.request import StageRequest
@@ -24,13 +24,13 @@ class TinyTextAdapter:
     fused = False  # there are no fused kernels
 
     def __init__(
-        self, model: TinyTextModel, blocks: int, block_size: int, max_rows: int, max_context: int
+        self, model: TinyTextModel, cache: KVCache, max_rows: int, max_context: int
     ) -> None:
         self.model = model
-        self.cache = model.cache(blocks + 1, block_size)  # block 0 is for padding
-        vocab = model.config.decoder.vocab_size
-        self.rows = DeviceRows(max_rows, -(-max_context // block_size), vocab, self.cache)
-        self.columns_of_sampling = SamplingColumns(max_rows + 1, model.device)
+        self.cache = cache
+        vocab, blocks = model.config.decoder.vocab_size, -(-max_context // cache.block_size)
+        self.rows = DeviceRows(max_rows, blocks, vocab, cache)
+        self.params = SamplingColumns(max_rows + 1, model.device)
         self.next = torch.zeros(max_rows + 1, dtype=torch.int64, device=model.device)
         self.inputs: dict[RequestId, SamplingParams] = {}  # the stage adds and removes
 
@@ -39,7 +39,7 @@ class TinyTextAdapter:
 
     def join(self, join: RowJoin, request: StageRequest) -> None:
         self.rows.join(join.row, join.blocks, 0.0, ())
-        self.columns_of_sampling.write(join.row, self.inputs[join.request])
+        self.params.write(join.row, self.inputs[join.request])
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids, which are all that a row needs to be computed again
@@ -73,7 +73,7 @@ class TinyTextAdapter:
         self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, mode: SamplingMode
     ) -> Picked:
         logits = self.model.lm_head(hidden)
-        tokens = sample(logits, self.columns_of_sampling.pick(rows, mode), positions + 1)
+        tokens = sample(logits, self.params.pick(rows, mode), positions + 1)
         self.next[rows] = tokens
         return Picked(guarded(tokens[:, None], logits))
 

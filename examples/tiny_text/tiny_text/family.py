@@ -15,7 +15,7 @@ from stretto.types import SamplingParams, stage_seed
 from tiny_text.config import TinyTextConfig
 
 PIPELINE = PipelineSpec(
-    build="tiny_text.stage:build",
+    build="tiny_text.build:BUILD",
     stages=(StageSpec("writer", "reads the question and writes the answer", decides="text"),),
     links=(),
     paths={"text": ("writer",)},

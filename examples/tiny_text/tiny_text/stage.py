@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
-from stretto.layers.targets import targets
 from stretto.messages.requests import Admit, Text
-from stretto.models.weights import CheckpointFiles, load, prepare_device
-from stretto.models.weights import build as build_module
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec
-from stretto.stage.stage import Arrival, Output, Stage, ToEngine
+from stretto.stage.stage import Arrival, Output, ToEngine
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
-from tiny_text.adapter import TinyTextAdapter
-from tiny_text.config import TinyTextConfig
 from tiny_text.family import WriterParams
-from tiny_text.model import TinyTextModel
 
 
 class WriterStage:
@@ -90,9 +82,6 @@ class WriterStage:
     def launch(self) -> bool:
         return self.core.launch() or bool(self.outputs)
 
-    def forget(self) -> None:
-        self.core.forget()
-
     def _take(self, o: CoreOutput) -> Iterator[Output]:
         id = o.request.id
         timings = self.requests.get(id)
@@ -109,26 +98,3 @@ class WriterStage:
             timings.cached = o.cached
             del self.requests[id]
             yield ToEngine(timings.ended(id, self.name, o.reason))
-
-
-def load_model(
-    directory: Path,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-) -> TinyTextModel:
-    config = TinyTextConfig.read(directory)
-    dtype = prepare_device(device, dtype)
-    model = build_module(lambda: TinyTextModel(config), device, dtype)
-    load(CheckpointFiles.open(directory), targets(model, ""), [""], progress=False)
-    model.prepare()
-    return model.eval()
-
-
-def build(stages: Sequence[str], context: StageContext) -> dict[str, Stage]:
-    """Called by the host, on its main thread, before its loop runs."""
-    s = context.settings
-    blocks = s.blocks.get("writer", 256)
-    model = load_model(Path(context.model), context.device, context.dtype)
-    adapter = TinyTextAdapter(model, blocks, s.block_size, s.max_rows, s.max_context)
-    core = context.autoregressive("writer", adapter, blocks)
-    return {"writer": WriterStage(core, model.config.end)}
