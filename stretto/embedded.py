@@ -1,8 +1,8 @@
 """The small speaking checkpoint that comes with the project, for commands that are given no model.
 
 It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own
-package stays small. Called by the commands. `read_ideas` and `is_random` are for any checkpoint:
-families and the engine call them when they open one."""
+package stays small. Called by the commands. `read_example_prompts` and `is_random` are for any
+checkpoint: families and the engine call them when they open one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 PACKAGE = "stretto_nano"
 CHECKPOINT = "nano"  # its folder there, and so the name that it is served by
 CLONE = Path(__file__).resolve().parents[1] / "packages" / "nano" / PACKAGE
-IDEAS = "ideas.json"
-MAX_IDEAS, MAX_LETTERS = 6, 200
+EXAMPLE_PROMPTS = "ideas.json"
+MAX_EXAMPLE_PROMPTS, MAX_LETTERS = 6, 200
 RANDOM = "random_weights"
 """In config.json: true where the weights are random numbers. Writers of tiny checkpoints put it
 there."""
@@ -42,18 +42,18 @@ def complete(folder: Path) -> bool:
     )
 
 
-def read_ideas(folder: Path) -> tuple[str, ...]:
+def read_example_prompts(folder: Path) -> tuple[str, ...]:
     """Questions that a checkpoint can answer, as it says itself; none if it says nothing that makes
     sense."""
     try:
-        found = json.loads((folder / IDEAS).read_text(encoding="utf-8"))
+        found = json.loads((folder / EXAMPLE_PROMPTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ()
     if not isinstance(found, list) or not all(
         isinstance(i, str) and 0 < len(i) <= MAX_LETTERS for i in found
     ):
         return ()
-    return tuple(found[:MAX_IDEAS])
+    return tuple(found[:MAX_EXAMPLE_PROMPTS])
 
 
 def is_random(folder: Path) -> bool:

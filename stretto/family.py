@@ -49,7 +49,8 @@ class LinkSpec:
 class PipelineSpec:
     """The stages of a family in data-flow order, and the links between them."""
 
-    # "module:function" of (names of stages, StageContext) -> nodes by name; called in a host
+    # "module:attribute" of (names of stages, StageContext) -> stages by name, called in a host: a
+    # `FamilyBuild`
     build: str
     stages: tuple[StageSpec, ...]
     links: tuple[LinkSpec, ...]
@@ -109,8 +110,8 @@ class ModelInfo:
     max_positions: int
     input_modalities: tuple[str, ...] = ("text",)
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
-    ear: AudioInputSpec | None = None  # None: sound is taken whole, when it is over
-    ideas: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
+    audio_input: AudioInputSpec | None = None  # None: sound is taken whole, when it is over
+    example_prompts: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     transcription: Transcription | None = None  # None: it does not write down speech
     defaults: Params = field(
         default_factory=Params
@@ -119,8 +120,8 @@ class ModelInfo:
     instructions: bool = False  # how a text is to be read can be said in words
     cloning: bool = False  # voices can be made of clips
     live_text: bool = False  # a text can be read while it is written
-    # characters that are read at once; longer texts are cut into such passages. 0: never
-    passage: int = 0
+    # characters that are read at once; longer texts are cut into chunks of that size. 0: never
+    text_chunk: int = 0
     stages: Mapping[str, str] = field(
         default_factory=dict
     )  # and what each does, in words; told by the engine

@@ -20,17 +20,11 @@ import torch
 from stretto.errors import Invalid, TooLong
 from stretto.kernels.reference.paged import KVCache
 from stretto.kernels.reference.sampling import Noise, SamplingRows, sample
-from stretto.models.qwen3_omni.bridge import (
-    TalkerPrompt,
-    first_text_row,
-    opening_rows,
-    talker_prompt,
-    user_rows,
-)
+from stretto.models.qwen3_omni.bridge import TalkerPrompt, talker_prompt
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.models.qwen3_omni.talker import Talker
+from stretto.models.qwen3_omni.talker import Talker, first_text_row, opening_rows, user_rows
 from stretto.models.qwen3_omni.thinker import Deep, MediaRows, Thinker
 from stretto.models.speech.talker import FrameRows
 from stretto.models.speech.vocoder import VocoderStream

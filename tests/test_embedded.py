@@ -67,7 +67,7 @@ def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
     assert all(name in card for name in sounds)
     info = open_model(folder).info
     assert (info.name, info.random_weights) == ("nano", False)
-    assert len(info.ideas) == 6
+    assert len(info.example_prompts) == 6
     assert info.defaults.speech_temperature < 0.9
 
 
@@ -98,7 +98,7 @@ def test_generate_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
-    assert open_model(tiny_dir).info.ideas == ()
+    assert open_model(tiny_dir).info.example_prompts == ()
     for words, wanted in (
         (["Who are you?"], ("Who are you?",)),
         ([str(i) for i in range(9)], tuple("012345")),
@@ -106,10 +106,10 @@ def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
         ({"a": 1}, ()),
         ([1], ()),
     ):
-        (tmp_path / embedded.IDEAS).write_text(json.dumps(words))
-        assert embedded.read_ideas(tmp_path) == wanted
-    (tmp_path / embedded.IDEAS).write_text("[")
-    assert embedded.read_ideas(tmp_path) == ()
+        (tmp_path / embedded.EXAMPLE_PROMPTS).write_text(json.dumps(words))
+        assert embedded.read_example_prompts(tmp_path) == wanted
+    (tmp_path / embedded.EXAMPLE_PROMPTS).write_text("[")
+    assert embedded.read_example_prompts(tmp_path) == ()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent / "stretto"
 SHARED = {
     "Answer", "Attention", "Audio", "AudioDelta", "AudioDone", "AudioEncoder", "AudioInput",
     "Block", "Book", "Choice", "Codebook", "CodecIds", "Conv", "Conversation", "Function",
-    "Item", "Layer", "Listening", "Mlp", "NamedTool", "Norm", "Part", "Progress", "Quantizer",
-    "Reader", "Scale", "Socket", "Sound", "Source", "StageBuilder", "Talker", "TalkerAdapter",
+    "Item", "Layer", "Mlp", "NamedTool", "Norm", "Part", "Progress", "Quantizer",
+    "Scale", "Sound", "Source", "Talker", "TalkerAdapter",
     "TalkerConfig", "TalkerInput", "TalkerParams", "TalkerStage", "TextDelta", "TokenIds",
     "Tool", "TranscriptDelta", "TranscriptDone", "Transcription", "Usage", "VoiceId", "Windows",
 }

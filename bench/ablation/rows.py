@@ -17,7 +17,7 @@ from bench.harness.host import Asker, OneHost, kernels, swapped
 from bench.harness.workload import Workload
 from stretto.layers.decoder import Decoder
 from stretto.loadtest.runner import Sample
-from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
+from stretto.models.qwen3_omni.talker import TalkerAdapter
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 

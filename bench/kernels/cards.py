@@ -38,13 +38,13 @@ from bench.harness.results import parser, write
 from stretto.kernels import triton as kernels
 from stretto.kernels.triton import device as launching
 from stretto.kernels.triton.device import CARDS
-from stretto.models.qwen3_omni import load
-from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
+from stretto.models import source as weights
+from stretto.models.compile_ahead import ALIKE, StageModel, run_tasks, tasks_of
+from stretto.models.qwen3_omni.build import small
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_omni.warming import small
-from stretto.models.warming import ALIKE, Steps, tasks_of
+from stretto.models.qwen3_omni.talker import TalkerAdapter
+from stretto.models.qwen3_omni.thinker import ThinkerAdapter
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import sizes_for
 from stretto.testing.qwen3_omni import released_config
@@ -107,25 +107,26 @@ def record(stage: str) -> list[Variant]:
     recorder = Recorder()
     launch = JITFunction.run
     JITFunction.run = lambda kernel, *a, **o: recorder.run(kernel, *a, **o)  # type: ignore[method-assign,assignment]
-    load.fill_dummy = lambda model, seed: None  # type: ignore[assignment]
+    weights.fill_dummy = lambda model, seed, prefix: None  # type: ignore[assignment]
     try:
-        steps(stage).run(tasks_of(stage, sizes_for(ROWS), prefill_graphs.SIZES))
+        tasks = tasks_of(stage, sizes_for(ROWS), prefill_graphs.SIZES)
+        run_tasks(small_stage(stage), tasks)
     finally:
         JITFunction.run = launch  # type: ignore[method-assign]
     return list(recorder.variants.values())
 
 
-def steps(stage: str) -> Steps:
+def small_stage(stage: str) -> StageModel:
     config = small(parse(released_config()))
     source = Source(config, None, torch.device("meta"), torch.bfloat16, progress=False)
     if stage == "thinker":
         thinker = source.thinker()
         lane = ThinkerAdapter(thinker, thinker.cache(BLOCKS, BLOCK), ROWS, CONTEXT)
-        return Steps(lane, thinker.model, thinker.accept_layer)
+        return StageModel(lane, thinker.model, lane.prompts)
     width = config.thinker.text.hidden_size
     talker = source.talker(torch.zeros(1, width, device="meta", dtype=source.dtype))
     adapter = TalkerAdapter(talker, talker.cache(BLOCKS, BLOCK), ROWS, CONTEXT)
-    return Steps(adapter, talker.model, None)
+    return StageModel(adapter, talker.model, adapter.prompts)
 
 
 class Offline:

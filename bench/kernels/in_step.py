@@ -38,11 +38,10 @@ from bench.steps.decode import seated
 from stretto.kernels.triton import sampling, tuning
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.talker import Talker
-from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.thinker import Thinker, ThinkerAdapter
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.testing.qwen3_omni import released_config, tiny_config

@@ -23,8 +23,8 @@ import torch
 from bench.harness.checkpoint import SPEAKING, checkpoint, load_format
 from bench.harness.env import describe
 from bench.harness.results import arguments, parser, quantile, write
-from stretto.models.qwen3_tts.adapter import TalkerAdapter
 from stretto.models.qwen3_tts.load import Source
+from stretto.models.qwen3_tts.talker import TalkerAdapter
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.columns import SamplingMode
 

@@ -26,13 +26,11 @@ from bench.report.measured import second
 from stretto.kernels.reference.paged import KVCache
 from stretto.layers.decoder import Decoder
 from stretto.layers.mlp import MoeMLP
-from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.params import RESIDUAL
-from stretto.models.qwen3_omni.talker import Talker
-from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.talker import Talker, TalkerAdapter
+from stretto.models.qwen3_omni.thinker import Thinker, ThinkerAdapter
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs

@@ -26,8 +26,7 @@ import torch
 from bench.harness.results import parser, quantile, write
 from bench.steps.decode import BLOCK, add_step_arguments, filled_cache, opened, ready
 from stretto.kernels.reference.paged import Paging
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
-from stretto.models.qwen3_omni.thinker import Thinker
+from stretto.models.qwen3_omni.thinker import Thinker, ThinkerAdapter
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.prefill_graphs import PrefillGraphs

@@ -144,7 +144,7 @@ def write(work: Path, folder: Path, last: bool = False) -> None:
     )
     _json(folder / "generation_config.json", GENERATION)
     _json(folder / "preprocessor_config.json", PREPROCESSOR)
-    _json(folder / embedded.IDEAS, IDEAS)
+    _json(folder / embedded.EXAMPLE_PROMPTS, IDEAS)
     tokens.write_files(work, folder)
     _json(folder / "config.json", shape.config_json(Text.open(work).roles))
     size = sum(p.stat().st_size for p in folder.iterdir())

@@ -42,9 +42,9 @@ class GenerationFile:
             raise CheckpointError(f"{self.path}: {keys[-1]} must be a number, got {value!r}")
         return kind(value)
 
-    def params(self, given: dict[str, Any]) -> Params:
+    def params(self, values: dict[str, Any]) -> Params:
         """The parameters of a request that states none, of what was found."""
         try:
-            return Params(**{name: value for name, value in given.items() if value is not None})
+            return Params(**{name: value for name, value in values.items() if value is not None})
         except Invalid as e:
             raise CheckpointError(f"{self.path}: {e}") from None

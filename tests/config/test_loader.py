@@ -43,8 +43,8 @@ from stretto.config.setting import (
 )
 from stretto.engine.engine import PipelineEngine
 from stretto.errors import Invalid
+from stretto.models.qwen3_omni.build import BUILD
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.plan import POOLS, plan
 from stretto.params import ChunkSizes
 from stretto.stage.host.memory_plan import DoesNotFit, check
 from stretto.transport.registry import Registry
@@ -540,7 +540,7 @@ def test_numbers_beyond_all_bounds_are_refused(name: str) -> None:
 def test_a_refusal_for_lack_of_memory_recommends_flags(
     stages: tuple[str, ...], tiny_config: OmniConfig
 ) -> None:
-    plans = plan(tiny_config, stages, HostSettings(), POOLS, torch.float32)
+    plans = BUILD.plan(tiny_config, stages, HostSettings(), BUILD.cpu_blocks, torch.float32)
     with pytest.raises(DoesNotFit) as caught:
         check(plans, 1 << 10, 0, "cuda:0", 1 << 10)
     advice = str(caught.value).partition("; ")[2]

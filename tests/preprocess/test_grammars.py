@@ -15,7 +15,7 @@ import pytest
 
 from stretto.config.engine import PoolSettings
 from stretto.errors import Invalid
-from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.family import open_grammars
 from stretto.preprocess.grammars import (
     BURST_S,
     EACH_S,
@@ -27,7 +27,7 @@ from stretto.preprocess.grammars import (
 from stretto.preprocess.pool.pool import PromptPool
 
 BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
-GRAMMARS = "stretto.models.qwen3_omni.grammars:open_grammars"
+GRAMMARS = "stretto.models.qwen3_omni.family:open_grammars"
 ENDLESS = {
     "type": "integer",
     "multipleOf": 9_999_991,
@@ -207,7 +207,7 @@ def test_the_longest_chain_of_references_does_not_end_a_host(tiny_dir: Path) -> 
 import sys
 from functools import partial
 from pathlib import Path
-from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.family import open_grammars
 from stretto.stage.guide import Grammars
 grammars = Grammars(partial(open_grammars, Path({str(tiny_dir)!r})))
 assert len(grammars.compile(sys.stdin.read(), lambda: None).result().mask())

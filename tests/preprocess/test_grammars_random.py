@@ -16,7 +16,7 @@ import pytest
 
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.family import open_grammars
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.server.openai.grammar import SPACE
 from stretto.stage.guide import Grammars

@@ -58,8 +58,8 @@ def test_it_answers_questions_it_has_not_seen(engine: Engine) -> None:
 
 
 def test_it_answers_what_the_page_suggests(engine: Engine) -> None:
-    assert engine.info.ideas
-    for idea in engine.info.ideas:
+    assert engine.info.example_prompts
+    for idea in engine.info.example_prompts:
         assert engine.chat(idea, modalities=("text",)).text != grammar.REFUSAL, idea
 
 

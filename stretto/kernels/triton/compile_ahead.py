@@ -4,8 +4,8 @@ them to do.
 Triton compiles a kernel where it is first launched, one after the other, about a second each, and
 keeps the result in its cache directory. A first start would wait minutes for it; instead several
 processes launch the same kernels first (what they run is the caller's to say, see
-`models/warming.py`) and the start finds them on disk. Nothing depends on it: a kernel that is not
-there is compiled as ever. Called by a host while it loads, on its main thread."""
+`models/compile_ahead.py`) and the start finds them on disk. Nothing depends on it: a kernel that is
+not there is compiled as ever. Called by a host while it loads, on its main thread."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stretto.layers.linear import Linear
 from stretto.models.qwen3_omni.config import AudioConfig, conv_length
-
-if TYPE_CHECKING:
-    from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 
 # Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks
 # peak near 400 MB with the activation's copy; 8 windows are what the largest captured graph takes.
@@ -83,6 +80,14 @@ class Layer(nn.Module):
         return out
 
 
+class CapturedWindows(Protocol):
+    """Attention windows that were captured (`audio_graphs.py`)."""
+
+    def run(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Windows [t, hidden] -> [t, out] each; None if no graph fits."""
+        ...
+
+
 class AudioEncoder(nn.Module):
     """Weights only."""
 
@@ -99,7 +104,7 @@ class AudioEncoder(nn.Module):
         self.proj1 = Linear(hidden, hidden, bias=True)
         self.proj2 = Linear(hidden, config.output_size, bias=True)
         # set where there are any, when the weights are in place
-        self.graphs: WindowGraphs | None = None
+        self.graphs: CapturedWindows | None = None
         self.requires_grad_(False)
 
     def convolve(self, chunks: torch.Tensor, frames: int | None = None) -> torch.Tensor:

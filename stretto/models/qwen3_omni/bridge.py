@@ -3,7 +3,7 @@
 The talker sees the user's turns and the answer, never system or earlier assistant turns. Its prompt
 is the rows of the user turns in order (text by id, media by the thinker's accept-layer rows), then
 nine rows that open the answer; the last of them carries the first text token. All but the media
-rows and that last row is known from the ids alone, when the request arrives."""
+rows and that last row is known from the ids alone, when the request arrives. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from stretto.errors import Invalid
-from stretto.layers.upload import to_device
 from stretto.models.qwen3_omni.config import OmniConfig, TokenIds
 from stretto.models.qwen3_omni.positions import rope_positions
-from stretto.models.qwen3_omni.talker import Talker
 from stretto.preprocess.prompt import Prompt
 
 NUM_OPENING = 9
@@ -86,31 +83,3 @@ def talker_prompt(
         role=role,
         speaker=talker.speaker_id(voice if voice is not None else talker.default_voice),
     )
-
-
-def user_rows(
-    talker: Talker, ids: Sequence[int], is_media: npt.NDArray[np.bool_], media: torch.Tensor
-) -> torch.Tensor:
-    """Talker rows of a run of user tokens; `media` holds the accept-layer rows of those that are
-    media."""
-    rows = talker.text_rows(to_device(ids, talker.device, torch.int64))
-    places = np.flatnonzero(is_media)
-    if len(places):
-        rows.index_copy_(0, to_device(places, talker.device, torch.int64), talker.media_rows(media))
-    return rows
-
-
-def opening_rows(talker: Talker, prompt: TalkerPrompt) -> torch.Tensor:
-    """The first eight of the nine opening rows; they need no thinker output."""
-    t, codec, device = talker.config.tokens, talker.config.talker.codec, talker.device
-    text = [*prompt.role, t.tts_pad, t.tts_pad, t.tts_pad, t.tts_pad, t.tts_bos]
-    marks = [codec.nothink, codec.think_bos, codec.think_eos, prompt.speaker, codec.pad]
-    rows = talker.text_rows(to_device(text, device, torch.int64))
-    rows[3:] += talker.codec_rows(to_device(marks, device, torch.int64))
-    return rows
-
-
-def first_text_row(talker: Talker, token: torch.Tensor) -> torch.Tensor:
-    """The last opening row: the first text token(s) [n] with the codec's begin mark."""
-    begin = torch.full_like(token, talker.config.talker.codec.bos)
-    return talker.text_rows(token) + talker.codec_rows(begin)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.embedded import read_ideas
+from stretto.embedded import read_example_prompts
 from stretto.family import (
     AudioInputSpec,
     LinkSpec,
@@ -19,16 +19,37 @@ from stretto.family import (
     ModelInfo,
     PipelineSpec,
     StageSpec,
+    Transcription,
 )
 from stretto.hub import model_name
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
-from stretto.models.qwen3_omni.generation import read_defaults
-from stretto.models.qwen3_omni.params import stage_params
-from stretto.models.qwen3_omni.transcription import TRANSCRIPTION
+from stretto.models.qwen3_omni.params import read_defaults, stage_params
 from stretto.params import RequestOptions
+from stretto.preprocess.grammars import GrammarCompiler
+
+TRANSCRIPTION = Transcription(
+    transcribe="Transcribe the audio into text.",
+    transcribe_language="Transcribe the {language} audio into text.",
+    translate="Listen to the provided speech and produce a translation in English text.",
+    languages={
+        "en": "English", "zh": "Chinese", "ko": "Korean", "ja": "Japanese", "de": "German",
+        "ru": "Russian",
+        "it": "Italian", "fr": "French", "es": "Spanish", "pt": "Portuguese", "ms": "Malay",
+        "nl": "Dutch",
+        "id": "Indonesian", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese", "ar": "Arabic",
+        "ur": "Urdu",
+    },
+)  # fmt: skip
+"""In the words that the released model's documentation uses."""
+
+
+def open_grammars(directory: Path) -> GrammarCompiler:
+    config = OmniConfig.read(directory)
+    return GrammarCompiler.open(directory, config.thinker.text.vocab_size, config.tokens.im_end)
+
 
 PIPELINE = PipelineSpec(
-    build="stretto.models.qwen3_omni.host:build",
+    build="stretto.models.qwen3_omni.build:BUILD",
     stages=(
         StageSpec(
             "thinker",
@@ -49,7 +70,7 @@ PIPELINE = PipelineSpec(
         "text_prefill": ("thinker",),
         "speech_prefill": ("thinker", "talker"),
     },
-    grammars="stretto.models.qwen3_omni.grammars:open_grammars",
+    grammars="stretto.models.qwen3_omni.family:open_grammars",
 )
 
 
@@ -81,10 +102,10 @@ def open_model(directory: Path) -> Qwen3Omni:
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
             input_modalities=("text", "audio", "image", "video"),
-            ear=AudioInputSpec(
+            audio_input=AudioInputSpec(
                 config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames
             ),
-            ideas=read_ideas(directory),
+            example_prompts=read_example_prompts(directory),
             transcription=TRANSCRIPTION,
             defaults=read_defaults(directory),
         ),

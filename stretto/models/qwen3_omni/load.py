@@ -1,45 +1,28 @@
-"""From a checkpoint (or from nothing) to stages that are ready to run.
+"""From a checkpoint (or from nothing) to Qwen3-Omni's modules, ready to run.
 
-Each stage loads only its own tensors, straight to its device; the thinker's experts as float8 if
-asked to. The talker also reads the thinker's word embedding, which becomes its text table and is
-dropped."""
+The thinker's experts are loaded as float8 if asked to. The talker also reads the thinker's word
+embedding, which becomes its text table and is dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Self
 
 import torch
-from torch import nn
 
 from stretto.layers.linear import Embedding
-from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.random_weights import fill_dummy
-from stretto.models.weights import CheckpointFiles, build, load, prepare_device
+from stretto.models.source import LoadFormat, WeightSource
 from stretto.types import ExpertWeights
-
-LoadFormat = Literal["safetensors", "dummy"]
-M = TypeVar("M", bound=nn.Module)
 
 EMBEDDING = "thinker.model.embed_tokens."
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where weights come from and where they go."""
-
-    config: OmniConfig  # says which experts are float8
-    files: CheckpointFiles | None  # None: random weights
-    device: torch.device
-    dtype: torch.dtype
-    progress: bool = True
-
+class Source(WeightSource[OmniConfig]):
     @classmethod
     def open(
         cls,
@@ -49,7 +32,7 @@ class Source:
         load_format: LoadFormat = "safetensors",
         progress: bool = True,
         expert_weights: ExpertWeights = "full",
-    ) -> Source:
+    ) -> Self:
         """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is
         enough.
 
@@ -58,26 +41,26 @@ class Source:
         config = model if isinstance(model, OmniConfig) else OmniConfig.read(model)
         if expert_weights == "float8":
             config = config.with_float8_experts()
-        where = torch.device(device)
-        dtype = prepare_device(where, dtype)
-        files = None
-        if load_format == "safetensors":
-            if isinstance(model, OmniConfig):
+        if isinstance(model, OmniConfig):
+            if load_format == "safetensors":
                 raise ValueError("weights need a checkpoint directory")
-            files = CheckpointFiles.open(model)
-        return cls(config, files, where, dtype, progress)
+            model = ""
+        source = cls.of(config, model, device, dtype, load_format, progress)
+        if load_format == "safetensors":
+            source.files()  # what is wrong with them is found before anything is built
+        return source
 
     def thinker(self) -> Thinker:
-        model = self._fill(lambda: Thinker(self.config), "thinker.", "thinker", 1)
+        model = self.module(lambda: Thinker(self.config), "thinker.", "thinker", 1)
         model.prepare()
         return model
 
     def talker(self, embedding: torch.Tensor | None = None) -> Talker:
         """`embedding`: the thinker's word embedding, if it is in this process already."""
-        model = self._fill(lambda: Talker(self.config), "talker.", "talker", 2)
+        model = self.module(lambda: Talker(self.config), "talker.", "talker", 2)
         if embedding is None:
             c = self.config.thinker.text
-            words = self._fill(
+            words = self.module(
                 lambda: Embedding(c.vocab_size, c.hidden_size), EMBEDDING, "embedding", 1
             )
             embedding = words.weight.data
@@ -86,17 +69,9 @@ class Source:
         return model
 
     def code2wav(self) -> Code2Wav:
-        model = self._fill(lambda: Code2Wav(self.config.code2wav), "code2wav.", "code2wav", 3)
+        model = self.module(lambda: Code2Wav(self.config.code2wav), "code2wav.", "code2wav", 3)
         model.prepare()
         return model
-
-    def _fill(self, factory: Callable[[], M], prefix: str, label: str, seed: int) -> M:
-        model = build(factory, self.device, self.dtype)
-        if self.files is None:
-            fill_dummy(model, seed)
-        else:
-            load(self.files, targets(model, prefix), [prefix], progress=self.progress, label=label)
-        return model.eval()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,23 @@
-"""What a request tells each stage of Qwen3-Omni, and how the model was made to pick. Imports no
-torch."""
+"""What a request tells each stage of Qwen3-Omni, and how the model was made to pick: what its
+generation_config.json says, read once when the model is opened. Imports no torch.
+
+The released file speaks of the talker alone (`talker_temperature` and others) and leaves the
+thinker to the library's own default, which is greedy. A file may state the thinker's too, with the
+prefix `thinker_` or with none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 
 from stretto.errors import Bug
 from stretto.messages.requests import Positive, TokenId
+from stretto.models.generation import DRAWN, GenerationFile
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
-from stretto.params import MAX_GRAMMAR, MAX_LOGPROBS, RequestOptions
+from stretto.params import MAX_GRAMMAR, MAX_LOGPROBS, Params, RequestOptions
 from stretto.types import SamplingParams, stage_seed
 
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
@@ -84,3 +90,24 @@ def stage_params(options: RequestOptions) -> dict[str, msgspec.Struct]:
             return {"talker": talker, "code2wav": VocoderParams()}
         case "enrolment":
             raise Bug("this model makes no voices")
+
+
+def read_defaults(directory: Path) -> Params:
+    """The parameters of a request that states none."""
+    file = GenerationFile.open(directory)
+    values: dict[str, Any] = {}
+    for name, kind in DRAWN.items():
+        values[name] = file.number((f"thinker_{name}", name), kind)
+        values[f"speech_{name}"] = file.number((f"talker_{name}",), kind)
+    values["min_p"] = file.number(("thinker_min_p", "min_p"), float)
+    draws = file.first(("thinker_do_sample", "do_sample"))
+    if draws is False:
+        values["temperature"] = 0.0
+    elif draws is True and values["temperature"] is None:
+        values["temperature"] = 1.0
+    if file.raw.get("talker_do_sample") is False:
+        values["speech_temperature"] = 0.0
+    values["max_text_tokens"] = file.number(("thinker_max_new_tokens", "max_new_tokens"), int)
+    if (picks := file.number(("talker_max_new_tokens",), int)) is not None:
+        values["max_frames"] = max(1, picks - 1)  # the last one is the end
+    return file.params(values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ from stretto.layers.upload import to_device
 from stretto.models.parts import Parts, run_through
 from stretto.models.qwen3_omni.config import VisionConfig
 from stretto.preprocess.prompt import Array
-
-if TYPE_CHECKING:
-    from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -180,6 +177,14 @@ class Merger(nn.Module):
         return out
 
 
+class CapturedFrames(Protocol):
+    """Single frames that were captured (`vision_graphs.py`)."""
+
+    def run(self, x: torch.Tensor, rope: Rope) -> VisionRows | None:
+        """One frame as `VisionEncoder.embed` makes it; None if no graph fits."""
+        ...
+
+
 class VisionEncoder(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -192,7 +197,7 @@ class VisionEncoder(nn.Module):
             Merger(config, norm_joined=True) for _ in config.deepstack_layers
         )
         # set where there are any, when the weights are in place
-        self.graphs: FrameGraphs | None = None
+        self.graphs: CapturedFrames | None = None
         self.requires_grad_(False)
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> VisionRows:

@@ -315,20 +315,20 @@ def _encoder(s: Section, used: int) -> EncoderConfig:
 def _speaker(s: Section) -> SpeakerConfig:
     if s.raw.get("sample_rate", SAMPLE_RATE) != SAMPLE_RATE:
         raise s.fail("sample_rate", f"other than {SAMPLE_RATE} is not supported")
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, key in (("mel_bins", "mel_dim"), ("attention_channels", "enc_attention_channels"),
                       ("scale", "enc_res2net_scale"), ("squeeze_channels",
                       "enc_se_channels")):  # fmt: skip
         if key in s.raw:
-            given[name] = s.count(key)
+            values[name] = s.count(key)
     for name, key in (
         ("channels", "enc_channels"),
         ("kernels", "enc_kernel_sizes"),
         ("dilations", "enc_dilations"),
     ):
         if key in s.raw:
-            given[name] = s.ints(key)
-    c = SpeakerConfig(s.integer("enc_dim"), **given)
+            values[name] = s.ints(key)
+    c = SpeakerConfig(s.integer("enc_dim"), **values)
     if not len(c.channels) == len(c.kernels) == len(c.dilations) >= 3:
         raise s.fail("enc_channels", "must be as many as enc_kernel_sizes and enc_dilations")
     if any(n % c.scale for n in c.channels[1:-1]) or sum(c.channels[1:-1]) != c.channels[-1]:

@@ -32,17 +32,23 @@ class Conv(nn.Module):
     """Causal: padded in front, and behind by as much as the last window lacks."""
 
     def __init__(
-        self, inputs: int, outputs: int, taps: int, stride: int = 1, bias: bool = True
+        self,
+        inputs: int,
+        outputs: int,
+        taps: int,
+        stride: int = 1,
+        bias: bool = True,
+        padding: str = "constant",
     ) -> None:
         super().__init__()
         self.front = taps - stride
         self.stride = stride
-        self.mode = "constant"
+        self.padding = padding
         self.conv = Weights(inputs, outputs, taps, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[channels, time]"""
-        x = F.pad(x[None], (self.front, -x.shape[-1] % self.stride), mode=self.mode)
+        x = F.pad(x[None], (self.front, -x.shape[-1] % self.stride), mode=self.padding)
         return F.conv1d(x, self.conv.weight, self.conv.bias, stride=self.stride)[0]
 
 
@@ -190,8 +196,8 @@ class CodecEncoder(nn.Module):
         stack += [nn.ELU(), Conv(width, c.hidden_size, c.last_kernel)]
         self.encoder = Stack(stack)
         self.encoder_transformer = Stack([Layer(c) for _ in range(c.num_layers)])
-        self.downsample = Conv(c.hidden_size, c.hidden_size, 2 * DOWN, DOWN, bias=False)
-        self.downsample.mode = "replicate"
+        width = c.hidden_size
+        self.downsample = Conv(width, width, 2 * DOWN, DOWN, bias=False, padding="replicate")
         self.quantizer = Quantizers(c)
 
     def run(self, samples: torch.Tensor, per_frame: int) -> Parts[torch.Tensor]:

@@ -169,9 +169,6 @@ class EnrollerStage:
                 return True
         return False
 
-    def forget(self) -> None:
-        pass
-
     def _part(self, id: RequestId, work: Work) -> None:
         try:
             with self._running():

@@ -15,19 +15,23 @@ from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, Stage
 from stretto.hub import model_name
 from stretto.models.generation import GenerationFile
 from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
-from stretto.models.qwen3_tts.generation import read_defaults, read_residual
-from stretto.models.qwen3_tts.params import default_voice, stage_params
+from stretto.models.qwen3_tts.params import (
+    default_voice,
+    read_defaults,
+    read_residual,
+    stage_params,
+)
 from stretto.params import RequestOptions
 from stretto.types import SamplingParams
 
-BUILD = "stretto.models.qwen3_tts.host:build"
+BUILD = "stretto.models.qwen3_tts.build:BUILD"
 TALKER = StageSpec("talker", "turns the text into codes of speech", decides="audio", each="frame")
 CODE2WAV = StageSpec(
     "code2wav", "vocoder: makes the sound of the codes", first="first frame", each="packet"
 )
 LINKS = (LinkSpec("talker", "code2wav"),)
 NO_MEDIA = MediaTokens()
-PASSAGE = 1200
+TEXT_CHUNK = 1200
 """Characters: about a minute and a half of speech. The model was made to say so much at once, and
 not a book."""
 READING = ("talker", "code2wav")
@@ -80,7 +84,7 @@ def open_model(directory: Path) -> Qwen3Tts:
         instructions=config.takes_instructions,
         cloning=clones,
         live_text=True,
-        passage=PASSAGE,
+        text_chunk=TEXT_CHUNK,
     )
     pipeline = CLONES if clones else SPEAKS
     return Qwen3Tts(config, info, pipeline, config.talker.text_vocab, read_residual(file))

@@ -1,38 +1,22 @@
-"""From a checkpoint (or from nothing) to stages that are ready to run. Each stage loads only its
-own tensors, straight to its device; the codec's lie in a folder of their own."""
+"""From a checkpoint (or from nothing) to Qwen3-TTS's modules, ready to run. The codec's weights lie
+in a folder of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Self
 
 import torch
-from torch import nn
 
-from stretto.layers.targets import targets
 from stretto.models.qwen3_tts.config import CODEC, TtsConfig
 from stretto.models.qwen3_tts.enroller import Enroller
 from stretto.models.qwen3_tts.talker import Talker
 from stretto.models.qwen3_tts.vocoder import CodecDecoder
-from stretto.models.random_weights import fill_dummy
-from stretto.models.weights import CheckpointFiles, build, load, prepare_device
-
-LoadFormat = Literal["safetensors", "dummy"]
-M = TypeVar("M", bound=nn.Module)
+from stretto.models.source import LoadFormat, WeightSource
+from stretto.models.weights import build
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where weights come from and where they go."""
-
-    config: TtsConfig
-    directory: Path | None  # None: random weights
-    device: torch.device
-    dtype: torch.dtype
-    progress: bool = True
-
+class Source(WeightSource[TtsConfig]):
     @classmethod
     def open(
         cls,
@@ -41,42 +25,26 @@ class Source:
         dtype: torch.dtype | None = None,
         load_format: LoadFormat = "safetensors",
         progress: bool = True,
-    ) -> Source:
+    ) -> Self:
         """A checkpoint directory; with `load_format="dummy"` its config files alone are enough."""
-        where = torch.device(device)
-        dtype = prepare_device(where, dtype)
-        directory = Path(model) if load_format == "safetensors" else None
-        return cls(TtsConfig.read(model), directory, where, dtype, progress)
+        return cls.of(TtsConfig.read(model), model, device, dtype, load_format, progress)
 
     def talker(self) -> Talker:
-        model = self._fill(lambda: Talker(self.config), "talker.", "talker", 1)
+        model = self.module(lambda: Talker(self.config), "talker.", "talker", 1)
         with torch.inference_mode():
             model.prepare()
         return model
 
     def vocoder(self) -> CodecDecoder:
-        model = self._fill(
+        model = self.module(
             lambda: CodecDecoder(self.config.vocoder), "decoder.", "code2wav", 2, CODEC
         )
         model.prepare()
         return model
 
     def enroller(self) -> Enroller:
+        """In float32 whatever the others are."""
         model = build(lambda: Enroller(self.config), self.device, torch.float32)
-        self._load(model.speaker_encoder, "speaker_encoder.", "enroller", 3, "")
-        self._load(model.encoder, "encoder.", "enroller", 4, CODEC)
+        self.fill(model.speaker_encoder, "speaker_encoder.", "enroller", 3)
+        self.fill(model.encoder, "encoder.", "enroller", 4, CODEC)
         return model.eval()
-
-    def _fill(
-        self, factory: Callable[[], M], prefix: str, label: str, seed: int, folder: str = ""
-    ) -> M:
-        model = build(factory, self.device, self.dtype)
-        self._load(model, prefix, label, seed, folder)
-        return model.eval()
-
-    def _load(self, model: nn.Module, prefix: str, label: str, seed: int, folder: str) -> None:
-        if self.directory is None:
-            fill_dummy(model, seed, prefix)
-            return
-        files = CheckpointFiles.open(self.directory / folder)
-        load(files, targets(model, prefix), [prefix], progress=self.progress, label=label)

@@ -1,20 +1,25 @@
-"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick. Imports no
-torch."""
+"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick: what its
+generation_config.json says, read once when the model is opened. Imports no torch.
+
+Plain names of that file (`temperature` and others) are about code 0 of a frame, those with
+`subtalker_` about other codes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from stretto.errors import Bug, Invalid
+from stretto.errors import Bug, CheckpointError, Invalid
 from stretto.messages.requests import TokenId
+from stretto.models.generation import DRAWN, GenerationFile
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.rows import Reference
 from stretto.models.speech.params import FrameParams, StageParams, VocoderParams
-from stretto.params import RequestOptions
+from stretto.params import Params, RequestOptions
 from stretto.types import SamplingParams, stage_seed
 
 RESIDUAL = SamplingParams(temperature=0.9, top_k=50)
@@ -114,3 +119,29 @@ def stage_params(
 def default_voice(config: TtsConfig) -> str:
     speakers = config.talker.speakers
     return "ryan" if "ryan" in speakers else next(iter(speakers), "")
+
+
+def read_defaults(file: GenerationFile) -> Params:
+    """The parameters of a request that states none."""
+    values: dict[str, Any] = {
+        f"speech_{name}": file.number((name,), kind) for name, kind in DRAWN.items()
+    }
+    if file.raw.get("do_sample") is False:
+        values["speech_temperature"] = 0.0
+    if (picks := file.number(("max_new_tokens",), int)) is not None:
+        values["max_frames"] = max(1, picks - 1)  # the last one is the end
+    return file.params(values)
+
+
+def read_residual(file: GenerationFile) -> SamplingParams:
+    """How codes other than a frame's first are drawn."""
+    names = [name for name in DRAWN if name != "repetition_penalty"]
+    values = {name: file.number((f"subtalker_{name}",), DRAWN[name]) for name in names}
+    if file.raw.get("subtalker_dosample") is False:
+        values["temperature"] = 0.0
+    try:
+        return replace(
+            RESIDUAL, **{name: value for name, value in values.items() if value is not None}
+        )
+    except Invalid as e:
+        raise CheckpointError(f"{file.path}: subtalker_{e}") from None

@@ -94,16 +94,17 @@ class SpeechAdapter(Generic[T, I]):
             code0, rest = (Columns(c.floats, c.ints) for c in (self.code0, self.residual))
             self.frame = FusedFrame(model, layers, self.rows.seen, self.rows.min_end, code0, rest)
         self.fused = self.frame is not None and model.model.fused is not None
-        self.prompts: PrefillGraphs | None = None  # captured passes, where there are some
+        # Passes over prompts. They serve once they are captured.
+        self.prompts = PrefillGraphs.where_usable(model.model, cache, self.rows)
         self.inputs: dict[RequestId, I] = {}
 
     def prompt_input(
-        self, given: I, start: int, stop: int
+        self, state: I, start: int, stop: int
     ) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
         """Input rows [start, stop) of a prompt, and their rotary positions [3, rows]."""
         raise NotImplementedError
 
-    def before_text(self, given: I) -> torch.Tensor:
+    def before_text(self, state: I) -> torch.Tensor:
         """What stands beside the first text token in the prompt's last row: the codec's begin mark,
         or what a family has in its place."""
         return self.begin
@@ -112,21 +113,21 @@ class SpeechAdapter(Generic[T, I]):
         return self.inputs[id].code0, self.inputs[id].residual
 
     def join(self, join: RowJoin, request: StageRequest) -> None:
-        given = self.inputs[join.request]
-        offset = given.prompt.first_decode - len(given.prompt)
+        state = self.inputs[join.request]
+        offset = state.prompt.first_decode - len(state.prompt)
         self.rows.join(
             join.row,
             join.blocks,
             offset,
-            sorted({f[0] for f in given.frames}),
-            len(given.prompt) + given.min_frames,
+            sorted({f[0] for f in state.frames}),
+            len(state.prompt) + state.min_frames,
         )
-        self.code0.write(join.row, given.code0)
-        self.residual.write(join.row, given.residual)
-        if given.frames:  # back after a preemption: the next input needs the last frame
-            self.embedding[join.row] = self.frame_rows(given.frames[-1:])[0]
+        self.code0.write(join.row, state.code0)
+        self.residual.write(join.row, state.residual)
+        if state.frames:  # back after a preemption: the next input needs the last frame
+            self.embedding[join.row] = self.frame_rows(state.frames[-1:])[0]
         else:  # the prompt's last row runs as a decode
-            self.embedding[join.row] = self.before_text(given)
+            self.embedding[join.row] = self.before_text(state)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         self.inputs[request.id].frames.append(list(row))
@@ -134,15 +135,15 @@ class SpeechAdapter(Generic[T, I]):
     def decode_value(self, request: StageRequest, position: int) -> int:
         """Row prompt + k carries text token k + 2; after the text, its end mark once, then
         padding."""
-        given, c = self.inputs[request.id], self.model.frames
-        index = position - len(given.prompt) + 1
-        if index < len(given.text):
-            return given.text[index]
-        if not given.text_ended:
+        state, c = self.inputs[request.id], self.model.frames
+        index = position - len(state.prompt) + 1
+        if index < len(state.text):
+            return state.text[index]
+        if not state.text_ended:
             raise Bug(f"{request.id}: row {position} launched before its text token")
-        if index > len(given.text):
+        if index > len(state.text):
             return c.text_pad
-        return c.text_end if given.end is None else given.end
+        return c.text_end if state.end is None else state.end
 
     def device_input(
         self, rows: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
@@ -153,17 +154,17 @@ class SpeechAdapter(Generic[T, I]):
     def host_input(
         self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[None]:
-        given, device = self.inputs[request.id], self.model.device
-        length, first = len(given.prompt), given.prompt.first_decode
+        state, device = self.inputs[request.id], self.model.device
+        length, first = len(state.prompt), state.prompt.first_decode
         parts, places = [], []
         if start < length:
-            x, positions = self.prompt_input(given, start, min(stop, length))
+            x, positions = self.prompt_input(state, start, min(stop, length))
             parts.append(x)
             places.append(positions)
         if stop > length:
             low = max(start, length)
             text = [self.decode_value(request, r) for r in range(low, stop)]
-            frames = self.frame_rows(given.frames[low - length : stop - length])
+            frames = self.frame_rows(state.frames[low - length : stop - length])
             parts.append(frames + self.model.text_rows(to_device(text, device, torch.int64)))
             beyond = first + np.arange(low, stop, dtype=np.float32) - length
             places.append(np.broadcast_to(beyond, (3, len(beyond))))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ import torch
 from stretto.errors import Invalid, StrettoError, TooLong
 from stretto.messages.requests import Admit, Codes
 from stretto.models.speech.adapter import FrameInput
-from stretto.models.speech.given import check_ids
 from stretto.models.speech.pacing import CHECK_INTERVAL_S, FrameTiming, PacketPacing, select_due
 from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.prefill_priority import DecodeHold
 from stretto.models.speech.talker import FrameTalker
+from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.host.context import StageContext
@@ -60,7 +59,7 @@ class SpeechOutput:
 class PromptPlan:
     """Of a request's prompt, when the request arrives."""
 
-    given: FrameInput[Any]
+    state: FrameInput[Any]
     rows: list[int]  # what tells them, for the prefix cache
     root: bytes
     salts: Sequence[Salt] = ()
@@ -92,8 +91,7 @@ class SpeechStage:
         self.requests: dict[RequestId, SpeechOutput] = {}
         self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
         make_timing = FrameTiming.on_cpu if context.device.type == "cpu" else FrameTiming
-        self._new_frame_timing = partial(make_timing, FRAME_S, opening_s)
-        self.frame_timing = self._new_frame_timing()
+        self.frame_timing = make_timing(FRAME_S, opening_s)
         self._frames_added = False  # since the last check
         self._last_check = 0.0
         self._hold = DecodeHold(prefill, clock, core.clock) if prefill is not None else None
@@ -114,12 +112,12 @@ class SpeechStage:
         id, p = a.request, params
         check_ids(id, len(self.model.text_table), prompt.ids, p.spoken or ())
         plan = self.plan(a, p, prompt)
-        given = plan.given
+        state = plan.state
         spec = RequestSpec(
             id,
             self._longest(p.max_frames + 1, plan.length),
             frozenset({self.model.frames.eos}),
-            sampling=given.code0,
+            sampling=state.code0,
             priority=a.priority,
             paced=True,
             last_on_device=True,
@@ -127,16 +125,16 @@ class SpeechStage:
             cache_root=plan.root,
         )
         request = self.core.submit(
-            spec, given, plan.rows, closed=False, salts=plan.salts, missing=plan.missing
+            spec, state, plan.rows, closed=False, salts=plan.salts, missing=plan.missing
         )
         pace = PacketPacing(p.first_frames, p.each_frames, p.ramp, self.frame_timing)
         self.requests[id] = SpeechOutput(
             request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace
         )
         if p.spoken is not None:
-            self._text(id, given, p.spoken)
+            self._text(id, state, p.spoken)
             if not p.live:
-                self._end_text(id, given)
+                self._end_text(id, state)
 
     def _longest(self, picks: int, prompt: int) -> int:
         """As many of these picks as there is room for behind a prompt of so many rows."""
@@ -152,7 +150,7 @@ class SpeechStage:
         """A request's prompt here, as far as it is known."""
         raise NotImplementedError
 
-    def last_row(self, given: Any) -> list[int]:
+    def last_row(self, state: Any) -> list[int]:
         """What tells the prompt's last row, with the first text token in it."""
         raise NotImplementedError
 
@@ -165,12 +163,12 @@ class SpeechStage:
             return  # it ended meanwhile
         try:
             check_ids(id, len(self.model.text_table), tokens)
-            given = self.core.runner.adapter.inputs[id]
-            if given.text_ended:
+            state = self.core.runner.adapter.inputs[id]
+            if state.text_ended:
                 raise Invalid("text after its end", "input")
-            self._text(id, given, tokens)
+            self._text(id, state, tokens)
             if last:
-                self._end_text(id, given)
+                self._end_text(id, state)
         except StrettoError as e:
             self._fail(id, e)
 
@@ -202,10 +200,6 @@ class SpeechStage:
             hold = self._hold.until_ns(self.requests.values(), self.frame_timing)
         return self.core.launch(hold)
 
-    def forget(self) -> None:
-        self.core.forget()
-        self.frame_timing = self._new_frame_timing()
-
     def _send_due(self, now: float) -> None:
         """Frames leave step by step rather than request by request, so that the vocoder gets them
         in one go."""
@@ -234,21 +228,21 @@ class SpeechStage:
         if mark is Mark.MORE:
             self.core.scheduler.set_deadline(id, speech.pace.deadline)
 
-    def _text(self, id: RequestId, given: Any, tokens: Sequence[int]) -> None:
+    def _text(self, id: RequestId, state: Any, tokens: Sequence[int]) -> None:
         more = len(tokens)
-        if more and not given.text:  # the first is part of the prompt, and its end
-            given.text.append(tokens[0])
-            self.core.scheduler.append_rows(id, self.last_row(given), last=True)
+        if more and not state.text:  # the first is part of the prompt, and its end
+            state.text.append(tokens[0])
+            self.core.scheduler.append_rows(id, self.last_row(state), last=True)
             tokens, more = tokens[1:], more - 1
         if more:
-            given.text.extend(tokens)
+            state.text.extend(tokens)
             self.core.scheduler.append_step_inputs(id, more)
 
-    def _end_text(self, id: RequestId, given: Any) -> None:
-        given.text_ended = True
+    def _end_text(self, id: RequestId, state: Any) -> None:
+        state.text_ended = True
         if self.requests[id].prefill_only:
             return  # it ends when all its rows are in
-        if given.text:
+        if state.text:
             self.core.scheduler.end_step_inputs(id)
             return
         # Nothing to say: the talker never runs, and silence is the answer.

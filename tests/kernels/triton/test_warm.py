@@ -13,16 +13,16 @@ import torch
 from stretto.kernels.triton import linear
 from stretto.kernels.triton.compile_ahead import Marker, Workers, digest, python, sources
 from stretto.layers import decoder
-from stretto.models import warming as shared
-from stretto.models.qwen3_omni import warming
-from stretto.models.qwen3_omni.adapters.talker import TalkerAdapter
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerAdapter
+from stretto.models import compile_ahead as shared
+from stretto.models.qwen3_omni.build import BUILD
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_tts import warming as speech_warming
-from stretto.models.qwen3_tts.adapter import TalkerAdapter as SpeechLane
+from stretto.models.qwen3_omni.talker import TalkerAdapter
+from stretto.models.qwen3_omni.thinker import ThinkerAdapter
+from stretto.models.qwen3_tts.build import BUILD as SPEECH_BUILD
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.load import Source as SpeechSource
+from stretto.models.qwen3_tts.talker import TalkerAdapter as SpeechLane
 from stretto.stage.runner import graphs, prefill_graphs
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.columns import SamplingMode
@@ -94,7 +94,7 @@ def test_sources_are_there() -> None:
         "fused.py",
         "fused_frame.py",
         "adapter.py",
-        "warming.py",
+        "building.py",
     } <= {p.name for p in found}
 
 
@@ -204,8 +204,20 @@ def test_no_captured_step_launches_anything_else(
     tasks = shared.tasks_of(stage, sizes, prefill_graphs.SIZES)
     for share in shared.share_out(tasks, 3):
         pool = shared.blocks_alike(blocks)
-        warming.run(
-            shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share), experts)
+        assert BUILD.compile_ahead is not None
+        shared.run(
+            shared.CompileJob(
+                BUILD.compile_ahead.adapter,
+                "",
+                "cpu",
+                "bfloat16",
+                rows,
+                2048,
+                16,
+                pool,
+                tuple(share),
+                experts,
+            )
         )
     ahead = set(variants)
     variants.clear()
@@ -220,7 +232,7 @@ def test_no_captured_step_launches_anything_else(
     else:
         talker = source.talker()
         adapter = TalkerAdapter(talker, talker.cache(blocks + 1), rows, 2048)
-    capture(adapter, sizes, config.talker.accept_layer if stage == "thinker" else None)
+    capture(adapter, sizes)
     assert len(variants) > 30
     assert variants <= ahead, variants - ahead
 
@@ -249,25 +261,34 @@ def test_nor_does_one_of_a_speech_model(
     sizes = [n for n in graphs.SIZES if n <= rows]
     for share in shared.share_out(shared.tasks_of("talker", sizes, prefill_graphs.SIZES), 3):
         pool = shared.blocks_alike(blocks)
-        speech_warming.run(
-            shared.CompileJob("", "cpu", "bfloat16", rows, 2048, 16, pool, tuple(share))
+        assert SPEECH_BUILD.compile_ahead is not None
+        shared.run(
+            shared.CompileJob(
+                SPEECH_BUILD.compile_ahead.adapter,
+                "",
+                "cpu",
+                "bfloat16",
+                rows,
+                2048,
+                16,
+                pool,
+                tuple(share),
+            )
         )
     ahead = set(variants)
     variants.clear()
     talker = SpeechSource.open("", "cpu", torch.bfloat16, "dummy", progress=False).talker()
     assert (talker.code_predictor.small_to_mtp_projection is not None) == (width == 128)
-    capture(SpeechLane(talker, talker.cache(blocks + 1), rows, 2048), sizes, None)
+    capture(SpeechLane(talker, talker.cache(blocks + 1), rows, 2048), sizes)
     assert len(variants) > 30
     assert variants <= ahead, variants - ahead
 
 
-def capture(adapter: Any, sizes: list[int], accept: int | None) -> None:
+def capture(adapter: Any, sizes: list[int]) -> None:
     """All that a host captures of a adapter, and what its runner launches beside that."""
     assert adapter.fused
     decoding = graphs.DecodeGraphs(adapter, sizes)
-    prompts = prefill_graphs.PrefillGraphs.where_usable(
-        adapter.model.model, adapter.cache, adapter.rows, accept
-    )
+    prompts = adapter.prompts
     assert prompts is not None
     with torch.inference_mode():
         for size in decoding.sizes:

@@ -12,12 +12,11 @@ import torch
 
 from stretto.kernels.reference.sampling import SamplingRows
 from stretto.models.parts import run_through
-from stretto.models.qwen3_tts.adapter import TalkerAdapter, TalkerInput
 from stretto.models.qwen3_tts.enroller import Copied
 from stretto.models.qwen3_tts.load import Source
 from stretto.models.qwen3_tts.params import RESIDUAL, ClonedVoice, reference
 from stretto.models.qwen3_tts.rows import speech_prompt
-from stretto.models.qwen3_tts.talker import Talker
+from stretto.models.qwen3_tts.talker import Talker, TalkerAdapter, TalkerInput
 from stretto.models.speech.talker import FrameRows
 from tests.models.qwen3_tts.cases import GOLDEN, KINDS, NOISE_SAMPLES, SEED, cases, clip, digests
 from tests.models.qwen3_tts.conftest import Checkpoint

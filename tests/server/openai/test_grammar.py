@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from stretto.config.engine import PoolSettings
 from stretto.messages.requests import Admit
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.family import open_grammars
 from stretto.params import MAX_GRAMMAR, Params
 from tests.engine.common import collect
 from tests.server.conftest import HEAD, PATIENCE_S, Running

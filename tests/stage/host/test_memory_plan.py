@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stretto.models.qwen3_omni.build import BUILD
 
 from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches, check_model
 from stretto.config.placement import HostPlace
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Loading
+from stretto.models.qwen3_omni.build import BUILD
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source
 from stretto.stage.host import context as context_module

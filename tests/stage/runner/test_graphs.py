@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from stretto.models.qwen3_omni.build import capture_encoders
 
 from stretto.layers.capture import capture_graphs
 from stretto.models.qwen3_omni import vision_graphs
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
+from stretto.models.qwen3_omni.build import capture_encoders
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.thinker import Thinker

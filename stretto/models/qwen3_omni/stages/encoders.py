@@ -19,9 +19,8 @@ from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
 from stretto.messages.requests import MediaRequest, Working
 from stretto.models.parts import Parts
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerInput
 from stretto.models.qwen3_omni.pieces import MediaPiece, missing_runs
-from stretto.models.qwen3_omni.thinker import MediaRows, Thinker
+from stretto.models.qwen3_omni.thinker import MediaRows, Thinker, ThinkerInput
 from stretto.models.qwen3_omni.vision_encoder import VisionRows
 from stretto.preprocess.prompt import Piece
 from stretto.stage.ar import StageCore
@@ -77,7 +76,7 @@ class Encoding:
     """A request with media that are not encoded, or need not be."""
 
     request: StageRequest
-    given: ThinkerInput
+    state: ThinkerInput
     root: bytes  # what was kept of one owner's is not for others
     left: list[MediaPiece]
     base: int  # rows that the prefix cache had when it came
@@ -126,10 +125,10 @@ class Encoders:
         )
 
     def add(
-        self, request: StageRequest, given: ThinkerInput, root: bytes, pieces: list[MediaPiece]
+        self, request: StageRequest, state: ThinkerInput, root: bytes, pieces: list[MediaPiece]
     ) -> None:
         base = self.core.scheduler.num_found(request.id)
-        self.requests[request.id] = Encoding(request, given, root, pieces, base)
+        self.requests[request.id] = Encoding(request, state, root, pieces, base)
 
     def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
         """Features that were asked for."""
@@ -141,13 +140,6 @@ class Encoders:
 
     def drop(self, id: RequestId) -> None:
         self.requests.pop(id, None)
-
-    def forget(self) -> None:
-        """What was encoded so far was for nobody."""
-        self.kept = Kept()
-        self.encoded = 0
-        self.asked = 0
-        self._rests_ns = 0
 
     def proven(self, id: RequestId) -> int:
         """A request has picked a token: all that was encoded for it are numbers, so others may find
@@ -282,8 +274,8 @@ class Encoders:
     ) -> None:
         """In one launch."""
         device, dtype = self.model.device, self.model.dtype
-        given = [p.values for _, pieces in windows for p in pieces if p.values is not None]
-        mels = [to_device(v, device, torch.float32).to(dtype) for v in given]
+        values = [p.values for _, pieces in windows for p in pieces if p.values is not None]
+        mels = [to_device(v, device, torch.float32).to(dtype) for v in values]
         rows = iter(self.model.audio_tower.encode_windows(mels, padded))
         for e, pieces in windows:
             self._made(e, pieces, [(r, self._flat) for r in islice(rows, len(pieces))])
@@ -313,6 +305,6 @@ class Encoders:
             if len(rows) != len(places):
                 raise ValueError(f"{len(rows)} rows for {len(places)} places")
             visual = places if piece.grid is not None else places[:0]
-            e.given.media.append(MediaRows(places, rows, visual, deep))
+            e.state.media.append(MediaRows(places, rows, visual, deep))
             e.left.remove(piece)
         self.core.scheduler.set_missing(e.request.id, missing_runs(e.left))

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.messages.requests import Admit
-from stretto.models.qwen3_omni.adapters.thinker import MAX_BIAS
 from stretto.models.qwen3_omni.params import ThinkerParams
+from stretto.models.qwen3_omni.thinker import MAX_BIAS
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.guide import Grammars, Guide, PenaltyGuide

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.models.qwen3_omni.adapters.talker import TalkerInput
 from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
 from stretto.models.qwen3_omni.pieces import MediaPiece
+from stretto.models.qwen3_omni.talker import TalkerInput
 from stretto.stage.request import Salt
 from stretto.stage.scheduler.blocks import prefix_keys
 from stretto.types import Span
@@ -39,13 +39,13 @@ def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) 
     return [Salt(Span(row, row + size), key) for row, size, key in found if row is not None]
 
 
-def row_ids(given: TalkerInput, start: int, stop: int) -> list[int]:
+def row_ids(state: TalkerInput, start: int, stop: int) -> list[int]:
     """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id,
     opening rows by their place, of these one by the voice in it, and the last one by the text token
     in it."""
-    users = len(given.prompt.ids)
-    told = {SPEAKER_ROW: SPEAKER_ID + given.prompt.speaker}
-    if given.text:
-        told[NUM_OPENING - 1] = OPENING_ID + NUM_OPENING + given.text[0]
+    users = len(state.prompt.ids)
+    told = {SPEAKER_ROW: SPEAKER_ID + state.prompt.speaker}
+    if state.text:
+        told[NUM_OPENING - 1] = OPENING_ID + NUM_OPENING + state.text[0]
     opening = range(max(start - users, 0), max(stop - users, 0))
-    return [*given.prompt.ids[start:stop], *(told.get(row, OPENING_ID + row) for row in opening)]
+    return [*state.prompt.ids[start:stop], *(told.get(row, OPENING_ID + row) for row in opening)]

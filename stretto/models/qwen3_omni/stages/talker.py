@@ -7,17 +7,16 @@ import time
 from collections.abc import Mapping
 
 from stretto.messages.requests import Admit
-from stretto.models.qwen3_omni.adapters.talker import TalkerInput
 from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.config import OPENING_S
 from stretto.models.qwen3_omni.params import TalkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces
 from stretto.models.qwen3_omni.stages.prefix import row_ids, talker_salts, thinker_salts
-from stretto.models.qwen3_omni.talker import Talker
-from stretto.models.speech.given import check_ids
+from stretto.models.qwen3_omni.talker import Talker, TalkerInput
 from stretto.models.speech.pacing import PacketPacing
 from stretto.models.speech.talker_stage import PromptPlan, SpeechOutput, SpeechStage
+from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import StageCore
 from stretto.stage.host.context import StageContext
@@ -47,10 +46,10 @@ class TalkerStage(SpeechStage):
 
     def plan(self, a: Admit, params: TalkerParams, prompt: Prompt) -> PromptPlan:
         plan = talker_prompt(prompt, self.config, params.voice, prefill_only=params.prefill_only)
-        given = TalkerInput(plan, params.code0, params.residual, min_frames=params.min_frames)
+        state = TalkerInput(plan, params.code0, params.residual, min_frames=params.min_frames)
         salts = talker_salts(prompt.ids, thinker_salts(media_pieces(prompt, self.config)), plan)
-        rows = row_ids(given, 0, len(plan.ids) if params.prefill_only else len(plan) - 1)
-        return PromptPlan(given, rows, a.cache_root, salts, given.missing)
+        rows = row_ids(state, 0, len(plan.ids) if params.prefill_only else len(plan) - 1)
+        return PromptPlan(state, rows, a.cache_root, salts, state.missing)
 
     def admit(self, a: Admit, params: TalkerParams, prompt: Prompt) -> None:
         if params.prefill_only:
@@ -62,30 +61,30 @@ class TalkerStage(SpeechStage):
     def _read_ahead(self, a: Admit, plan: PromptPlan, num_prompt: int) -> None:
         """Rows of the user's turns for the prefix cache. One frame is picked behind them, which
         nobody hears: it shows that they are numbers."""
-        id, given = a.request, plan.given
+        id, state = a.request, plan.state
         spec = RequestSpec(
             id,
             1,
-            sampling=given.code0,
+            sampling=state.code0,
             priority=a.priority,
             cache_output=False,
             cache_root=plan.root,
         )
-        request = self.core.submit(spec, given, plan.rows, salts=plan.salts, missing=plan.missing)
+        request = self.core.submit(spec, state, plan.rows, salts=plan.salts, missing=plan.missing)
         pace = PacketPacing(1, 1, None, self.frame_timing)
         self.requests[id] = SpeechOutput(
             request, num_prompt, False, StageTimings(self.clock()), pace, prefill_only=True
         )
 
-    def last_row(self, given: TalkerInput) -> list[int]:
-        last = len(given.prompt)
-        return row_ids(given, last - 1, last)
+    def last_row(self, state: TalkerInput) -> list[int]:
+        last = len(state.prompt)
+        return row_ids(state, last - 1, last)
 
     def accept(self, arrival: Arrival) -> None:
         id = arrival.request
         if id not in self.requests:
             return  # it is over
-        given: TalkerInput = self.core.runner.adapter.inputs[id]
+        state: TalkerInput = self.core.runner.adapter.inputs[id]
         rows: ThinkerRows | None = arrival.payload
         if rows is not None:
             if rows.media:
@@ -95,8 +94,8 @@ class TalkerStage(SpeechStage):
                     )
                 with self.core.runner.on_stream():
                     arrival.adopt()
-                    given.media.append(rows.hidden.to(self.model.device))
-                self.core.scheduler.set_missing(id, given.missing)
+                    state.media.append(rows.hidden.to(self.model.device))
+                self.core.scheduler.set_missing(id, state.missing)
             first = max(self.requests[id].num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
@@ -104,6 +103,6 @@ class TalkerStage(SpeechStage):
                 # all requests.
                 if min(tokens) < 0 or max(tokens) >= len(self.model.text_table):
                     raise Corrupt(f"text {tokens} is not of this vocabulary", request=id)
-                self._text(id, given, tokens)
+                self._text(id, state, tokens)
         if arrival.mark is not Mark.MORE:
-            self._end_text(id, given)
+            self._end_text(id, state)

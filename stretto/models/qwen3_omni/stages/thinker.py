@@ -16,8 +16,7 @@ import torch
 
 from stretto.errors import Bug, StrettoError
 from stretto.messages.requests import Admit, Text, Working
-from stretto.models.qwen3_omni.adapters.thinker import ThinkerInput
-from stretto.models.qwen3_omni.grammars import open_grammars
+from stretto.models.qwen3_omni.family import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs, runs_of
@@ -25,9 +24,9 @@ from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.stages.encoders import Encoders
 from stretto.models.qwen3_omni.stages.guided import Compiling, PendingRequest, guide_of
 from stretto.models.qwen3_omni.stages.prefix import thinker_salts
-from stretto.models.qwen3_omni.thinker import Thinker
-from stretto.models.speech.given import check_ids
+from stretto.models.qwen3_omni.thinker import Thinker, ThinkerInput
 from stretto.models.speech.talker_stage import FRAME_S
+from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.prompt import Piece, Prompt
 from stretto.stage.ar import CoreOutput, StageCore
@@ -126,7 +125,7 @@ class ThinkerStage:
         capture = (
             np.sort(np.concatenate([p.places for p in pieces])) if params.speak and pieces else None
         )
-        given = ThinkerInput(
+        state = ThinkerInput(
             pending.positions,
             pending.first,
             sampling,
@@ -148,10 +147,10 @@ class ThinkerStage:
             cache_root=a.cache_root,
         )
         salts, missing = thinker_salts(pieces), missing_runs(pieces)
-        request = self.core.submit(spec, given, prompt.ids, salts=salts, missing=missing)
+        request = self.core.submit(spec, state, prompt.ids, salts=salts, missing=missing)
         self.requests[a.request] = TextOutput(StageTimings(self.clock()), params.speak)
         if pieces:
-            self.encoders.add(request, given, a.cache_root, pieces)
+            self.encoders.add(request, state, a.cache_root, pieces)
 
     def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
         """Features that were asked for."""
@@ -206,10 +205,6 @@ class ThinkerStage:
             if id in self.requests:
                 self.requests[id].timings.encoded_at = self.clock()
         return self.core.launch() or bool(self._outputs)
-
-    def forget(self) -> None:
-        self.core.forget()
-        self.encoders.forget()
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         self.cancel(id)

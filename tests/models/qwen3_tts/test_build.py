@@ -11,29 +11,40 @@ import pytest
 import torch
 
 from stretto.config.engine import HostSettings
-from stretto.models import warming as shared
-from stretto.models.qwen3_tts import host as building
-from stretto.models.qwen3_tts import warming
+from stretto.models import building
+from stretto.models import compile_ahead as shared
+from stretto.models.compile_ahead import CompileJob, CompileProcesses, Room, tasks_of
+from stretto.models.qwen3_tts.build import BUILD, WORDS, small_stage
 from stretto.models.qwen3_tts.config import TtsConfig
-from stretto.models.warming import CompileJob, tasks_of
 from stretto.stage.runner import prefill_graphs
 from tests.models.qwen3_tts.conftest import Checkpoint
 from tests.models.qwen3_tts.hosted import Hosted
 
+COMPILE_AHEAD = BUILD.compile_ahead
+assert COMPILE_AHEAD is not None
 SETTINGS = HostSettings(device="cuda:0", max_rows=8, blocks={"talker": 47})
 
 
 def told(model: Path) -> CompileJob:
     return CompileJob(
-        str(model), "cpu", "float32", 4, 64, 16, 18, tuple(tasks_of("talker", [1, 2, 4], [16]))
+        COMPILE_AHEAD.adapter,
+        str(model),
+        "cpu",
+        "float32",
+        4,
+        64,
+        16,
+        18,
+        tuple(tasks_of("talker", [1, 2, 4], [16])),
     )
 
 
 def test_small_models_are_as_wide(tts: Checkpoint) -> None:
     job = told(tts("custom_voice"))
-    adapter, config = warming.build_lane(job), TtsConfig.read(job.model)
+    adapter: Any = small_stage(job).adapter
+    config = TtsConfig.read(job.model)
     assert len(adapter.model.model.layers) == min(2, config.talker.decoder.num_layers)
-    assert adapter.model.text_table.shape == (warming.WORDS, config.talker.decoder.hidden_size)
+    assert adapter.model.text_table.shape == (WORDS, config.talker.decoder.hidden_size)
     assert (
         adapter.model.code_predictor.model.config.hidden_size == config.talker.predictor.hidden_size
     )
@@ -50,7 +61,7 @@ def test_a_process_runs_all_that_it_is_told(
         return real(adapter, rows, *args)
 
     monkeypatch.setattr(shared, "decode_step", spy)
-    warming.run(told(tts("custom_voice")))
+    shared.run(told(tts("custom_voice")))
     assert set(decoded) == {1, 2, 4}
 
 
@@ -60,20 +71,21 @@ def test_a_host_compiles_once(
     jobs: list[CompileJob] = []
 
     def command(module: str, text: str) -> list[str]:
-        assert module == "stretto.models.qwen3_tts.warming"
+        assert module == "stretto.models.compile_ahead"
         jobs.append(msgspec.json.decode(text, type=CompileJob))
         return [sys.executable, "-c", "pass"]
 
     monkeypatch.setattr(shared, "python", command)
-    monkeypatch.setattr(warming, "compiled", lambda *told: True)
+    monkeypatch.setattr(shared, "has_kernels", lambda *told: True)
     monkeypatch.setattr(shared, "surroundings", lambda device: {"gpu": "none"})
     monkeypatch.setattr(shared, "directory", lambda: tmp_path)
     monkeypatch.setattr(shared.os, "sched_getaffinity", lambda pid: set(range(8)))
     config = TtsConfig.read(tts("base"))
 
-    def begin(*stages: str) -> shared.Warming | None:
-        return warming.begin(
-            "dir", config, stages, SETTINGS, SETTINGS.blocks, torch.bfloat16, 100 << 30, 1 << 30
+    def begin(*stages: str) -> CompileProcesses | None:
+        room, blocks = Room(100 << 30, 1 << 30), SETTINGS.blocks
+        return shared.start(
+            COMPILE_AHEAD, "dir", config, stages, SETTINGS, blocks, torch.bfloat16, room
         )
 
     assert begin("enroller", "code2wav") is None, "these have no such kernels"
@@ -93,6 +105,6 @@ def test_a_cpu_has_no_part_in_this(tts: Checkpoint, monkeypatch: pytest.MonkeyPa
     def never(*args: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(building, "begin", never)
+    monkeypatch.setattr(building, "start", never)
     host = Hosted(tts("base"), ("talker", "enroller", "code2wav"))
     assert tuple(host.host.stages) == ("talker", "enroller", "code2wav")

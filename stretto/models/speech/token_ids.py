@@ -10,8 +10,8 @@ from stretto.errors import Invalid
 from stretto.types import RequestId
 
 
-def check_ids(request: RequestId, vocab: int, *given: Sequence[int]) -> None:
+def check_ids(request: RequestId, vocab: int, *sequences: Sequence[int]) -> None:
     """Are all these token ids of this vocabulary?"""
-    for ids in given:
+    for ids in sequences:
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             raise Invalid(f"{request}: token ids beyond the vocabulary of {vocab}", "messages")

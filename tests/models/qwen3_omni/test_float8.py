@@ -27,8 +27,8 @@ from stretto.models.weights import CheckpointFiles, build, load
 from stretto.testing.qwen3_omni import released_config
 from stretto.types import SamplingParams
 from tests.kernels.wide import dequantize
+from tests.models.qwen3_omni.test_solo import LIMITS, check_greedy, codes, done, texts
 from tests.models.sizes import estimate
-from tests.models.test_solo import LIMITS, check_greedy, codes, done, texts
 from tests.models.test_weights import fill_on_gpu
 from tests.oracle import load_oracle
 from tests.prompts import KINDS, make

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from stretto.kernels.reference.sampling import SamplingRows
-from stretto.models.qwen3_omni.bridge import first_text_row, opening_rows, talker_prompt, user_rows
+from stretto.models.qwen3_omni.bridge import talker_prompt
 from stretto.models.qwen3_omni.load import Models
+from stretto.models.qwen3_omni.talker import first_text_row, opening_rows, user_rows
 from stretto.models.speech.code_predictor import FrameCache
 from stretto.types import SamplingParams
 from tests.oracle import OracleRun, generate

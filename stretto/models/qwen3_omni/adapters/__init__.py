@@ -1,1 +1,0 @@
-"""What the runner needs of the thinker and the talker."""

@@ -1,0 +1,74 @@
+"""Where a family's weights come from, and where they go: a checkpoint's directory or nothing, and a
+device. Each stage loads only its own tensors, straight to its device. Made by a host when it builds
+its stages, on its main thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, Literal, Self, TypeVar
+
+import torch
+from torch import nn
+
+from stretto.layers.targets import targets
+from stretto.models.random_weights import fill_dummy
+from stretto.models.weights import CheckpointFiles, build, load, prepare_device
+
+LoadFormat = Literal["safetensors", "dummy"]
+C = TypeVar("C")  # a family's config
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource(Generic[C]):
+    """A family adds a method for each of its modules."""
+
+    config: C
+    directory: Path | None  # None: random weights
+    device: torch.device
+    dtype: torch.dtype
+    progress: bool = True
+    _files: dict[str, CheckpointFiles] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: C,
+        model: str | Path,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        load_format: LoadFormat = "safetensors",
+        progress: bool = True,
+    ) -> Self:
+        """`dtype`: None for the device's usual one. With `load_format="dummy"` the config alone is
+        enough."""
+        where = torch.device(device)
+        dtype = prepare_device(where, dtype)
+        directory = Path(model) if load_format == "safetensors" else None
+        return cls(config, directory, where, dtype, progress)
+
+    def module(
+        self, factory: Callable[[], M], prefix: str, label: str, seed: int, folder: str = ""
+    ) -> M:
+        """A module with its weights, which have names under `prefix` in the checkpoint."""
+        model = build(factory, self.device, self.dtype)
+        self.fill(model, prefix, label, seed, folder)
+        return model.eval()
+
+    def fill(self, model: nn.Module, prefix: str, label: str, seed: int, folder: str = "") -> None:
+        """`label` is for the progress bar, `seed` for random weights. `folder`: below the
+        checkpoint's own."""
+        if self.directory is None:
+            fill_dummy(model, seed, prefix)
+            return
+        files = self.files(folder)
+        load(files, targets(model, prefix), [prefix], progress=self.progress, label=label)
+
+    def files(self, folder: str = "") -> CheckpointFiles:
+        """All headers there, read and checked once."""
+        assert self.directory is not None
+        if folder not in self._files:
+            self._files[folder] = CheckpointFiles.open(self.directory / folder)
+        return self._files[folder]
