@@ -12,7 +12,7 @@ meanwhile for nobody's request, such as a ping, is in it too; it is little.
 
 For each file: the lines that ran (`ran`), the functions and classes that they are in, the physical
 lines of these functions (`to_read`) and of the file. It reports; there is no limit to meet. `python
--m bench report --write` puts the totals into docs/path.md."""
+-m bench report --write` puts the totals into bench/notes/path.md."""
 
 from __future__ import annotations
 

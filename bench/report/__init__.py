@@ -15,12 +15,20 @@ from pathlib import Path
 
 from bench.harness.results import RESULTS, ROOT, parser
 
-NOTES = ("serving", "steps", "links", "ablation", "host", "decode", "proofs")
+NOTES = (
+    "serving",
+    "steps",
+    "links",
+    "ablation",
+    "host",
+    "decode",
+    "proofs",
+    "faults",
+    "path",
+)
 PAGES = (
     "README.md",
     "docs/performance.md",
-    "docs/faults.md",
-    "docs/path.md",
     *(f"bench/notes/{n}.md" for n in NOTES),
 )
 

@@ -1,4 +1,4 @@
-"""The table of docs/path.md: which files run for one spoken answer, by folder. It stands in
+"""The table of bench/notes/path.md: which files run for one spoken answer, by folder. It stands in
 tables.py."""
 
 from __future__ import annotations

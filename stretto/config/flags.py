@@ -133,7 +133,7 @@ def table(records: Sequence[type[Any]]) -> str:
         if group == TUNE:
             rows = [TUNE_NOTE, "", "| name | default | what |", "|---|---|---|"]
         else:
-            rows = ["| flag | variable | default | what |", "|---|---|---|---|"]
+            rows = ["| flag | default | what |", "|---|---|---|"]
         rows += [_row(f) for f in settings]
         parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
@@ -147,4 +147,4 @@ def _row(f: Field[Any]) -> str:
     if is_tuning(f):
         return f"| `{name}` | {default} | {what} |"
     flag = " ".join(filter(None, (flag_of(name), f.metadata["metavar"])))
-    return f"| `{flag}` | `{variable_of(name)}` | {default} | {what} |"
+    return f"| `{flag}` | {default} | {what} |"

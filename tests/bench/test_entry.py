@@ -101,7 +101,7 @@ def test_documents_name_programs_and_parts_that_there_are() -> None:
 
 
 def test_every_result_has_a_command() -> None:
-    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    page = (ROOT / "bench" / "notes" / "results.md").read_text(encoding="utf-8")
     assert {p.name for p in RESULTS.iterdir() if f"`{p.name}`" not in page} == set()
 
 
