@@ -1,4 +1,5 @@
-"""Tables of bench/notes/faults.md: kills, the soak, damaged input, attacks. They stand in tables.py."""
+"""Tables of bench/notes/faults.md: kills, the soak, damaged input, attacks. They stand in
+tables.py."""
 
 from __future__ import annotations
 

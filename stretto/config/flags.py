@@ -16,7 +16,6 @@ from stretto.config.setting import (
     name_of,
     old_names,
     settings_of,
-    variable_of,
 )
 
 TITLES = {
