@@ -20,7 +20,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,16 @@ def line(cell: dict[str, Any]) -> str:
     )
 
 
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Of the processes that are started meanwhile."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 async def run(args: argparse.Namespace, result: dict[str, Any], begun: float) -> None:
     clock = SystemClock()
     with (
@@ -134,9 +145,8 @@ async def run(args: argparse.Namespace, result: dict[str, Any], begun: float) ->
     ):
         switches = Path(folder) / "off.json"
         switches.write_text("[]", encoding="utf-8")
-        os.environ[FILE] = str(switches)
         change = (local_host, "start_apart", switchable(local_host.start_apart))
-        with swapped([change]):
+        with swapped([change]), environment(FILE, str(switches)):
             async with PipelineEngine.open(directory, engine_config(args)) as engine:
                 result["ready_s"] = time.monotonic() - begun
                 print(f"ready after {result['ready_s']:.1f} s", flush=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from stretto.loadtest.player import play
-from stretto.loadtest.runner import Bench, Closed, Level, Targets
+from stretto.loadtest.runner import Bench, Closed, Level, OnSample, Targets, ignore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Listeners(Bench):
     """A `Bench` that can do this too."""
 
     async def closed(
-        self, level: Level, streams: int, limits: Targets, quiet: bool = False
+        self, level: Level, streams: int, limits: Targets, on_sample: OnSample = ignore
     ) -> None:
         if not isinstance(level.load, Listening):
-            await super().closed(level, streams, limits, quiet)
+            await super().closed(level, streams, limits, on_sample)
             return
         start, over = self.clock.now(), limits.seconds or 0.0
 
@@ -41,17 +41,17 @@ class Listeners(Bench):
             while at < over:
                 await self.clock.sleep_until(start + at)
                 sent = self.clock.now() - start
-                heard = await self._listen(level, start)
+                heard = await self._listen(level, start, on_sample)
                 at = max(self.clock.now() - start, sent + heard)
 
         async with asyncio.TaskGroup() as group:
             for i in range(streams):
                 group.create_task(listener(level.load.answer_s * i / streams))
 
-    async def _listen(self, level: Level, start: float) -> float:
+    async def _listen(self, level: Level, start: float, on_sample: OnSample) -> float:
         """One answer: seconds from the request until its last sample has been played."""
         own = Level(level.load)
-        await self.measure(own, start)
+        await self.measure(own, start, on_sample)
         level.samples.extend(own.samples)
         heard = play(own.samples[0].packets)
         return heard.stop if heard is not None else 0.0

@@ -6,21 +6,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stretto.config.engine import EngineConfig
 from stretto.engine.engine import PipelineEngine
-from stretto.engine.events import Event
-from stretto.engine.host_handle import Launcher
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.params import Params, RequestOptions
+from stretto.params import Params
 from stretto.server.realtime.audio_formats import AudioDecoder
+from tests.engine.answer_recorder import AnswerRecorder
 from tests.engine.common import Answer, collect, expected, same
 from tests.engine.test_sessions import heard, speak, voice
 from tests.server.conftest import Running
@@ -66,28 +62,7 @@ async def check_session(engine: PipelineEngine, plain: Plain) -> None:
     await asyncio.to_thread(plain.check, answers, sounds)
 
 
-class Recorder(PipelineEngine):
-    """Keeps all answers, and asks for their codes, which clients are not sent."""
-
-    def __init__(self, model: Path, config: EngineConfig, launcher: Launcher | None = None) -> None:
-        super().__init__(model, config, launcher)
-        self.answers: list[Answer] = []
-        self._run = self.requests.run
-        self.requests.run = self._record  # type: ignore[method-assign]
-
-    async def _record(
-        self, build: Any, options: RequestOptions, write: Any = None
-    ) -> AsyncIterator[Event]:
-        answer = Answer()
-        if not options.prefill_only:
-            self.answers.append(answer)
-            options = replace(options, params=replace(options.params, want_codes=True))
-        async for event in self._run(build, options, write):
-            answer.take(event)
-            yield event
-
-
-def check_realtime(running: Running, engine: Recorder, plain: Plain) -> None:
+def check_realtime(running: Running, engine: AnswerRecorder, plain: Plain) -> None:
     """The same over a WebSocket, where turns end when the client says so."""
     sounds, engine.answers = [], []
     with talk(running) as c:

@@ -11,14 +11,15 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from tests.engine.agents import SECRET, ProcessStarter
-from tests.engine.spoken import Plain, Recorder, check_realtime, check_session
+from tests.engine.answer_recorder import AnswerRecorder
+from tests.engine.spoken import Plain, check_realtime, check_session
 from tests.server.real_engine import served
 
 
 def test_turns_in_pieces_are_answered_exactly(tiny_dir: Path, models: Models) -> None:
     plain = Plain(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
     config, starter = EngineConfig(placement="processes", connector="tcp"), ProcessStarter()
-    it = Recorder(tiny_dir, config, RemoteLauncher(starter, SECRET, "127.0.0.1"))
+    it = AnswerRecorder(tiny_dir, config, RemoteLauncher(starter, SECRET, "127.0.0.1"))
     it.answers = []
     with served(it) as server:
         assert len(starter.agents) == 3, "a host for each stage"

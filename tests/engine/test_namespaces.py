@@ -25,8 +25,9 @@ from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
 from stretto.transport.registry import connectors
 from tests.engine.agents import SECRET, ProcessAgent, ProcessStarter
+from tests.engine.answer_recorder import AnswerRecorder
 from tests.engine.common import CHATS, collect, expected, run, same
-from tests.engine.spoken import Plain, Recorder, check_realtime, check_session
+from tests.engine.spoken import Plain, check_realtime, check_session
 from tests.pipeline import STAGES
 from tests.server.real_engine import served
 
@@ -132,7 +133,7 @@ def test_realtime_with_stages_at_other_addresses_answers_exactly(
 ) -> None:
     plain = Plain(models, PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir)))
     starter = NeedsProcess()
-    it = Recorder(
+    it = AnswerRecorder(
         tiny_dir,
         EngineConfig(placement="two", connector="tcp"),
         RemoteLauncher(starter, SECRET, OURS),

@@ -22,8 +22,8 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.params import Params
+from tests.engine.answer_recorder import AnswerRecorder
 from tests.engine.common import CHATS, expected
-from tests.engine.spoken import Recorder
 from tests.gpu.onehost import kernels
 from tests.oracle import load_oracle
 from tests.rows import row_errors
@@ -41,13 +41,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @contextmanager
 def server(
     directory: Path, device: torch.device, dtype: DType
-) -> Iterator[tuple[Served, Recorder]]:
+) -> Iterator[tuple[Served, AnswerRecorder]]:
     """With pools of a fixed size: other tests are on the device."""
     host = HostSettings(
         device=device.type, dtype=dtype, block_size=8, blocks={"thinker": 96, "talker": 96},
         max_rows=2, max_context=256,
     )  # fmt: skip
-    engine = Recorder(directory, EngineConfig(host=host))
+    engine = AnswerRecorder(directory, EngineConfig(host=host))
     engine.answers = []
     with served(engine) as it:
         yield it, engine

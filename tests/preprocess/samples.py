@@ -6,7 +6,6 @@ import base64
 import io
 from fractions import Fraction
 
-import av
 import numpy as np
 import soundfile
 from hypothesis import HealthCheck, settings
@@ -60,6 +59,8 @@ def video_file(
     left_black: bool = False,
 ) -> bytes:
     """Frames of growing brightness (or white with a black left half), and a tone."""
+    import av
+
     out = io.BytesIO()
     with av.open(out, "w", format=format) as container:
         screen = container.add_stream(codec, rate=fps)
@@ -89,6 +90,8 @@ def shifting_video(*runs: tuple[int, int]) -> bytes:
     the first size.
 
     FFmpeg's decoder drops the last frame before each change."""
+    import av
+
     out, index = io.BytesIO(), 0
     with av.open(out, "w", format="mpegts") as container:
         stream = container.add_stream("mpeg2video", rate=25)

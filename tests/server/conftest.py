@@ -13,12 +13,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import av
 import numpy as np
 import numpy.typing as npt
-import openai
 import pytest
 import soundfile
 
@@ -26,6 +24,9 @@ from stretto.config.server import ServerConfig
 from stretto.engine.protocol import EngineClient
 from stretto.server.run import Server
 from tests.server.solo_engine import SoloEngine
+
+if TYPE_CHECKING:
+    import openai
 
 T = TypeVar("T")
 # what hangs is ended by pytest: how long anything may take depends on the machine
@@ -109,6 +110,8 @@ class Running:
 
     @cached_property
     def _client(self) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
         )
@@ -155,6 +158,8 @@ def read_file(data: bytes) -> tuple[npt.NDArray[np.int16], int]:
 
 def read_open(data: bytes) -> tuple[npt.NDArray[np.int16], int]:
     """The same by FFmpeg, which takes files that do not say how long they are."""
+    import av
+
     with av.open(io.BytesIO(data)) as file:
         rate = file.streams.audio[0].rate
         return np.concatenate([frame.to_ndarray()[0] for frame in file.decode(audio=0)]), rate

@@ -4,6 +4,7 @@ with, what is saved."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_descent(brief: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, report = tmp_path / "out.json", tmp_path / "report.json"
     # Anything that runs is better: times mean nothing here.
-    monkeypatch.setattr("bench.kernels.descent.LEAST_GAIN", -10.0)
+    monkeypatch.setattr("bench.kernels.descent.LEAST_GAIN", -math.inf)
     options = (
         "--tiny --layers 1 --jobs 0 --context 20 --replays 1 --per-kernel 2 --kernels decode,pick "
         "--limit 1e9"
