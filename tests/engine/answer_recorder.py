@@ -17,7 +17,7 @@ from tests.engine.common import Answer
 
 
 class AnswerRecorder(PipelineEngine):
-    """Keeps all answers but those of warm-up, and asks for their codes, which clients are not sent."""
+    """Keeps all answers but those of warm-up, and asks for codes, which clients are not sent."""
 
     def __init__(self, model: Path, config: EngineConfig, launcher: Launcher | None = None) -> None:
         super().__init__(model, config, launcher)
