@@ -91,7 +91,8 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        if "_client" in self.__dict__:
+            self._client.close()
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.server.stop)
         self.thread.join(PATIENCE_S)
