@@ -62,6 +62,8 @@ from stretto.loadtest.runner import Closed, Level, Open
 from stretto.loadtest.workload import poisson
 from stretto.preprocess.template import Tokenizer
 
+PROMPTS_S = 8.0
+"""At least, for one load of long prompts: 32 answers of 10 s take longer than 3."""
 PARTS = ("latency", "prompts", "open", "realtime", "players", "timeline", "host")
 PHASES = (
     "admission",
@@ -111,7 +113,7 @@ class Stand:
         for name in ("text-2000", "audio-10s", "image"):
             for streams in self.args.prompt_levels:
                 requests = max(self.args.requests // 2, 2 * streams)
-                seconds = self.args.seconds / 2
+                seconds = max(self.args.seconds / 2, PROMPTS_S)
                 yield self.closed(self.workload(name), streams, requests, seconds)[0]
 
     def open(self) -> Iterator[dict[str, Any]]:

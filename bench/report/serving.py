@@ -26,7 +26,8 @@ PROVENANCE = (  # file, what it holds
     ("tts_h200", "Qwen3-TTS"),
     ("ablation_h200", "overlaps switched off"),
     ("gaps_h200", "launch gaps"),
-    ("trees_h200", "two checkouts by turns, long prompts, conversations over HTTP"),
+    ("trees_h200", "two checkouts by turns"),
+    ("long_prompts_h200", "long prompts, conversations over HTTP"),
     ("links_h200", "overlaps of links between three processes"),
 )
 

@@ -94,7 +94,7 @@ def test_promises_are_told_with_the_commit_of_their_record(tmp_path: Path) -> No
 
     def answers(first: float, variant: str) -> dict[str, Any]:
         sample = {"first_audio": first, "rtf": 0.1, "error": None}
-        return {"variant": variant, "streams": 8, "samples": [sample] * 3}
+        return {"variant": variant, "streams": 32, "samples": [sample] * 3}
 
     env = {"commit": "abcdef123456", "clean": True}
     gaps = {"env": env, "cells": [cell("on", 5.0), cell("off", 90.0)]}
@@ -106,7 +106,7 @@ def test_promises_are_told_with_the_commit_of_their_record(tmp_path: Path) -> No
     assert f"| overlapping decode launches | {gap} | 90 µs | 5 µs | abcdef1 |" in told
     assert "the receiver's copy ahead | 120.0 ms | 100.0 ms | abcdef1 |" in told
     assert len(told.splitlines()) == 4, "what was not measured has no line"
-    assert "| 8 | no async_h2d | 3 | 120.0 ms (+20.0 %) | 0.100 |" in tables.ladder(
+    assert "| 32 | no async_h2d | 3 | 120.0 ms (+20.0 %) | 0.100 |" in tables.ladder(
         Results(tmp_path)
     )
     shown = "| speech | 8 | talker | one | 9 | 2.00 ms | 90 / 90 µs | 10.0 % | 2.0 % |"
