@@ -35,7 +35,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """Payloads go from one stage to another. The stages' nodes say which."""
+    """Payloads go from one stage to another. The stages say which."""
 
     sender: str
     receiver: str

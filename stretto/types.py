@@ -12,7 +12,7 @@ import msgspec
 from stretto.errors import Invalid
 
 RequestId = NewType("RequestId", str)
-"""Minted once by the orchestrator; the same in every stage. Never client text."""
+"""Minted once by the engine; the same in every stage. Never client text."""
 
 SECRET_BYTES = 32
 """Of the secret of a link between processes: random, and new for each of its generations."""

@@ -1,4 +1,4 @@
-"""A host in this process, without server and orchestrator: its requests, and when each piece of
+"""A host in this process, without server and engine: its requests, and when each piece of
 their answers came.
 
 Used by the programs `host` and `ablation` and by tests. All stages are in it, so that they hand

@@ -6,7 +6,7 @@ GPU is idle.
     python -m bench host --stub --profile  # and which functions it went to
     python -m bench host --tree ../before --rounds 12 --out bench/results/host_before_after.json
 
-Opens a host in this process, without server and orchestrator (its reports go to a process that
+Opens a host in this process, without server and engine (its reports go to a process that
 discards them), admits N requests at once, and measures from when all of them have sound until the
 first one ends. With `--stub` the models are not run: a launch makes up its tokens at once, so that
 what is left is the host's work (without the launches themselves). A phase's time excludes other

@@ -1,9 +1,9 @@
 """The agent: starts a host on its machine, as its child, and relays bytes between it and the
-orchestrator far away.
+engine far away.
 
 Run by whatever starts things there (a Ray actor), in one thread, from `run` to its end. The host is
-the same program on the same socket pair as on the orchestrator's machine and knows nothing of this.
-The agent dials the orchestrator and says hello. When the connection ends, the host is killed; when
+the same program on the same socket pair as on the engine's machine and knows nothing of this.
+The agent dials the engine and says hello. When the connection ends, the host is killed; when
 the host ends, or the process that this machine's hosts depend on, the agent sends the reason and
 the connection ends. Nothing is buffered but one message each way: whoever is slow slows the other.
 Imports no torch."""
@@ -43,7 +43,7 @@ from stretto.transport.zmq_auth import encrypt, key_of
 DIAL_S = 10.0
 LAST_WORDS_MS = 2000
 ORPHANED = "the process that keeps its machine's hosts died"
-END_S = 5.0  # for a host whose orchestrator frame nothing more to end by itself
+END_S = 5.0  # for a host to end by itself, when the engine sends nothing more
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -73,7 +73,7 @@ class Agent:
         self._keeper = keeper
 
     def run(self) -> str:
-        """Until the host or the orchestrator is gone; says which. `StageDead`: it did not come to
+        """Until the host or the engine is gone; says which. `StageDead`: it did not come to
         that."""
         with zmq.Context() as context:
             dealer = context.socket(zmq.DEALER)
@@ -113,8 +113,7 @@ class Agent:
                 # Who has another secret is not understood: it is disconnected without a word.
                 if event & _REFUSED or (connected and event & _GONE):
                     raise Unusable(
-                        f"the orchestrator at {where} refused its agent: the cluster's secrets "
-                        f"differ"
+                        f"the engine at {where} refused its agent: the cluster's secrets differ"
                     )
                 if event & _GONE:
                     raise StageDead(f"nobody listens at {where}")
@@ -142,7 +141,7 @@ class Agent:
             self._send_end(dealer, ORPHANED)
             return ORPHANED
         if end is None:
-            return "the orchestrator is gone"
+            return "the engine is gone"
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -189,10 +188,10 @@ class _Relay:
         self.host = host
         self.keeper = keeper
         self.inward = memoryview(b"")  # for the host, which has no room
-        self.outward = b""  # for the orchestrator
+        self.outward = b""  # for the engine
 
     def run(self) -> str | None:
-        """Until the host has closed its end, or its keeper is gone; None: the orchestrator is
+        """Until the host has closed its end, or its keeper is gone; None: the engine is
         gone."""
         poller = zmq.Poller()
         poller.register(self.monitor, zmq.POLLIN)

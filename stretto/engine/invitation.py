@@ -1,7 +1,7 @@
-"""How an agent on another machine and its orchestrator find and prove each other. Both ends use
+"""How an agent on another machine and its engine find and prove each other. Both ends use
 this; no torch.
 
-The orchestrator listens for one agent at an address of its own, under keys that are made of the
+The engine listens for one agent at an address of its own, under keys that are made of the
 cluster's secret and a nonce that is new for each start. Only a holder of the secret can be dialled
 there, and only one can send the hello, whose digest is keyed by the secret too. The hello has the
 package's version: messages forbid unknown fields, so two versions must not talk to each other. Each

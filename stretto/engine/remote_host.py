@@ -1,5 +1,5 @@
 """Hosts on other machines: an agent there starts the host and dials back; this is the
-orchestrator's end.
+engine's end.
 
 Control goes over one ZeroMQ connection per host, encrypted and authenticated (`invitation.py`).
 Both ends watch it: the connection's end is an event of the socket's monitor, at once where a
@@ -216,7 +216,7 @@ class RemoteHost(HostHandle):
 
 
 class _Wire:
-    """The orchestrator's end of one connection: a listener for one agent."""
+    """The engine's end of one connection: a listener for one agent."""
 
     def __init__(self, host: RemoteHost, nonce: str, secret: bytes, address: str) -> None:
         self._host = host

@@ -1,7 +1,7 @@
 """The recorder of a process: numbers by their Prometheus names, durations as histograms, and spans
 for a trace.
 
-Stages, links and hosts write to it; the orchestrator asks for all of it at once (`values`,
+Stages, links and hosts write to it; the engine asks for all of it at once (`values`,
 `take_spans`). Each number has one writing thread, so plain integers will do; readers on other
 threads see a value that is at most one update old. Imports nothing of ours."""
 

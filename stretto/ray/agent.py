@@ -1,7 +1,7 @@
 """The Ray actor that runs an agent: it starts a host on its node, on the card that Ray gave it.
 
 A new actor for each start, never restarted by Ray: links, keys and `Configure` need the
-orchestrator anyway, which has its own back-off. Runs in a Ray worker; imports no torch."""
+engine anyway, which has its own back-off. Runs in a Ray worker; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages count and time of themselves, on the loop thread; `stats.py` gives it names,
+"""What stages count and time of themselves, on the loop thread; `host/stats.py` gives it names,
 benchmarks read it too."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ preempted."""
 BlockId = NewType("BlockId", int)
 """A page of KV: `block_size` consecutive rows of one sequence."""
 Confirmed = NewType("Confirmed", int)
-"""A row count made by `Cursor.confirm` alone. Nodes send only up to one of these, never up to a
+"""A row count made by `Cursor.confirm` alone. Stages send only up to one of these, never up to a
 plain int."""
 
 OPAQUE = -1

@@ -1,6 +1,6 @@
 """The pieces of a prompt's media: which rows of the prompt each stands for. Pure; imports no torch.
 
-Called by the thinker's and the talker's node when they admit a request."""
+Called by the thinker's and the talker's stage when they admit a request."""
 
 from __future__ import annotations
 

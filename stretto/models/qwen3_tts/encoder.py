@@ -3,7 +3,7 @@ in float32.
 
 Its attention looks back over the whole clip: the window that the configuration names is not applied
 by the model's own package either. `run` is a generator that yields after each part
-(`models/parts.py`); the enroller's node runs it between the turns of others."""
+(`models/parts.py`); the enroller's stage runs it between the turns of others."""
 
 from __future__ import annotations
 

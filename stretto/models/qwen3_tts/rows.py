@@ -11,7 +11,7 @@ layout:
   needed before the first frame; whole, frames follow words.
 
 The last row is made like a generated one (see `speech/adapter.py`). Pure, host data; made by the
-talker's node on the loop thread."""
+talker's stage on the loop thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What an announcement may say, checked before anything on the device looks it up: there, one id
-that is in no table would end all requests. Called by the thinker's and the talker's node, on the
+that is in no table would end all requests. Called by the thinker's and the talker's stage, on the
 loop thread."""
 
 from __future__ import annotations

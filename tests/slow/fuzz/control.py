@@ -1,4 +1,4 @@
-"""Fuzzes the control messages between the orchestrator and its hosts, including valid messages that
+"""Fuzzes the control messages between the engine and its hosts, including valid messages that
 make no sense. For wire.py.
 
 The corpus is what a real host receives and sends while it answers one request. Half of the mutants

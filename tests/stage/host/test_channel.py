@@ -73,7 +73,7 @@ def test_a_reader_that_is_slow_gets_everything_in_order() -> None:
     channel.flush()
 
 
-def test_an_orchestrator_that_has_gone_stops_nobody() -> None:
+def test_an_engine_that_has_gone_stops_nobody() -> None:
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     theirs.close()

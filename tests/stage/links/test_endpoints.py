@@ -1,4 +1,4 @@
-"""The ends of links in a host: what the orchestrator says of a link reaches its connector, and a
+"""The ends of links in a host: what the engine says of a link reaches its connector, and a
 link that cannot be laid is an error of that link, never the end of the stages here."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Requests of the thinker whose text must follow a grammar, or is penalised by what it has said:
-what guides them, and where they wait until their grammar is compiled. Used by the thinker's node,
+what guides them, and where they wait until their grammar is compiled. Used by the thinker's stage,
 on the loop thread."""
 
 from __future__ import annotations

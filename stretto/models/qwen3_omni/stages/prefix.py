@@ -1,7 +1,7 @@
 """How the prefix cache tells rows of prompts apart: by token ids, and where ids do not say it all,
 by salts.
 
-Pure; called by the thinker's and the talker's node when they admit a request or its prompt
+Pure; called by the thinker's and the talker's stage when they admit a request or its prompt
 grows."""
 
 from __future__ import annotations
