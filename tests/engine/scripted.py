@@ -8,11 +8,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from stretto.engine.engine import PipelineEngine
 from stretto.engine.host_handle import HostHandle, HostMessage, HostReports, StagesLost
 from stretto.engine.pipeline import Pipeline
 from stretto.messages.hosts import Configure, Connect, Linked, Listen, Listening, Ping, Ready, Stats
 from stretto.messages.requests import PREFIX as PREFIX
-from stretto.messages.requests import FromHost, ToHost, decode_to_host, encode, lengths
+from stretto.messages.requests import (
+    Admit,
+    Ended,
+    FromHost,
+    ToHost,
+    decode_to_host,
+    encode,
+    lengths,
+)
 from stretto.preprocess.packed_prompt import Bytes
 
 
@@ -58,9 +67,9 @@ class ScriptedHost(HostHandle):
     def say(self, message: FromHost) -> None:
         self.receive(encode(message))
 
-    def live(self) -> None:
+    def live(self, warm_up: bool = False) -> None:
         """Answer what it has been sent of its own life since the last time: it loads, is linked,
-        and gives signs."""
+        gives signs and, with `warm_up`, ends requests at once."""
         heard = self.heard()
         for message in heard[self.answered :]:
             match message:
@@ -72,7 +81,15 @@ class ScriptedHost(HostHandle):
                     self.say(Linked(link, generation))
                 case Ping(number=number):
                     self.say(Stats(number, {"numbers": 1.0}))
+                case Admit(request=request, stages=stages) if warm_up:
+                    for stage in stages:
+                        self.say(Ended(request, stage, "stop", 0.0, (1.0, 2.0)))
         self.answered = len(heard)
+
+    def forget(self) -> None:
+        """What it was sent so far."""
+        self.sent.clear()
+        self.answered = 0
 
     def heard(self) -> list[ToHost]:
         """All that it was sent, in order."""
@@ -113,6 +130,18 @@ async def read_reports(*pipelines: Pipeline) -> AsyncIterator[list[HostMessage |
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def start(engine: PipelineEngine, launcher: ScriptedLauncher) -> None:
+    """Until it has sent its warm-up requests; hosts do not remember them."""
+    task = asyncio.create_task(engine.start())
+    while not task.done():
+        await asyncio.sleep(0)
+        for host in launcher.hosts:
+            host.live(warm_up=True)
+    await task
+    for host in launcher.hosts:
+        host.forget()
 
 
 async def rest() -> None:

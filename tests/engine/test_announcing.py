@@ -17,7 +17,7 @@ from stretto.errors import StageDead
 from stretto.messages.requests import Admit, Ended, Text
 from stretto.params import Params
 from tests.engine.common import CHATS, collect, run
-from tests.engine.scripted import ScriptedLauncher
+from tests.engine.scripted import ScriptedLauncher, start
 from tests.pipeline import PROCESSES, STAGES
 
 PARAMS = Params(max_text_tokens=4, max_frames=8)
@@ -30,12 +30,7 @@ async def serving(
 ) -> AsyncIterator[tuple[PipelineEngine, ScriptedLauncher]]:
     launcher = ScriptedLauncher()
     engine = PipelineEngine(model, EngineConfig(**config), launcher)
-    start = asyncio.create_task(engine.start())
-    while not start.done():
-        await asyncio.sleep(0)
-        for host in launcher.hosts:
-            host.live()
-    await start
+    await start(engine, launcher)
     yield engine, launcher
     await engine.close()
 

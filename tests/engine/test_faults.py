@@ -35,7 +35,7 @@ from stretto.stage.links.endpoints import LinkEndpoint
 from stretto.transport.contract import PutFailed
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import CHATS, Answer, HandDriven, collect, expected, freed, run, same
-from tests.engine.scripted import ScriptedLauncher, read_reports, rest
+from tests.engine.scripted import ScriptedLauncher, read_reports, rest, start
 from tests.pipeline import PROCESSES, STAGES, TWO_HOSTS, announcement, configure
 from tests.solo import CODE0
 
@@ -229,11 +229,7 @@ def test_a_message_that_fits_nothing_ends_its_host_and_not_the_reader(tiny_dir: 
     async def work() -> None:
         launcher = ScriptedLauncher()
         engine = PipelineEngine(tiny_dir, EngineConfig(placement=TWO_HOSTS), launcher)
-        start = asyncio.create_task(engine.start())
-        while not start.done():
-            await asyncio.sleep(0)
-            for host in launcher.hosts:
-                host.live()
+        await start(engine, launcher)
         asked = asyncio.create_task(collect(engine.generate(CHATS["text"], params=PARAMS)))
         await until(lambda: any(isinstance(m, Admit) for m in launcher.hosts[0].heard()))
         [admit] = [m for m in launcher.hosts[0].heard() if isinstance(m, Admit)]
