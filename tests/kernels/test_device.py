@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stretto.errors import Invalid
 from stretto.kernels.triton import device
 from stretto.kernels.triton.device import CARDS, fitting, limits, pdl
 
@@ -42,7 +43,7 @@ def test_a_loop_has_as_many_stages_as_fit(
     assert fitting(4, WEIGHTS, 1024, WEIGHTS, 1024, 64) == 2
 
 
-def test_a_device_is_asked_for_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STRETTO_KERNELS_CARD", raising=False)
     shared = {"shared_memory_per_block": 48 << 10, "shared_memory_per_block_optin": 163 << 10}
     found = SimpleNamespace(major=8, minor=7, **shared)
@@ -51,6 +52,12 @@ def test_a_device_is_asked_for_its_limits(monkeypatch: pytest.MonkeyPatch) -> No
     assert (asked.capability, asked.shared_bytes) == ((8, 7), 163 << 10)
     assert not asked.dependent_launch
     assert limits(torch.device("cpu")) == CARDS["sm_90"]
+
+
+def test_an_unknown_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_KERNELS_CARD", "h200")
+    with pytest.raises(Invalid, match=r"must be one of sm_80, .*, got 'h200'"):
+        limits(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("card", "there"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])

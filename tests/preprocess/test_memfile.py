@@ -36,6 +36,31 @@ def test_the_file_goes_with_what_is_stored_in_it() -> None:
         os.fstat(fd)
 
 
+def test_a_large_file_is_closed_in_a_thread_and_a_small_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: dict[int, str] = {}
+    close = os.close
+
+    def closed(fd: int) -> None:
+        threads.setdefault(fd, threading.current_thread().name)  # its number is used again
+        close(fd)
+
+    memfile._start_closing()
+    monkeypatch.setattr(os, "close", closed)
+    until_all_are_closed()  # the thread waits with the function that was there before
+    threads.clear()
+    large = MemFile.of(bytes(memfile.SMALL_BYTES + 1))
+    small = MemFile.of(bytes(memfile.SMALL_BYTES))
+    fds = [large.fd, small.fd]
+    large.close_in_thread()
+    small.close_in_thread()
+    large.close_in_thread()  # has no effect a second time
+    until_all_are_closed()
+    assert [threads[fd] for fd in fds] == ["memfile-closer", threading.current_thread().name]
+    assert (large.fd, small.fd) == (-1, -1)
+
+
 def until_all_are_closed() -> None:
     """They are closed in their order, and so is the pipe's end behind them."""
     reading, writing = os.pipe()

@@ -13,6 +13,8 @@ from functools import cache
 
 import torch
 
+from stretto.errors import Invalid
+
 DEPENDENT_LAUNCH = (9, 0)
 """Compute capability from which a kernel can be launched before the one in front has ended."""
 
@@ -42,6 +44,8 @@ CARDS = {
 def limits(device: torch.device) -> Limits:
     """Of a device as it launches kernels: a CPU's are those of the card that they are made for."""
     card = os.environ.get("STRETTO_KERNELS_CARD", "")
+    if card and card not in CARDS:
+        raise Invalid(f"STRETTO_KERNELS_CARD must be one of {', '.join(CARDS)}, got {card!r}")
     if card or device.type != "cuda":
         return CARDS[card or "sm_90"]
     found = torch.cuda.get_device_properties(device)
