@@ -92,7 +92,7 @@ class Run:
                     self.result["left_out"].append([number, variant, streams])
                     continue
                 level = await self.cell(streams, max(4, self.args.per_stream * streams))
-                found = told(level, variant, number, streams)
+                found = cell_of(level, variant, number, streams)
                 self.result["cells"].append(found)
                 print(line(found), flush=True)
                 write(self.args.out, self.result)
@@ -104,7 +104,7 @@ class Run:
         return level
 
 
-def told(level: Level, variant: str, number: int, streams: int) -> dict[str, Any]:
+def cell_of(level: Level, variant: str, number: int, streams: int) -> dict[str, Any]:
     def taken(sample: Sample) -> dict[str, Any]:
         return {
             "first_audio": sample.first_audio,

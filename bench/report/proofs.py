@@ -87,7 +87,7 @@ def tree_table(record: Any) -> str:
                 if run["tree"] == name and cell["streams"] == streams and cell["answers"]
             ]
             if cells:
-                lines.append((str(streams), f"{name}, {short(source)}", *heard(cells)))
+                lines.append((str(streams), f"{name}, {short(source)}", *summary_columns(cells)))
     return markdown(("streams", "checkout", *HEARD), lines)
 
 
@@ -95,7 +95,7 @@ def long_prompts(results: Results) -> str:
     """Without loads that did not end: fewer answers than streams."""
     cells = (results.file("long_prompts_h200") or {}).get("prompts", [])
     lines = [
-        (c["workload"], str(c["streams"]), *heard([c]))
+        (c["workload"], str(c["streams"]), *summary_columns([c]))
         for c in cells
         if c["answers"] >= c["streams"]
     ]
@@ -107,7 +107,7 @@ HEARD = (
 )  # fmt: skip
 
 
-def heard(cells: Sequence[Any]) -> Line:
+def summary_columns(cells: Sequence[Any]) -> Line:
     """Of one load on each of several servers."""
 
     def each(what: str, q: str, scale: float, digits: int) -> str:
@@ -270,15 +270,8 @@ def chunk_promises(results: Results) -> list[Line]:
                 for name in ("stage by stage", "all on")
             )
             what = f"first audio, {streams} at once"
-            lines.append(
-                (
-                    "asynchronous chunks between stages",
-                    what,
-                    without,
-                    with_it,
-                    commit(results, "ablation_h200"),
-                )
-            )
+            source = commit(results, "ablation_h200")
+            lines.append(("asynchronous chunks between stages", what, without, with_it, source))
     return lines
 
 
@@ -294,15 +287,8 @@ def launch_promises(results: Results) -> list[Line]:
         if {"on", "off"} <= found.keys():
             without, with_it = (f"{found[way]['gap_us']['p50']:.0f} µs" for way in ("off", "on"))
             what = f"gap between steps of the {stage}, 8 rows, p50"
-            lines.append(
-                (
-                    "overlapping decode launches",
-                    what,
-                    without,
-                    with_it,
-                    commit(results, "gaps_h200"),
-                )
-            )
+            source = commit(results, "gaps_h200")
+            lines.append(("overlapping decode launches", what, without, with_it, source))
     return lines
 
 
@@ -314,15 +300,8 @@ def link_promises(results: Results) -> list[Line]:
         if base is not None and variant in found:
             without, with_it = (f"{1e3 * v[0]:.1f} ms" for v in (found[variant], base))
             what = f"first audio, three processes, 32 streams: {overlap}"
-            lines.append(
-                (
-                    "asynchronous copies and transfer",
-                    what,
-                    without,
-                    with_it,
-                    commit(results, "links_h200"),
-                )
-            )
+            source = commit(results, "links_h200")
+            lines.append(("asynchronous copies and transfer", what, without, with_it, source))
     return lines
 
 

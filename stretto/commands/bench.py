@@ -297,7 +297,7 @@ async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedMod
 
     with failures():
         listed = await client.get("models")
-        version = await client.get(beside_api(client, "/version"))
+        version = await client.get(outside_v1(client, "/version"))
     model = ListedModel(wanted) if wanted else read_models(listed.status_code, listed.content)
     server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
     if version.is_success:
@@ -305,7 +305,7 @@ async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedMod
     return model, server
 
 
-def beside_api(client: httpx.AsyncClient, path: str) -> httpx.URL:
+def outside_v1(client: httpx.AsyncClient, path: str) -> httpx.URL:
     """The address of something that is not below /v1."""
     root = client.base_url
     return root.copy_with(path=root.path.rstrip("/").removesuffix("/v1") + path)
@@ -318,7 +318,7 @@ async def link_numbers(client: httpx.AsyncClient) -> Series:
     from stretto.loadtest.hops import read_series
 
     try:
-        page = await client.get(beside_api(client, "/metrics"))
+        page = await client.get(outside_v1(client, "/metrics"))
     except httpx.TransportError:
         return {}
     return read_series(page.text) if page.is_success else {}

@@ -93,7 +93,9 @@ class WarmUp:
     async def _style(self) -> SpeechStyle:
         if not self.model.info.cloning:
             return SpeechStyle()
-        return SpeechStyle(voice=await self.tts.enrol(said(sound_part(CLIP_S), text()), OWNER))
+        return SpeechStyle(
+            voice=await self.tts.enrol(user_message(sound_part(CLIP_S), text()), OWNER)
+        )
 
     def _requests(self, style: SpeechStyle) -> Iterator[AsyncIterator[Event]]:
         """On a GPU questions come twice, since what is kept of a prompt the first time is put to
@@ -114,7 +116,7 @@ class WarmUp:
 
     def _answer(self, parts: list[dict[str, Any]]) -> AsyncIterator[Event]:
         async def build() -> Any:
-            return await self.tts.prompts.build(said(*parts))
+            return await self.tts.prompts.build(user_message(*parts))
 
         return self.requests.run(build, self._options(SpeechStyle()))
 
@@ -139,7 +141,7 @@ def text() -> dict[str, Any]:
     return {"type": "text", "text": TEXT}
 
 
-def said(*parts: dict[str, Any]) -> Conversation:
+def user_message(*parts: dict[str, Any]) -> Conversation:
     """A user's message. Text alone is sent as most clients do."""
     content = TEXT if parts == (text(),) else list(parts)
     return Conversation.of(msgspec.json.encode([{"role": "user", "content": content}]))

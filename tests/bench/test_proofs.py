@@ -83,7 +83,7 @@ def test_a_document_quotes_the_record_that_is_there(tmp_path: Path) -> None:
     assert "| 0123456789ab |" in tables.gpu_suite(Results(tmp_path))
 
 
-def test_promises_are_told_with_the_commit_of_their_record(tmp_path: Path) -> None:
+def test_promises_name_the_commit_of_their_record(tmp_path: Path) -> None:
     def stages(us: float) -> dict[str, Any]:
         one = {"steps": 9, "gap_us": {"p50": us, "p99": us}, "step_us": {"p50": 2e3}}
         return {"talker": one | {"stage_idle": 0.1}}

@@ -15,7 +15,7 @@ from bench.serve import thin
 from bench.trees import Tree, tree
 
 
-def test_a_checkout_is_told_the_flags_that_it_knows() -> None:
+def test_a_checkout_gets_only_flags_that_it_knows() -> None:
     here = Tree("head", ROOT)
     assert here.knows("--max-rows")
     assert not here.knows("--max-row"), "a part of a name is no name"

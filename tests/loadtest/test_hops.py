@@ -40,7 +40,7 @@ def test_what_was_there_before_does_not_count() -> None:
     assert hop.parts_s["put"] == pytest.approx(2e-5)
 
 
-def test_a_split_placement_is_told_from_outside(
+def test_a_split_placement_shows_in_the_metrics(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a server of three processes. Its hosts are asked once a second; this run takes that

@@ -257,7 +257,7 @@ async def test_who_leaves_as_its_turn_comes_passes_the_place_on(desk: Desk) -> N
 
 
 @at_desk(Admission(1, 1, queue=4))
-async def test_who_has_left_is_given_nothing(desk: Desk) -> None:
+async def test_a_cancelled_request_gets_no_place(desk: Desk) -> None:
     async with desk.admission.place("a") as place:
         await desk.come("b1", "c1")
         desk.tasks["b1"].cancel()

@@ -418,7 +418,7 @@ def test_settings_and_texts_of_sessions_count() -> None:
         until(running, lambda: not memory.held)
 
 
-def test_what_a_response_is_asked_with_counts_until_it_is_over() -> None:
+def test_inputs_of_a_response_count_until_it_ends() -> None:
     engine = TalkEngine()
     release = asyncio.Event()
 

@@ -47,7 +47,7 @@ def test_a_block_keeps_its_own_rows_of_all_that_was_handed_out() -> None:
     assert not len(store)
 
 
-def test_nothing_is_kept_for_a_block_without_media_or_one_that_is_refused() -> None:
+def test_blocks_without_media_or_refused_store_nothing() -> None:
     store = PayloadStore()
     blocks = [Published(BlockId(5), b"a", 0, 4)]
     store.keep(blocks, [output([4])], joined, lambda *_: True)

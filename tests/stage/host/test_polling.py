@@ -33,7 +33,7 @@ class Named:
     ],
     ids=["all", "thinker", "talker and vocoder", "vocoder"],
 )
-def test_what_is_heard_sooner_goes_first(stages: tuple[str, ...], order: str) -> None:
+def test_downstream_stages_are_polled_first(stages: tuple[str, ...], order: str) -> None:
     polled: list[Any] = poll_order([Named(name) for name in stages])  # type: ignore[misc]
     assert [p.name for p in polled] == order.split()
 

@@ -47,7 +47,7 @@ def test_the_second_stream_of_a_voice_begins_behind_the_primer() -> None:
     assert not stream.pending
 
 
-def test_a_primer_that_was_forgotten_meanwhile_is_heard_first() -> None:
+def test_an_evicted_primer_is_decoded_again_first() -> None:
     """It was kept when the stream was announced, and so is not among its frames."""
     state = State()
     primers = Primers(state, 2)

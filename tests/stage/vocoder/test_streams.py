@@ -62,7 +62,7 @@ def test_slots_go_to_the_most_urgent_whose_frames_are_there() -> None:
     assert [(s.request, slot) for s, slot in slots.assign()] == [("late", 0)]
 
 
-def test_a_slot_is_given_back_when_no_step_writes_to_it() -> None:
+def test_a_slot_is_freed_when_no_step_writes_to_it() -> None:
     slots = Slots(1)
     made = stream("a", 0, 1)
     slots.waiting.append(made)
