@@ -268,8 +268,8 @@ async def schemas_below_limit(a: Attacker) -> None:
 
 @case()
 async def properties_below_limit(a: Attacker) -> None:
-    """16 schemas of 900 properties at once: about as many as a grammar may have."""
-    made = [bodies.properties(900, i) for i in range(16)]
+    """16 schemas of 500 properties at once: nearly as many as a grammar may have."""
+    made = [bodies.properties(500, i) for i in range(16)]
     await a.begin()
     await at_once(16, lambda i: a.chat(made[i]))
 
@@ -308,8 +308,8 @@ async def session_updates(a: Attacker) -> None:
 
 @case()
 async def updates_below_limit(a: Attacker) -> None:
-    """The same with 250 KiB, which are few enough to be taken."""
-    await update_sessions(a, 250 * KIB)
+    """The same with 200 KiB, which the server stores."""
+    await update_sessions(a, 200 * KIB)
 
 
 async def update_sessions(a: Attacker, size: int) -> None:
@@ -366,7 +366,17 @@ async def long_conversations(a: Attacker) -> None:
 @case()
 async def many_sounds(a: Attacker) -> None:
     """240 sounds in one event of 18 MiB, in four realtime sessions, three times."""
-    sounds = [{"type": "input_audio", "audio": bodies.pcm(1.2)}] * 240
+    await add_sounds(a, 240)
+
+
+@case()
+async def sounds_below_limit(a: Attacker) -> None:
+    """The same with 60 sounds, which the server stores."""
+    await add_sounds(a, 60)
+
+
+async def add_sounds(a: Attacker, count: int) -> None:
+    sounds = [{"type": "input_audio", "audio": bodies.pcm(1.2)}] * count
     body = bodies.item(*sounds)
     await a.begin()
 
