@@ -41,8 +41,8 @@ FUEL = 100_000
 """Work that a mask may take in regular expressions (about 7 ms); a grammar that needs more fails
 its request."""
 MAX_SYMBOLS = 4096
-"""Of a compiled grammar: about 590 optional properties. What a step costs grows with the square of those
-that are possible at once, and no fuel of the library's covers that."""
+"""Of a compiled grammar: about 590 optional properties. What a step costs grows with the square of
+those that are possible at once, and no fuel of the library's covers that."""
 BURST_S, EACH_S = 0.05, 0.002
 """CPU time that the steps of one request may take: the most at once, and what each adds. Usual
 steps take 0.05 to 0.3 ms."""

@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from stretto.errors import WireError
-from stretto.preprocess.pool import memfile
-from stretto.preprocess.pool.memfile import MemFile, MemFileSlice
+from stretto.preprocess.pool.memfile import SMALL_BYTES, MemFile, MemFileSlice
 
 
 def test_stored_bytes_read_like_bytes() -> None:
@@ -46,12 +45,9 @@ def test_a_large_file_is_closed_in_a_thread_and_a_small_one_at_once(
         threads.setdefault(fd, threading.current_thread().name)  # its number is used again
         close(fd)
 
-    memfile._start_closing()
     monkeypatch.setattr(os, "close", closed)
-    until_all_are_closed()  # the thread waits with the function that was there before
-    threads.clear()
-    large = MemFile.of(bytes(memfile.SMALL_BYTES + 1))
-    small = MemFile.of(bytes(memfile.SMALL_BYTES))
+    large = MemFile.of(bytes(SMALL_BYTES + 1))
+    small = MemFile.of(bytes(SMALL_BYTES))
     fds = [large.fd, small.fd]
     large.close_in_thread()
     small.close_in_thread()
@@ -61,10 +57,19 @@ def test_a_large_file_is_closed_in_a_thread_and_a_small_one_at_once(
     assert (large.fd, small.fd) == (-1, -1)
 
 
+def test_a_file_that_cannot_be_closed_is_reported_and_others_are_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    no_descriptor = 1 << 30
+    MemFile(no_descriptor, SMALL_BYTES + 1).close_in_thread()
+    until_all_are_closed()
+    assert f"descriptor {no_descriptor}) could not be closed" in caplog.text
+
+
 def until_all_are_closed() -> None:
     """They are closed in their order, and so is the pipe's end behind them."""
     reading, writing = os.pipe()
-    memfile._CLOSING.put(writing)
+    MemFile(writing, SMALL_BYTES + 1).close_in_thread()
     assert os.read(reading, 1) == b""
     os.close(reading)
 

@@ -12,7 +12,8 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from stretto.preprocess.packed_prompt import (
     pack,
     pack_ids,
 )
+from stretto.preprocess.pool import job_process
 from stretto.preprocess.pool import pool as pool_module
 from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.job_process import (
@@ -401,7 +403,7 @@ def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
 
         await until(lambda: len(spares()) == 2)
         first = spares()
-        assert {os.sched_getscheduler(pid) for pid in first} == {os.SCHED_BATCH}
+        await until(lambda: {os.sched_getscheduler(pid) for pid in first} == {os.SCHED_BATCH})
         long = asyncio.create_task(pool.build(heavy(sender="a")))
         await until(lambda: len(processes(pool)) == 1)
         assert set(processes(pool)) | spares() == first
@@ -466,34 +468,62 @@ def test_jobs_that_are_never_short_use_up_their_credit() -> None:
     assert [credit.take() for _ in range(6)] == [SHORT_S] * 5 + [0.0]
 
 
-def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
-    def work(job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
-        return JobFailed("MediaError", str(os.sched_getscheduler(0)), "messages"), None
+def report_policy(job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
+    return JobFailed("MediaError", str(os.sched_getscheduler(0)), "messages"), None
 
-    def policy(children: Children, number: int) -> int:
+
+def policy_of_job(children: Children, number: int) -> int:
+    """The scheduling policy under which the next job is done."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        children.start(Job(number, Cut(1.0), True), theirs, [])
+        assert list(children.wait()) == [number]
+        children.reap(number)
+        answer = decode_from_worker(ours.recv(MAX_DATAGRAM))
+        assert isinstance(answer, JobFailed)
+        return int(answer.message)
+
+
+@contextmanager
+def children_without_work(credit: Credit) -> Iterator[Children]:
+    control, server = socket.socketpair()
+    limits = WorkerLimits(10, 100)
+    with control, server:
+        children = Children(control, limits, report_policy, lambda: None, credit=credit)
+        try:
+            yield children
+        finally:
+            children.close()
+
+
+def test_without_credit_a_job_has_the_cores_that_nobody_needs() -> None:
+    with children_without_work(Credit(lambda: 0.0)) as children:
+        assert policy_of_job(children, 1) == os.SCHED_BATCH
+        # what it used; the rest went back
+        assert 1e-6 < BURST_S - children.credit.left < SHORT_S - 1e-6
+        children.credit.left = 0.0
+        assert policy_of_job(children, 2) == os.SCHED_IDLE
+
+
+def test_a_child_that_starts_late_stays_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forked for its job, and made idle before it has run at all."""
+    late = [True]
+
+    def wait_until_idle(parent: int) -> None:
+        while late and os.sched_getscheduler(0) != os.SCHED_IDLE:
+            os.sched_yield()
+
+    monkeypatch.setattr(job_process, "die_with_parent", wait_until_idle)
+    with children_without_work(Credit(lambda: 0.0, left=0.0)) as children:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
-            children.start(Job(number, Cut(1.0), True), theirs, [])
-            assert list(children.wait()) == [number]
-            children.reap(number)
+            children.start(Job(1, Cut(1.0), True), theirs, [])
+            late.clear()  # of the children that are forked from now on
             answer = decode_from_worker(ours.recv(MAX_DATAGRAM))
-            assert isinstance(answer, JobFailed)
-            return int(answer.message)
-
-    control, server = socket.socketpair()
-    with control, server:
-        children = Children(
-            control, WorkerLimits(10, 100), work, lambda: None, credit=Credit(lambda: 0.0)
-        )
-        assert policy(children, 1) == os.SCHED_BATCH
-        assert (
-            1e-6 < BURST_S - children.credit.left < SHORT_S - 1e-6
-        )  # what it used; the rest went back
-        children.credit.left = 0.0
-        assert policy(children, 2) == os.SCHED_IDLE
-        for spare in children._spares:
-            spare.jobs.close()
-            spare.end()
+        assert isinstance(answer, JobFailed)
+        assert int(answer.message) == os.SCHED_IDLE
+        assert list(children.wait()) == [1]
+        children.reap(1)
 
 
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:

@@ -179,6 +179,15 @@ class Children:
         if number in self._running:
             os.kill(self._running[number][0].pid, signal.SIGKILL)
 
+    def close(self) -> None:
+        """End the children that wait for a job."""
+        for spare in self._spares:
+            spare.jobs.close()
+            os.kill(spare.pid, signal.SIGKILL)
+            spare.end()
+        self._spares.clear()
+        self._selector.close()
+
     def reap(self, number: int) -> None:
         child, answer, taken = self._running.pop(number)
         self._selector.unregister(child.pidfd)
@@ -199,6 +208,9 @@ class Children:
             if pid == 0:
                 ours.close()
                 self._child(theirs, warm, warmed, worker)
+            # Its waking up does not interrupt anybody. Set here, since the child would set it at
+            # any time, and perhaps after `make_idle`.
+            os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
             return Child(pid, os.pidfd_open(pid), ours, warmed)
         except BaseException:
             ours.close()  # a child that has no pidfd is told nothing, and ends
@@ -221,9 +233,6 @@ class Children:
             for spare in self._spares:
                 os.close(spare.pidfd)
                 spare.jobs.close()
-            os.sched_setscheduler(
-                0, os.SCHED_BATCH, os.sched_param(0)
-            )  # waking up does not interrupt anybody
             NAME.write_text("prompt spare")
             warm()
             warmed[0] = 1

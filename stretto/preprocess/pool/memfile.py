@@ -10,6 +10,7 @@ would end this process with a bus error."""
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import resource
@@ -19,6 +20,8 @@ from queue import SimpleQueue
 from threading import Thread
 
 from stretto.errors import StageDead, WireError
+
+log = logging.getLogger(__name__)
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 SMALL_BYTES = 1 << 20
@@ -150,11 +153,15 @@ def _start_closing() -> None:
     """A thread that closes files: to free the pages of 100 MB takes 20 ms, which no event loop
     has."""
 
-    def close() -> None:
+    def close_files() -> None:
         while True:
-            os.close(_CLOSING.get())
+            fd = _CLOSING.get()
+            try:
+                os.close(fd)
+            except OSError as e:
+                log.error("a memory file (descriptor %d) could not be closed: %s", fd, e)
 
-    Thread(target=close, name="memfile-closer", daemon=True).start()
+    Thread(target=close_files, name="memfile-closer", daemon=True).start()
 
 
 class MemFileSlice:

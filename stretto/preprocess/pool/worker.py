@@ -246,7 +246,10 @@ def main() -> None:
     children = Children(
         control, limits, partial(do_apart, builder, compiler), partial(warm, builder, compiler)
     )
-    Worker(control, builder, children).serve()
+    try:
+        Worker(control, builder, children).serve()
+    finally:
+        children.close()
 
 
 if __name__ == "__main__":
