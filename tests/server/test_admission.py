@@ -98,6 +98,16 @@ async def test_one_owner_may_hold_all_places(desk: Desk) -> None:
     assert desk.refused("b1"), "nobody can wait where there is no queue"
 
 
+@at_desk(Admission(4, 3, queue=4))
+async def test_an_owner_leaves_a_place_to_others(desk: Desk) -> None:
+    await desk.come("a1", "a2", "a3", "a4", "b1")
+    assert desk.served == ["a1", "a2", "a3", "b1"]
+    await desk.go("b1")
+    assert desk.served == ["a1", "a2", "a3", "b1"]
+    await desk.go("a1")
+    assert desk.served[4:] == ["a4"]
+
+
 @at_desk(Admission(4, 4, queue=16))
 async def test_the_next_place_is_for_the_owner_with_the_fewest(desk: Desk) -> None:
     await desk.come("a1", "a2", "a3", "a4", "a5", "a6", "b1", "b2", "c1", "b3")

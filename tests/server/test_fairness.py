@@ -127,7 +127,8 @@ def test_one_client_leaves_a_place_to_others(places: int, mine: int) -> None:
         admission = held.running.server.service.admission
         answered = [held.start(ALOUD) for _ in range(mine)]
         waiting = stack.enter_context(posted(held.running, ASK))
-        until(held.running, lambda: admission.waiting == 1)
+        until(held.running, lambda: admission.running + admission.waiting == mine + 1)
+        assert admission.waiting == 1
         with posted(held.running, {**ALOUD, "stream": True}, OTHER) as other:
             read_until(other, b'"data"')
             assert (admission.running, admission.waiting) == (mine + 1, 1)

@@ -9,7 +9,6 @@ import fcntl
 import http.client
 import json
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -26,6 +25,7 @@ import pytest
 
 from stretto.commands.serve import greeting
 from stretto.config.server import ServerConfig
+from tests.server.certificates import certificate_settings, needs_openssl
 from tests.server.conftest import HEAD, PATIENCE_S, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.solo_engine import SoloEngine
@@ -302,27 +302,12 @@ def test_a_client_that_leaves_frees_the_model(solo_server: Running, solo: SoloEn
     solo_server.do(ended())
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+@needs_openssl
 def test_tls_and_unix_sockets(tmp_path: Path) -> None:
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    make = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        *subject,
-    ]
-    subprocess.run(
-        [*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True
-    )
-    with serve(ScriptedEngine(), ssl_certfile=certificate, ssl_keyfile=key) as running:
+    tls = certificate_settings(tmp_path)
+    with serve(ScriptedEngine(), **tls) as running:
         assert running.url.startswith("https://")
-        trust = ssl.create_default_context(cafile=certificate)
+        trust = ssl.create_default_context(cafile=tls["ssl_certfile"])
         with urllib.request.urlopen(
             f"{running.url}/health", context=trust, timeout=PATIENCE_S
         ) as answer:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 import socket
 import ssl
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -37,6 +35,7 @@ from stretto.server.http.connection import (
 )
 from stretto.server.http.flow_throttle import REST_S
 from stretto.server.run import AT_ONCE, FEWEST_FILES, OTHER_FILES, raise_file_limit, resource
+from tests.server.certificates import certificate_settings, needs_openssl
 from tests.server.conftest import HEAD, PATIENCE_S, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ALOUD, ASK, CHAT
@@ -838,25 +837,9 @@ def test_small_packets_do_not_wait() -> None:
         assert running.do(option()) != 0
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+@needs_openssl
 def test_a_client_that_never_speaks_tls(tmp_path: Path) -> None:
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
-    make = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-subj",
-        "/CN=x",
-    ]
-    subprocess.run(
-        [*make, "-keyout", key, "-out", certificate, "-days", "2"], check=True, capture_output=True
-    )
-    tls = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    tls = certificate_settings(tmp_path)
     with (
         serve(ScriptedEngine(), header_timeout=0.05, **tls) as running,
         clients(running, 20) as some,
@@ -869,7 +852,7 @@ def test_a_client_that_never_speaks_tls(tmp_path: Path) -> None:
                 assert everything(s) == b""
     # One that has spoken TLS, and is then silent: time passes when it has, however long that took.
     with serve(ScriptedEngine(), header_timeout=1e6, **tls) as running, clients(running, 1) as (s,):
-        trust = ssl.create_default_context(cafile=certificate)
+        trust = ssl.create_default_context(cafile=tls["ssl_certfile"])
         trust.check_hostname = False
         with trust.wrap_socket(s) as spoken:
 
