@@ -24,15 +24,17 @@ def cards() -> tuple[str, ...]:
     )
 
 
-def visible(told: str | None, found: int) -> tuple[str, ...]:
+def visible(variable: str | None, found: int) -> tuple[str, ...]:
     """Of `found` cards, those that the variable leaves. As CUDA reads it, the list ends at the
     first that is none."""
     if not found:
         return ()
-    if told is None:
+    if variable is None:
         return tuple(str(i) for i in range(found))
     return tuple(
-        takewhile(lambda name: name not in ("", "-1"), (part.strip() for part in told.split(",")))
+        takewhile(
+            lambda name: name not in ("", "-1"), (part.strip() for part in variable.split(","))
+        )
     )
 
 

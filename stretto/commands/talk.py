@@ -119,7 +119,7 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
             return LiveTalk(
                 socket, sys.stdout, listen, None if isinstance(sound, NoSound) else sound.speaker,
                 args.voice, args.system, args.max_tokens, args.save,
-                most_answers=1 if args.file is not None else None,
+                max_answers=1 if args.file is not None else None,
             ).run()  # fmt: skip
     except InvalidStatus as e:
         status = e.response.status_code

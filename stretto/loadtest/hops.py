@@ -44,9 +44,9 @@ def read_series(page: str) -> Series:
     """Counters of links in a page of Prometheus text."""
     found: Series = {}
     for name, labels, value in LINE.findall(page):
-        told = dict(LABEL.findall(labels))
-        if "le" not in told and {"link", "end"} <= told.keys():
-            key = told["link"], told["end"], name.removeprefix("stretto_link_")
+        tags = dict(LABEL.findall(labels))
+        if "le" not in tags and {"link", "end"} <= tags.keys():
+            key = tags["link"], tags["end"], name.removeprefix("stretto_link_")
             found[key] = found.get(key, 0.0) + float(value)
     return found
 

@@ -43,13 +43,13 @@ def rows(level: Level, prebuffers: Sequence[float]) -> dict[str, Row]:
         "audio_s": Row("speech", summarize(s.audio_seconds for s in good if s.packets), "s"),
     }
     for lead in prebuffers:
-        heard = [playback for s in good if (playback := play(s.packets, lead)) is not None]
+        playbacks = [playback for s in good if (playback := play(s.packets, lead)) is not None]
         name = "player" if lead == 0 else f"player +{1000 * lead:.0f} ms"
         key = f"{1000 * lead:.0f}ms"
         table[f"underruns_{key}"] = Row(
-            f"{name}: underruns", summarize(p.underruns for p in heard), "x"
+            f"{name}: underruns", summarize(p.underruns for p in playbacks), "x"
         )
-        table[f"wait_{key}_s"] = Row(f"{name}: waits", summarize(p.wait for p in heard), "s")
+        table[f"wait_{key}_s"] = Row(f"{name}: waits", summarize(p.wait for p in playbacks), "s")
     return table
 
 

@@ -58,13 +58,13 @@ Load = Closed | Open
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """When a level ends: after this many requests, or when no more are begun after this many
+    """When a level ends: after this many requests, or when no more are started after this many
     seconds."""
 
     requests: int | None = None
     seconds: float | None = None
     warmup: int = 0
-    until_error: bool = False  # no more are begun after one that failed
+    until_error: bool = False  # no more are started after one that failed
 
 
 @dataclass(slots=True)
@@ -132,13 +132,13 @@ class Goal:
     wait: float = 0.1
 
     def met(self, sample: Sample) -> bool:
-        begun = sample.first_audio if sample.packets else sample.first_text
-        heard = play(sample.packets)
+        first_output = sample.first_audio if sample.packets else sample.first_text
+        playback = play(sample.packets)
         return (
             sample.error is None
-            and begun is not None
-            and begun <= self.first
-            and (heard is None or heard.wait <= self.wait)
+            and first_output is not None
+            and first_output <= self.first
+            and (playback is None or playback.wait <= self.wait)
         )
 
 
@@ -216,10 +216,11 @@ class Bench:
     async def closed(
         self, level: Level, streams: int, limits: Targets, on_sample: OnSample = ignore
     ) -> None:
-        start, begun = self.clock.now(), itertools.count()
+        start = self.clock.now()
+        numbers = itertools.count()
 
         async def listener() -> None:
-            while not self.over(level, limits, next(begun), self.clock.now() - start):
+            while not self.over(level, limits, next(numbers), self.clock.now() - start):
                 await self.measure(level, start, on_sample)
 
         async with asyncio.TaskGroup() as group:
@@ -236,8 +237,8 @@ class Bench:
                 group.create_task(self.measure(level, start, on_sample))
 
     @staticmethod
-    def over(level: Level, limits: Targets, begun: int, elapsed: float) -> bool:
-        enough = limits.requests is not None and begun >= limits.requests
+    def over(level: Level, limits: Targets, num_started: int, elapsed: float) -> bool:
+        enough = limits.requests is not None and num_started >= limits.requests
         enough = enough or (limits.until_error and level.failed)
         return enough or (limits.seconds is not None and elapsed >= limits.seconds)
 

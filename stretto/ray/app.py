@@ -32,7 +32,7 @@ from stretto.engine.remote_host import RemoteLauncher
 from stretto.errors import Invalid, StageDead, StrettoError
 from stretto.ray import scaling
 from stretto.ray.dependency import require_ray
-from stretto.ray.leaving import say_goodbye, shutdown_flag
+from stretto.ray.leaving import close_websockets_on_exit, shutdown_flag
 from stretto.ray.metrics import Export
 from stretto.ray.secret import read_secret
 from stretto.ray.starter import RayStarter
@@ -177,14 +177,14 @@ def replica_app(spec: Spec) -> Starlette:
                 yield state
                 return
             export = Export(serve.get_replica_context().replica_tag, lambda: metrics_of(service))
-            beside = [
+            tasks = [
                 asyncio.create_task(w)
-                for w in (export.run(), say_goodbye(service, shutdown_flag()))
+                for w in (export.run(), close_websockets_on_exit(service, shutdown_flag()))
             ]
             try:
                 yield state
             finally:
-                for task in beside:
+                for task in tasks:
                     task.cancel()
 
     app.router.lifespan_context = lifespan

@@ -44,7 +44,7 @@ def shutdown_flag() -> Callable[[], bool] | None:
     return lambda: bool(replica._shutting_down)
 
 
-async def say_goodbye(service: Service, going: Callable[[], bool] | None) -> None:
+async def close_websockets_on_exit(service: Service, going: Callable[[], bool] | None) -> None:
     """Wait until the replica shuts down; then close each WebSocket after its answer. Requests are
     still accepted: the ingress sends some until it knows. What runs after the drain timeout gets
     an error and is cut."""

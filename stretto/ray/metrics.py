@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.util.metrics import Gauge
 
 EVERY_S = 5.0
-MOST = 2000
+MAX_SERIES = 2000
 """Series of one replica, at most."""
 AT_ONCE = 32
 """Numbers, before others have their turn: a fraction of a millisecond."""
@@ -49,7 +49,7 @@ class Export:
             gauge, labels = self._series[key]
             gauge.set(float(number), labels)
             count += 1
-            if count >= MOST:
+            if count >= MAX_SERIES:
                 break
             if count % AT_ONCE == 0:
                 yield count

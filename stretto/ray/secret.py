@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stretto.errors import Invalid
 
-LEAST, MOST = 16, 4096
+MIN_BYTES = 16
+MAX_BYTES = 4096
 
 
 def read_secret(path: str | None) -> bytes:
@@ -17,14 +18,14 @@ def read_secret(path: str | None) -> bytes:
         raise Invalid("no file with the cluster's secret is named", "cluster_secret_file")
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST + 1).strip()
+            content = file.read(MAX_BYTES + 1).strip()
     except OSError as e:
         raise Invalid(
             f"{path}: the cluster's secret cannot be read ({e.strerror})", "cluster_secret_file"
         ) from None
-    if not LEAST <= len(content) <= MOST:
+    if not MIN_BYTES <= len(content) <= MAX_BYTES:
         raise Invalid(
-            f"{path}: a secret has {LEAST} to {MOST} bytes, not {len(content)}",
+            f"{path}: a secret has {MIN_BYTES} to {MAX_BYTES} bytes, not {len(content)}",
             "cluster_secret_file",
         )
     return hashlib.sha256(b"stretto cluster secret " + content).digest()

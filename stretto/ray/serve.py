@@ -131,7 +131,7 @@ def check_nodes(spec: Spec) -> None:
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
     if not any(all(n.get(kind, 0) >= amount for kind, amount in bundle.items()) for n in nodes):
         raise StageDead(
-            f"no node of the cluster has {shown(bundle)} for a host; the largest are "
+            f"no node of the cluster has {describe_resources(bundle)} for a host; the largest are "
             f"{largest(nodes)}"
             + ("" if any(n.get("GPU") for n in nodes) else "; --host-gpus 0 runs without")
         )
@@ -141,17 +141,19 @@ def check_nodes(spec: Spec) -> None:
     short = {kind: amount for kind, amount in need.items() if have.get(kind, 0) < amount}
     if short:
         raise StageDead(
-            f"{least} replicas of {spec.hosts} hosts need {shown(need)}, but the cluster has "
-            f"{shown({kind: have.get(kind, 0) for kind in short})}"
+            f"{least} replicas of {spec.hosts} hosts need {describe_resources(need)}, but the "
+            f"cluster has {describe_resources({kind: have.get(kind, 0) for kind in short})}"
         )
 
 
-def shown(resources: dict[str, float]) -> str:
+def describe_resources(resources: dict[str, float]) -> str:
     return ", ".join(f"{amount:g} {kind}" for kind, amount in resources.items()) or "nothing"
 
 
 def largest(nodes: list[dict[str, float]]) -> str:
-    return shown({kind: max((n.get(kind, 0) for n in nodes), default=0) for kind in ("CPU", "GPU")})
+    return describe_resources(
+        {kind: max((n.get(kind, 0) for n in nodes), default=0) for kind in ("CPU", "GPU")}
+    )
 
 
 def _serve(app: Any, server: ServerConfig) -> int:

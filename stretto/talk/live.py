@@ -80,28 +80,28 @@ class LiveTalk:
     system: str | None = None
     max_tokens: int | None = None
     save: Path | None = None
-    most_answers: int | None = None  # then it leaves
+    max_answers: int | None = None  # then it leaves
     num_answers: int = 0
     num_saved: int = 0
     _answer: Answer | None = None
-    _heard: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    _microphone_pcm: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> int:
         """Until the person leaves (Ctrl-C), the server does, or enough was answered."""
         self._send("session.update", session=self.session())
         sender = threading.Thread(target=self._speak, name="microphone", daemon=True)
         sender.start()
-        ear = self.listen(MICROPHONE_RATE, self._heard.put)
+        microphone = self.listen(MICROPHONE_RATE, self._microphone_pcm.put)
         self.say("Listening. Speak when you like; Ctrl-C ends.")
         try:
-            while self.most_answers is None or self.num_answers < self.most_answers:
+            while self.max_answers is None or self.num_answers < self.max_answers:
                 self.take(json.loads(self.socket.recv()))
         except KeyboardInterrupt:
             self.hush()
             self.say("")
         finally:
-            ear.close()
-            self._heard.put(None)
+            microphone.close()
+            self._microphone_pcm.put(None)
             sender.join()
         if self._answer is not None and self._answer.speaker is not None:
             self._answer.speaker.wait()
@@ -121,7 +121,7 @@ class LiveTalk:
         return session | ({"max_output_tokens": self.max_tokens} if self.max_tokens else {})
 
     def _speak(self) -> None:
-        while (data := self._heard.get()) is not None:
+        while (data := self._microphone_pcm.get()) is not None:
             try:
                 self._send("input_audio_buffer.append", audio=base64.b64encode(data).decode())
             except OSError:
@@ -170,12 +170,12 @@ class LiveTalk:
         answer.speaker.close()
         answer.speaker = None
         if answer.item is not None:
-            heard_ms = played * 1000 // (2 * MICROPHONE_RATE)
+            played_ms = played * 1000 // (2 * MICROPHONE_RATE)
             self._send(
                 "conversation.item.truncate",
                 item_id=answer.item,
                 content_index=0,
-                audio_end_ms=heard_ms,
+                audio_end_ms=played_ms,
             )
 
     def finish(self, answer: Answer, response: dict[str, Any]) -> None:

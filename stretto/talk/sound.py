@@ -88,11 +88,11 @@ class Microphone:
     def __init__(self, module: Any, rate: int, take: Callable[[bytes], None]) -> None:
         self._take = take
         self._stream = module.RawInputStream(
-            samplerate=rate, channels=1, dtype="int16", callback=self._hear
+            samplerate=rate, channels=1, dtype="int16", callback=self._receive
         )
         self._stream.start()
 
-    def _hear(self, data: Any, frames: int, time: Any, status: Any) -> None:
+    def _receive(self, data: Any, frames: int, time: Any, status: Any) -> None:
         self._take(bytes(data))
 
     def close(self) -> None:

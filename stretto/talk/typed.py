@@ -139,7 +139,7 @@ class Talk:
         aloud = self.speak and not (isinstance(self.sound, NoSound) and self.save is None)
         speaker: Speaker | None = None
         words: list[str] = []
-        heard: list[bytes] = []
+        pcm_chunks: list[bytes] = []
         rate = PCM_RATE
         try:
             for piece in self.ask(self.body(question, aloud)):
@@ -149,7 +149,7 @@ class Talk:
                     self.out.flush()
                 elif isinstance(piece, Sound):
                     rate, pcm = piece.pcm()
-                    heard.append(pcm)
+                    pcm_chunks.append(pcm)
                     if not isinstance(self.sound, NoSound):
                         speaker = speaker or self.sound.speaker(rate)
                         speaker.write(pcm)
@@ -169,8 +169,8 @@ class Talk:
         self.images = []
         if words:
             self.messages += [question, {"role": "assistant", "content": "".join(words)}]
-        if heard and self.save is not None:
-            self.keep(rate, b"".join(heard))
+        if pcm_chunks and self.save is not None:
+            self.keep(rate, b"".join(pcm_chunks))
 
     def body(self, question: dict[str, Any], aloud: bool) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []

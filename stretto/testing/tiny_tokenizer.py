@@ -54,7 +54,7 @@ SPECIAL = (
     "<|audio_pad|>",
 )
 # Added tokens a decoder shows as text, as in Qwen3: they are part of an answer.
-SHOWN = frozenset(
+NOT_SPECIAL = frozenset(
     t
     for t in SPECIAL
     if t.startswith(("<tool_", "</tool_", "<think", "</think", "<|fim_", "<|repo", "<|file"))
@@ -218,7 +218,7 @@ def add_special(tok: Tokenizer) -> None:
     from tokenizers import AddedToken
 
     for t in SPECIAL:  # one call each keeps the order, and with it the ids
-        tok.add_tokens([AddedToken(t, special=t not in SHOWN, normalized=False)])
+        tok.add_tokens([AddedToken(t, special=t not in NOT_SPECIAL, normalized=False)])
 
 
 def tokenizer_config(ids: Mapping[str, int] | None = None, longest: int = 65536) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def tokenizer_config(ids: Mapping[str, int] | None = None, longest: int = 65536)
     return {
         "tokenizer_class": "TokenizersBackend",
         "added_tokens_decoder": {
-            str(ids[t]): {"content": t, **plain, "special": t not in SHOWN} for t in SPECIAL
+            str(ids[t]): {"content": t, **plain, "special": t not in NOT_SPECIAL} for t in SPECIAL
         },
         "extra_special_tokens": ATTRIBUTES,
         "bos_token": None,

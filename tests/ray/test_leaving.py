@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from stretto.ray import leaving
-from stretto.ray.leaving import MISSING, say_goodbye
+from stretto.ray.leaving import MISSING, close_websockets_on_exit
 from tests.server.realtime.client import talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine
@@ -27,7 +27,7 @@ def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyP
         going: list[bool] = []
         service = running.server.service
         work = asyncio.run_coroutine_threadsafe(
-            say_goodbye(service, lambda: bool(going)), running.loop
+            close_websockets_on_exit(service, lambda: bool(going)), running.loop
         )
         go_on = hold(running, engine)
         busy.update(instructions="Speak.")
@@ -48,7 +48,7 @@ def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyP
 def test_what_lasts_too_long_is_cut() -> None:
     with talking(TalkEngine(), drain_timeout=0.0) as running:
         service = running.server.service
-        running.do(say_goodbye(service, lambda: True))
+        running.do(close_websockets_on_exit(service, lambda: True))
         assert service.cut.done()
         assert running.ask("/health").status == 503
 
@@ -58,6 +58,6 @@ def test_a_missing_flag_is_said(caplog: pytest.LogCaptureFixture) -> None:
         talking(TalkEngine()) as running,
         caplog.at_level(logging.WARNING, logger=leaving.__name__),
     ):
-        running.do(say_goodbye(running.server.service, None))
+        running.do(close_websockets_on_exit(running.server.service, None))
         assert MISSING in caplog.text
         assert not running.server.service.sessions.draining.is_set()
