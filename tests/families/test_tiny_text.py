@@ -1,4 +1,4 @@
-"""A family in a package of its own (`examples/tiny_text`) is found, served and answers over HTTP
+"""A family in a package of its own (`examples/family`) is found, served and answers over HTTP
 what its own offline model does."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,3 +162,19 @@ def test_the_commands_of_the_page_are_there(path: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tiny_text.checkpoint", str(folder)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
     assert open_model(folder).info.name == "tiny"
+
+
+def test_the_familys_own_test_passes_where_it_is_installed(path: str, tmp_path: Path) -> None:
+    """As somebody runs it who copied the folder."""
+    shutil.copytree(PROJECT / "tests", tmp_path / "tests")
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "tests")]
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout

@@ -1,4 +1,4 @@
-"""`examples/tiny_text` as if it were installed: its folder on the path, and the metadata that pip
+"""`examples/family` as if it were installed: its folder on the path, and the metadata that pip
 would write of its pyproject.toml."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[2] / "examples" / "tiny_text"
+PROJECT = Path(__file__).parents[2] / "examples" / "family"
 
 
 def write_metadata(folder: Path) -> None:
