@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from stretto.layers.targets import targets
+from stretto.models.checkpoint import CheckpointFiles
 from stretto.models.random_weights import fill_dummy
-from stretto.models.weights import CheckpointFiles, build, load, prepare_device
+from stretto.models.weights import build, load, prepare_device
 
 LoadFormat = Literal["safetensors", "dummy"]
 C = TypeVar("C")  # a family's config

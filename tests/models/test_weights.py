@@ -20,14 +20,16 @@ from torch import nn
 
 from stretto.errors import CheckpointError
 from stretto.layers.targets import frozen, targets
+from stretto.models import checkpoint
 from stretto.models import weights as loader
+from stretto.models.checkpoint import CheckpointFiles, read_header
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.random_weights import fill_dummy, spread
-from stretto.models.weights import CheckpointFiles, build, load, read_header
+from stretto.models.weights import build, load
 from stretto.testing.qwen3_omni import checkpoint_shapes, released_config
 from stretto.testing.qwen3_omni import tiny_config as tiny_json
 from tests.models.sizes import estimate
@@ -430,7 +432,7 @@ def test_good_entries(tmp_path: Path) -> None:
 
 
 def test_header_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "MAX_HEADER", 20)
+    monkeypatch.setattr(checkpoint, "MAX_HEADER", 20)
     with pytest.raises(CheckpointError, match="cannot hold a header"):
         read_header(raw_file(tmp_path / "f.safetensors", {"x": entry()}))
 

@@ -18,12 +18,13 @@ from stretto.errors import CheckpointError
 from stretto.kernels.reference.quantized import FLOAT8
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, targets
+from stretto.models.checkpoint import CheckpointFiles
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker
 from stretto.models.random_weights import fill_dummy
-from stretto.models.weights import CheckpointFiles, build, load
+from stretto.models.weights import build, load
 from stretto.testing.qwen3_omni import released_config
 from stretto.types import SamplingParams
 from tests.kernels.wide import dequantize
