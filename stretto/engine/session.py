@@ -299,6 +299,7 @@ class Session:
             raise Invalid("there is nothing to answer: no items and no instructions", "messages")
 
         async def build() -> PackedPrompt:
+            await self._prompts.check(params.grammar, self._sender)
             await self.read()  # what is being read ahead is what this needs
             prompt = await self._fitting(
                 setting, given, params.max_text_tokens, may_drop=items is None

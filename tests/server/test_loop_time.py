@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.http.exchange import SMALL
 from stretto.server.loop_time import HEAVY, LoopTurns, ThreadTurns
 from stretto.server.metrics import PAGE_S, Metrics
+from stretto.server.openai import chat
 from stretto.server.openai import chat_params as chatparams
 from stretto.server.openai.chat_params import LONGEST, MAX_SCHEMA
 from tests.server.conftest import Running, serve
@@ -131,17 +133,24 @@ def test_a_field_counts_once(running: Running, monkeypatch: pytest.MonkeyPatch) 
     assert decoded == [3]
 
 
-def test_schemas_are_not_decoded(running: Running, engine: ScriptedEngine) -> None:
-    """What the client wrote is what the grammar says, with our word on white space as the last."""
+def test_schemas_are_compact_and_closed(running: Running, engine: ScriptedEngine) -> None:
+    """Our word on white space is the last, and an object has the fields that it lists."""
     schema = (
-        '{ "type" : "object",\n "x-guidance" : {"whitespace_flexible": false}, "title": "é\\u00e9" '
-        "}"
+        '{ "type" : "object",\n "x-guidance" : {"whitespace_flexible": true}, "title": "é\\u00e9", '
+        '"properties": {"a": {"type": "object", "properties": {}}, "b": {"type": "object"}}}'
     )
     assert running.ask(CHAT, with_field("response_format", SHAPE % schema.encode())).status == 200
     grammar = engine.calls[0]["params"].grammar
-    written = grammar.removeprefix("start: %json ").strip()
-    assert written.startswith("{" + schema[1:-1].strip() + ",")
-    assert json.loads(written)["x-guidance"]["whitespace_flexible"] is True
+    assert json.loads(grammar.removeprefix("start: %json ")) == {
+        "type": "object",
+        "x-guidance": {"whitespace_flexible": False},
+        "title": "éé",
+        "properties": {
+            "a": {"type": "object", "properties": {}, "additionalProperties": False},
+            "b": {"type": "object"},
+        },
+        "additionalProperties": False,
+    }
     tool = b'{"type":"function","function":{"name":"f","parameters":%s}}'
     body = with_field("tools", b"[" + tool % b"{}" + b"]")[:-1] + b',"tool_choice":"required"}'
     assert running.ask(CHAT, body).status == 200
@@ -151,6 +160,23 @@ def test_schemas_are_not_decoded(running: Running, engine: ScriptedEngine) -> No
         assert running.ask(CHAT, body).error["param"] == "tools"
     bad = running.ask(CHAT, with_field("response_format", SHAPE % schema.encode("latin-1")))
     assert (bad.status, bad.error["param"]) == (400, "response_format.json_schema")
+
+
+def test_long_schemas_are_read_in_a_thread(
+    running: Running, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def record(*args: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return ""
+
+    monkeypatch.setattr(chat, "grammar_of", record)
+    for size in (100, 20_000):
+        schema = json.dumps({"type": "object", "description": "x" * size}).encode()
+        assert running.ask(CHAT, with_field("response_format", SHAPE % schema)).status == 200
+    assert threads[0] == "server"
+    assert threads[1] != "server"
 
 
 def test_template_variables_that_nest_without_end(running: Running) -> None:

@@ -165,6 +165,29 @@ def test_an_unclosed_call_counts() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ('<tool_call>\n{"name": "f", "arguments": {"city": "Ro', "", [("f", '{"city": "Ro')]),
+        ('Hi! <tool_call>{"name": "f", "argu', "Hi!", [("f", "")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"na', "", []),
+        ("Hi! <tool_ca", "Hi!", []),
+        ("a <", "a <", []),
+        ("plain words\n", "plain words\n", []),
+    ],
+)
+def test_a_call_that_is_cut_is_a_call(text: str, said: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        parser, out = ToolParser(), []
+        for p in pieces:
+            out += parser.feed(p)
+        out += parser.finish(cut=True)
+        assert "".join(o for o in out if isinstance(o, str)) == said
+        assert [o for o in out if isinstance(o, Call)] == [Call(*c, complete=False) for c in calls]
+        assert parser.num_calls == len(calls)
+
+
 # ---- memory
 
 

@@ -8,6 +8,7 @@ if asked for; [DONE]."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -46,7 +47,8 @@ from stretto.server.openai.generating_route import (
     slices,
     unfinished,
 )
-from stretto.server.openai.grammar import calls_required, grammar_of
+from stretto.server.openai.grammar import LONG as LONG_SCHEMAS
+from stretto.server.openai.grammar import calls_required, grammar_of, schema_bytes
 from stretto.server.openai.schema import (
     Audio,
     AudioDelta,
@@ -97,8 +99,8 @@ class ChatAnswer:
     def parse(self, text: str) -> list[str | Call]:
         return self.tools.feed(text) if self.tools else [text] if text else []
 
-    def parse_rest(self) -> list[str | Call]:
-        return self.tools.finish() if self.tools else []
+    def parse_rest(self, end: Finished) -> list[str | Call]:
+        return self.tools.finish(cut=end.text == "length") if self.tools else []
 
     @property
     def calling(self) -> bool:
@@ -143,7 +145,7 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
         close=body.close,
         variables=variables(request),
     )
-    return ChatInput(request, talk, grammar_of(request, used))
+    return ChatInput(request, talk, await _grammar(service, request, used, request_log))
 
 
 async def _read_large(
@@ -167,7 +169,16 @@ async def _read_large(
     if span is not None and calls_required(request):
         check_schema_size(span[1] - span[0], "tools")
         stated = file.read(*span)
-    return ChatInput(request, talk, grammar_of(request, stated))
+    return ChatInput(request, talk, await _grammar(service, request, stated, request_log))
+
+
+async def _grammar(
+    service: Service, request: ChatRequest, tools: bytes | None, request_log: RequestLog
+) -> str:
+    if schema_bytes(request, tools) <= LONG_SCHEMAS:
+        return grammar_of(request, tools)
+    async with service.thread_turns.turn(request_log.sender):
+        return await asyncio.to_thread(grammar_of, request, tools)
 
 
 def num_answers(chat: ChatInput) -> int:
@@ -286,7 +297,9 @@ async def whole_answers(
         raise unfinished()
     choices = []
     for i, answer in enumerate(answers):
-        message = await whole_message(answer, parts[i] + answer.parse_rest(), b"".join(sound))
+        message = await whole_message(
+            answer, parts[i] + answer.parse_rest(ends[i]), b"".join(sound)
+        )
         shown = logprobs_of(logprobs[i]) if first.request.logprobs else None
         choices.append(Choice(message, answer.reason(ends[i]), i, shown))
     await first.exchange.reply(
@@ -400,7 +413,7 @@ class Writer:
         await self._sound(self._pieces.feed(pcm))
 
     async def finish(self, end: Finished) -> None:
-        await self.write_text(self.answer.parse_rest())
+        await self.write_text(self.answer.parse_rest(end))
         answer = self.answer
         if self.spoken:
             await self._sound(self._pieces.finish())

@@ -1,29 +1,38 @@
-"""What a text must look like, as a grammar: of `response_format` and `tool_choice`. Used by chat,
-on the event loop.
+"""What a text must look like, as a grammar: of `response_format`, `text.format` and `tool_choice`.
+Used by chat, responses and realtime sessions; pure, and where schemas are long (`LONG`) to be
+called in a thread.
 
-The grammar is text in llguidance's form of Lark. Schemas go into it as the JSON that the client
-wrote, which takes no time on the event loop: the decoder has checked that each is one whole JSON
-value, so nothing in it can end the rule of the grammar. Whether a schema can be followed is found
-out where it is compiled (`stage/guide.py`)."""
+The grammar is text in llguidance's form of Lark. JSON is compact: between its parts there is no
+white space that a model could fill its answer with, and objects have the fields that are listed
+(`closed_schema.py`). Whether a schema can be followed is found out where it is compiled
+(`stage/guide.py`)."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from msgspec import Raw, field
 
 from stretto.errors import Invalid
+from stretto.server.openai.closed_schema import close_objects
 from stretto.server.openai.schema import ABSENT, ChatRequest, ResponseFormat
 
 NONE, AUTO, REQUIRED = Raw(b'"none"'), Raw(b'"auto"'), Raw(b'"required"')
-SPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,8}"}
-"""Between the parts of JSON there is room, but not without end: a model that is lost would fill its
-answer with it."""
-_SPACE = json.dumps(SPACE)
-_OBJECT = Raw(b'{"type":"object"}')
+LONG = 16 << 10
+"""Bytes of schemas that take a millisecond or two."""
+MOST_CALLS = 8
+"""In one answer, where a call is required."""
+_COMPACT = {"whitespace_flexible": False}
+# as chat templates write the calls that models are taught with
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_OBJECT = b'{"type":"object"}'
+_NO_FIELDS = b'{"type":"object","properties":{}}'
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_encode = msgspec.json.Encoder().encode
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -63,67 +72,75 @@ def grammar_of(request: ChatRequest, tools: bytes | None) -> str:
                 "response_format: a call is required by tool_choice; leave one of them out",
                 "response_format",
             )
-        return of_calls(request, tools)
+        return _of_tools(request, tools)
     return "" if shape is None or shape.type == "text" else of_format(shape)
+
+
+def schema_bytes(request: ChatRequest, tools: bytes | None) -> int:
+    """Of all schemas that `grammar_of` reads."""
+    if calls_required(request):
+        return len(tools or b"")
+    shape = request.response_format
+    schema = shape.json_schema.schema if shape is not None and shape.json_schema else ABSENT
+    return len(memoryview(schema))
 
 
 def of_format(shape: ResponseFormat) -> str:
     if shape.type == "json_object":
-        return f"start: {_json(_OBJECT, 'response_format')}\n"
+        return f"start: {_json(_ANY_OBJECT, 'response_format', _COMPACT)}\n"
     at = "response_format.json_schema"
     if shape.json_schema is None or shape.json_schema.schema == ABSENT:
         raise Invalid(f"{at}.schema is missing", at)
-    return f"start: {_json(shape.json_schema.schema, at)}\n"
+    return f"start: {_json(bytes(shape.json_schema.schema), at, _COMPACT)}\n"
 
 
-def of_calls(request: ChatRequest, tools: bytes | None) -> str:
-    """One call of the function that is named, or of any; several where parallel calls are not
-    turned off."""
+def _of_tools(request: ChatRequest, tools: bytes | None) -> str:
     try:
-        known = {t.function.name: t.function for t in _tools.decode(tools or b"[]")}
-        wanted = (
-            list(known)
+        known = {
+            t.function.name: bytes(t.function.parameters) for t in _tools.decode(tools or b"[]")
+        }
+        only = (
+            None
             if request.tool_choice == REQUIRED
-            else [_choice.decode(request.tool_choice).function.name]
+            else _choice.decode(request.tool_choice).function.name
         )
     except msgspec.MsgspecError as e:
         raise Invalid(
             f"tool_choice: none, auto, required or a function of tools ({e})", "tool_choice"
         ) from None
-    if not wanted or not set(wanted) <= set(known):
-        raise Invalid(
-            f"tool_choice: tools has no function {', '.join(wanted)[:100]}", "tool_choice"
-        )
+    return of_calls(known, only, several=request.parallel_tool_calls is not False)
+
+
+def check_choice(known: Mapping[str, Any], only: str | None) -> list[str]:
+    """The functions of which one must be called: `only`, or any of those that are `known`."""
+    names = list(known) if only is None else [only]
+    if not names or not set(names) <= set(known):
+        raise Invalid(f"tool_choice: tools has no function {', '.join(names)[:100]}", "tool_choice")
+    return names
+
+
+def of_calls(known: Mapping[str, bytes], only: str | None, *, several: bool) -> str:
+    """One call of the function that is named, or of any that is known, with their schemas; with
+    `several`, any number of the latter."""
     rules = []
-    for i, name in enumerate(wanted):
+    names = check_choice(known, only)
+    for i, name in enumerate(names):
         if not _NAME.fullmatch(name):
             raise Invalid("tools: names of functions are letters, digits, _ . and -", "tools")
-        schema = known[name].parameters
-        schema = _OBJECT if schema == ABSENT else schema
+        schema = known[name]
+        schema = _NO_FIELDS if schema == b"null" else schema
         head = json.dumps(f'\n{{"name": "{name}", "arguments": ')
         rules += [
             f'c{i}: <tool_call> {head} a{i} "}}\\n" </tool_call>',
-            f"a{i}: {_json(schema, 'tools')}",
+            f"a{i}: {_json(schema, 'tools', _SPACED)}",
         ]
-    any_call = " | ".join(f"c{i}" for i in range(len(wanted)))
-    several = request.tool_choice == REQUIRED and request.parallel_tool_calls is not False
-    more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if several else ""
+    any_call = " | ".join(f"c{i}" for i in range(len(names)))
+    more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if several and only is None else ""
     return "\n".join([f"start: call{more}", f"call: {any_call}", *rules, ""])
 
 
-MOST_CALLS = 8
-"""In one answer, where a call is required."""
-
-
-def _json(schema: Raw, at: str) -> str:
-    try:
-        text = str(memoryview(schema), "utf-8")
-    except UnicodeDecodeError as e:
-        raise Invalid(f"{at}: the schema is not UTF-8 ({e.reason})", at) from None
-    if text.startswith("{"):
-        fields = text[1:-1].strip()
-        # The last of two fields of one name counts: ours.
-        text = f'{{{fields}{"," if fields else ""}"x-guidance":{_SPACE}}}'
-    elif text not in ("true", "false"):
-        raise Invalid(f"{at}: a JSON schema is an object", at)
-    return f"%json {text}"
+def _json(schema: bytes, at: str, spaces: Mapping[str, Any]) -> str:
+    closed = close_objects(schema, at)
+    if isinstance(closed, dict):
+        closed = {**closed, "x-guidance": spaces}
+    return f"%json {_encode(closed).decode()}"

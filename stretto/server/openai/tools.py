@@ -2,20 +2,27 @@
 {...}}</tool_call>.
 
 One parser per answer, fed with the text as it comes. What cannot be told apart from the beginning
-of a call waits; what turns out not to be one is plain text again, letter for letter."""
+of a call waits; what turns out not to be one is plain text again, letter for letter. A call that
+the limit of tokens has cut is a call still, with the arguments that there are."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_BEGUN = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(?:,\s*"arguments"\s*:\s*(.*))?', re.S
+)
+"""A call that may have been cut anywhere behind the function's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     name: str
-    arguments: str  # JSON
+    arguments: str  # JSON; the beginning of it, where the call is not complete
+    complete: bool = True
 
 
 @dataclass(slots=True)
@@ -50,14 +57,17 @@ class ToolParser:
             self._text = self._text[len(self._text) - wait :]
         return out
 
-    def finish(self) -> list[str | Call]:
+    def finish(self, cut: bool = False) -> list[str | Call]:
         """The answer is over: a call that lacks only its closing mark counts, anything else is
-        text."""
+        text. `cut`: at a limit; then what has begun as a call is never text."""
         out: list[str | Call] = []
-        if self.inside and (call := parse_call(self._text)) is not None:
+        call = parse_call(self._text) if self.inside else None
+        if call is None and cut and self.inside:
+            call = parse_begun(self._text)
+        if call is not None:
             self.num_calls += 1
             out.append(call)
-        else:
+        elif not cut or not (self.inside or self._text.startswith(OPEN[:2])):
             self._say((OPEN if self.inside else "") + self._text, out)
             if self._gap and not self.num_calls:
                 out.append(self._gap)
@@ -94,3 +104,15 @@ def parse_call(text: str) -> Call | None:
     if not isinstance(arguments, dict):
         return None
     return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def parse_begun(text: str) -> Call | None:
+    """The call of a function that is named already."""
+    match = _BEGUN.match(text)
+    if match is None:
+        return None
+    try:
+        name = json.loads(match[1])
+    except ValueError:
+        return None
+    return Call(name, match[2] or "", complete=False)

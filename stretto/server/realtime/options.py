@@ -21,6 +21,7 @@ from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.params import ChunkSizes, Params
 from stretto.preprocess.messages import check_tools
+from stretto.server.openai.grammar import check_choice, of_calls
 from stretto.server.openai.voices import find_voice
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.audio_formats import RATES, FormatName, check_rate
@@ -90,6 +91,11 @@ class Function:
     written: Raw  # as the client wrote it
     chat: dict[str, Any]  # in the format of chats
 
+    @property
+    def schema(self) -> bytes:
+        """Of its arguments, as JSON."""
+        return msgspec.json.encode(self.chat["function"].get("parameters"))
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -124,7 +130,23 @@ class Options:
             return None
         return [t.chat for t in self.tools if self.only_tool in (None, t.name)] or None
 
-    def params(self, packets: ChunkSizes, defaults: Params) -> Params:
+    @property
+    def call_required(self) -> bool:
+        return self.tool_choice == "required"
+
+    def check_choice(self) -> None:
+        """Raise what is wrong with a call that is required."""
+        if self.call_required:
+            check_choice({t.name: t for t in self.tools}, self.only_tool)
+
+    def grammar(self) -> str:
+        """That the answer must follow; none: it is free. Long schemas take some milliseconds."""
+        if not self.call_required:
+            return ""
+        schemas = {t.name: t.schema for t in self.tools}
+        return of_calls(schemas, self.only_tool, several=True)
+
+    def params(self, packets: ChunkSizes, defaults: Params, grammar: str = "") -> Params:
         """`defaults`: what the checkpoint says where nobody does."""
         stated = {
             "temperature": self.temperature,
@@ -134,7 +156,7 @@ class Options:
             "max_text_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
         chosen: dict[str, Any] = {k: v for k, v in stated.items() if v is not None}
-        return replace(defaults, **chosen, packets=packets)
+        return replace(defaults, **chosen, packets=packets, grammar=grammar)
 
     def updated(
         self, fields: c.Common, info: ModelInfo, tools: Sequence[Function] | None = None
@@ -323,8 +345,8 @@ def _turns(now: TurnSettings | None, patch: c.TurnDetection) -> TurnSettings:
 
 def _choice(value: str | c.NamedTool) -> tuple[str, str | None]:
     """The choice as it is told, which must be a word, and the one function that it allows."""
-    if isinstance(value, c.NamedTool):
-        return "required", value.name
+    if isinstance(value, c.NamedTool):  # one without a name is of a kind that is ignored
+        return ("required", value.name) if value.name else ("auto", None)
     if value not in ("auto", "none", "required"):
         raise Invalid(
             f"tool_choice must be auto, none, required or a function, got {value[:40]!r}",

@@ -463,6 +463,7 @@ class RealtimeSession:
         options = self.state.answers.updated(
             fields, self.engine.info, await self._read_tools(fields)
         )
+        options.check_choice()
         self._reserve(options.num_bytes, "conversation_full", "response")
         items = None
         size = 0

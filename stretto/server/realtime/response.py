@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class SpeechEnd:
 class ResponseTask:
     writer: ResponseWriter
     start: Callable[
-        [Callable[[Usage], None]], AsyncGenerator[Event]
+        [Callable[[Usage], None]], Awaitable[AsyncGenerator[Event]]
     ]  # given who is told what is asked
     send_queue: SendQueue
     admission: Admission
@@ -146,7 +146,7 @@ class ResponseTask:
     async def _generate(self) -> Finished | None:
         """How it ended; None if it was ended here."""
         end: Finished | None = None
-        async with aclosing(self.start(self._record_prompt)) as events:
+        async with aclosing(await self.start(self._record_prompt)) as events:
             async for event in events:
                 self._record_event(event)
                 if isinstance(event, Finished):
@@ -239,7 +239,7 @@ class ResponseTask:
     async def _end(self, end: Finished | None) -> None:
         reason = finish_reason(end) if end is not None else "stop"
         if self.parser is not None:
-            self._write_text(self.parser.finish())
+            self._write_text(self.parser.finish(cut=reason == "length"))
         self.writer.close(reason == "stop")
         await self._store_answer()
         self.over = True

@@ -7,18 +7,18 @@ its own."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from stretto.engine.events import Usage
+from stretto.engine.events import Event, Usage
 from stretto.engine.protocol import EngineClient
 from stretto.engine.session import Item as EngineItem
 from stretto.engine.session import Session
+from stretto.server.openai.grammar import LONG
 from stretto.server.openai.tools import ToolParser
 from stretto.server.realtime.items import Conversation, new_id
-from stretto.server.realtime.options import Options
+from stretto.server.realtime.options import Options, tools_size
 from stretto.server.realtime.response import Reason, ResponseTask, SpeechEnd, clock
 from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.writer import ResponseWriter
@@ -94,11 +94,13 @@ class ResponseManager:
         tools = options.chat_tools()
         config = self.service.config
 
-        def start(on_prompt: Callable[[Usage], None]) -> Any:
+        async def start(on_prompt: Callable[[Usage], None]) -> AsyncGenerator[Event]:
+            grammar = await self._grammar(options)
+            spoken = options.has_audio and not grammar  # a call is not read aloud
             return self.engine_session.respond(
-                modalities=("text", "audio") if options.has_audio else ("text",),
-                voice=options.voice if options.has_audio else None,
-                params=options.params(config.packets, self.engine.info.defaults),
+                modalities=("text", "audio") if spoken else ("text",),
+                voice=options.voice if spoken else None,
+                params=options.params(config.packets, self.engine.info.defaults, grammar),
                 tools=tools,
                 instructions=options.instructions or None,
                 items=items,
@@ -125,6 +127,14 @@ class ResponseManager:
             held_bytes=options.num_bytes + items_bytes,
             parser=ToolParser() if tools else None,
         )
+
+    async def _grammar(self, options: Options) -> str:
+        if not options.call_required:
+            return ""
+        if tools_size(options.tools) <= LONG:
+            return options.grammar()
+        async with self.service.thread_turns.turn(self.sender):
+            return await asyncio.to_thread(options.grammar)
 
     def start_response(self, response: ResponseTask) -> None:
         """Begin the conversation's response."""

@@ -127,11 +127,14 @@ class ResponseWriter:
             "output_index": len(self.entries) - 1,
         }
         self.put(s.ArgumentsDelta(**location, call_id=call_id, delta=call.arguments))
-        self.put(
-            s.ArgumentsDone(**location, call_id=call_id, name=call.name, arguments=call.arguments)
-        )
         item.arguments = call.arguments
-        item.status = "completed"
+        item.status = "completed" if call.complete else "incomplete"
+        if call.complete:  # clients call the function when they see this
+            self.put(
+                s.ArgumentsDone(
+                    **location, call_id=call_id, name=call.name, arguments=call.arguments
+                )
+            )
         self._end(entry, len(self.entries) - 1)
 
     def _message(self) -> _OpenMessage:

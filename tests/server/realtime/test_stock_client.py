@@ -255,3 +255,40 @@ def test_engines_of_tests_keep_the_same_promises() -> None:
     """The scripted session has the public methods of the real one."""
     public = {n for n in dir(Session) if not n.startswith("_")}
     assert public <= set(dir(ScriptedSession))
+
+
+def test_a_function_is_called_where_that_is_required(real: Served) -> None:
+    """The weights are random: only the grammar can make it call."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}},
+              "required": ["city"]}  # fmt: skip
+    names = ("weather", "time")
+    tools: Any = [{"type": "function", "name": name, "parameters": schema} for name in names]
+
+    async def ask(connection: AsyncRealtimeConnection, **response: Any) -> Any:
+        await connection.response.create(response=response)
+        return (await until(connection, "response.done")).response
+
+    async def talk() -> None:
+        async with connected(real.running) as connection:
+            await manual(connection, tools=tools, tool_choice="required", max_output_tokens=200)
+            part: Any = {"type": "input_text", "text": "Hello"}
+            await connection.conversation.item.create(
+                item={"type": "message", "role": "user", "content": [part]}
+            )
+            calls = (await ask(connection)).output
+            assert {c.type for c in calls} == {"function_call"}
+            assert {c.name for c in calls} <= set(names)
+            assert {json.loads(c.arguments)["city"] for c in calls} <= {"Bonn", "Rome"}
+            named = {"type": "function", "name": "time"}
+            (call,) = (await ask(connection, tool_choice=named)).output
+            assert (call.name, call.status) == ("time", "completed")
+            short = await ask(connection, tool_choice=named, max_output_tokens=12)
+            assert (short.status, short.status_details.reason) == (
+                "incomplete", "max_output_tokens",
+            )  # fmt: skip
+            assert "tool_call" not in str(short.output)
+            await connection.response.create(response={"tool_choice": {**named, "name": "other"}})
+            event = await connection.recv()
+            assert (event.type, event.error.param) == ("error", "tool_choice")
+
+    run(talk())

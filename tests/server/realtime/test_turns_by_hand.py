@@ -561,3 +561,22 @@ def test_metrics(running: Running) -> None:
         assert "stretto_speech_to_audio_seconds_count 1.0" in text
     running.do(running.server.service.sessions.idle.wait())
     assert "stretto_realtime_sessions 0.0" in running.ask("/metrics").body.decode()
+
+
+def test_a_call_that_meets_the_limit_is_a_call_that_nobody_runs(
+    running: Running, engine: TalkEngine
+) -> None:
+    engine.script = lambda ask: [
+        TextDelta((1, 2), '<tool_call>\n{"name": "f", "arguments": {"city": "Ro')
+    ]
+    with talk(running) as c:
+        c.manual(max_output_tokens=1, tools=[{"type": "function", "name": "f"}])
+        add_text(c, "go")
+        events = answer(c)
+    assert "response.function_call_arguments.done" not in types(events)
+    done = events[-1]["response"]
+    assert (done["status"], done["status_details"]["reason"]) == ("incomplete", "max_output_tokens")
+    (item,) = done["output"]
+    assert (item["type"], item["status"], item["arguments"]) == (
+        "function_call", "incomplete", '{"city": "Ro',
+    )  # fmt: skip
