@@ -1,8 +1,8 @@
 """The small speaking checkpoint that comes with the project, for commands that are given no model.
 
 It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own
-package stays small. Called by the commands. `read_example_prompts` and `is_random` are for any
-checkpoint: families and the engine call them when they open one."""
+package stays small. Called by the commands. `read_example_prompts`, `read_description` and
+`is_random` are for any checkpoint: families and the engine call them when they open one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ CHECKPOINT = "nano"  # its folder there, and so the name that it is served by
 CLONE = Path(__file__).resolve().parents[1] / "packages" / "nano" / PACKAGE
 EXAMPLE_PROMPTS = "ideas.json"
 MAX_EXAMPLE_PROMPTS, MAX_LETTERS = 6, 200
+DESCRIPTION = "description.txt"
+MAX_DESCRIPTION = 400  # letters
 RANDOM = "random_weights"
 """In config.json: true where the weights are random numbers. Writers of tiny checkpoints put it
 there."""
@@ -54,6 +56,16 @@ def read_example_prompts(folder: Path) -> tuple[str, ...]:
     ):
         return ()
     return tuple(found[:MAX_EXAMPLE_PROMPTS])
+
+
+def read_description(folder: Path) -> str:
+    """What a checkpoint is and what it can be asked, as it says itself; empty if it does not."""
+    try:
+        found = (folder / DESCRIPTION).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    description = " ".join(found.split())
+    return description if len(description) <= MAX_DESCRIPTION else ""
 
 
 def is_random(folder: Path) -> bool:

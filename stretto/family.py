@@ -111,6 +111,7 @@ class ModelInfo:
     input_modalities: tuple[str, ...] = ("text",)
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
     audio_input: AudioInputSpec | None = None  # None: sound is taken whole, when it is over
+    description: str = ""  # what it is and what it can be asked, as the checkpoint says
     example_prompts: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     transcription: Transcription | None = None  # None: it does not write down speech
     defaults: Params = field(

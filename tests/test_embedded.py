@@ -68,6 +68,7 @@ def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
     info = open_model(folder).info
     assert (info.name, info.random_weights) == ("nano", False)
     assert len(info.example_prompts) == 6
+    assert info.description.startswith("A small synthetic voice")
     assert info.defaults.speech_temperature < 0.9
 
 
@@ -110,6 +111,17 @@ def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
         assert embedded.read_example_prompts(tmp_path) == wanted
     (tmp_path / embedded.EXAMPLE_PROMPTS).write_text("[")
     assert embedded.read_example_prompts(tmp_path) == ()
+
+
+def test_the_description_comes_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
+    assert open_model(tiny_dir).info.description == ""
+    for words, wanted in (
+        (b"A voice.\nIt sings.\n", "A voice. It sings."),
+        (b"x" * 401, ""),
+        (b"\xff", ""),
+    ):
+        (tmp_path / embedded.DESCRIPTION).write_bytes(words)
+        assert embedded.read_description(tmp_path) == wanted
 
 
 @pytest.mark.parametrize(

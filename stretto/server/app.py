@@ -208,6 +208,7 @@ class Routes:
             sample_rate=i.sample_rate,
             max_model_len=i.max_positions,
             root=i.name,
+            description=i.description,
             ideas=i.example_prompts,
             defaults={name: getattr(i.defaults, field) for name, field in DEFAULTS.items()},
             languages=i.languages,

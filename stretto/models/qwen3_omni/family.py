@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.embedded import read_example_prompts
+from stretto.embedded import read_description, read_example_prompts
 from stretto.family import (
     AudioInputSpec,
     LinkSpec,
@@ -105,6 +105,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             audio_input=AudioInputSpec(
                 config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames
             ),
+            description=read_description(directory),
             example_prompts=read_example_prompts(directory),
             transcription=TRANSCRIPTION,
             defaults=read_defaults(directory),

@@ -406,6 +406,7 @@ class ModelCard(Struct, frozen=True):
     root: str
     ideas: tuple[str, ...]  # questions it can answer; none: the page shows its own
     defaults: dict[str, float]  # of the request's fields, as the checkpoint says
+    description: str = ""  # what it is, as the checkpoint says
     languages: tuple[str, ...] = ()
     instructions: bool = False
     cloning: bool = False

@@ -286,7 +286,9 @@ class RealtimeSession:
         assert turns is not None
         wait = self.audio_input.silence_s
         end = SpeechEnd(clock() - wait, wait)
-        self.send_queue.put(s.SpeechStopped(audio_end_ms=turn.stop_ms, item_id=self._item_id))
+        self.send_queue.put(
+            s.SpeechStopped(audio_end_ms=turn.stop_ms, item_id=self._item_id, vad_wait_s=wait)
+        )
         speculative_item = await self.responses.speculative_item()
         item = (
             speculative_item

@@ -183,6 +183,7 @@ class SpeechStarted(ServerEvent, tag="input_audio_buffer.speech_started"):
 class SpeechStopped(ServerEvent, tag="input_audio_buffer.speech_stopped"):
     audio_end_ms: int
     item_id: str
+    vad_wait_s: float  # ours: the silence that ended the turn, as in `Timings`
 
 
 class TimeoutTriggered(ServerEvent, tag="input_audio_buffer.timeout_triggered"):

@@ -47,7 +47,7 @@ def test_a_turn_is_found_and_answered(running: Running, engine: TalkEngine) -> N
     assert abs(seconds * 1000 - (stopped["audio_end_ms"] - started["audio_start_ms"])) <= 1
     done = events[-1]["response"]
     assert done["status"] == "completed"
-    assert done["stretto"]["vad_wait_s"] == 0.512
+    assert done["stretto"]["vad_wait_s"] == stopped["vad_wait_s"] == 0.512
     assert done["stretto"]["speech_to_audio_s"] >= 0.512
 
 
