@@ -45,6 +45,7 @@ class Part:
     paths: tuple[str, ...]
     marked: str
     needs: float  # seconds kept for it while those before it run
+    names: str = ""  # tests of these names alone, as pytest's -k
     parallel: bool = True
     env: dict[str, str] = field(default_factory=dict)
 
@@ -71,13 +72,13 @@ SELECTED_PARITY = (
     "tests/stage/vocoder/test_core.py",
 )
 SELECTION = (
-    Part("GPU", ("tests/gpu",), "not alone", 120),
-    Part("parity, kernels forced", SELECTED_PARITY, "not alone", 55, env=FORCED),
+    Part("GPU", ("tests/gpu",), "not alone", 120, names="not cpu"),
+    Part("parity, kernels forced", SELECTED_PARITY, "not alone", 50, env=FORCED),
     Part(
         "one by one",
         ("tests/gpu", *SELECTED_PARITY),
         "alone",
-        25,
+        20,
         parallel=False,
         env={"STRETTO_TEST_DEVICE": "cuda"},
     ),
@@ -115,25 +116,26 @@ class Ran:
         return found
 
 
-def on(part: Part, device: str) -> Part:
-    """The same tests with the model on another device."""
-    known = "STRETTO_TEST_DEVICE" in part.env
-    return replace(part, env=part.env | {"STRETTO_TEST_DEVICE": device}) if known else part
+def narrowed(part: Part, device: str, names: str) -> Part:
+    """The same with the model on another device, and with tests that `names` chooses too."""
+    if "STRETTO_TEST_DEVICE" in part.env:
+        part = replace(part, env=part.env | {"STRETTO_TEST_DEVICE": device})
+    both = " and ".join(f"({one})" for one in (part.names, names) if one)
+    return replace(part, names=both)
 
 
 class Cut(Exception):
     """The run must end now."""
 
 
-def run(ran: Ran, until: float, write: Callable[[], None], more: Sequence[str] = ()) -> None:
-    """One part, to its end or to `until`; `write` is called every few seconds. `more`: words for
-    pytest."""
+def run(ran: Ran, until: float, write: Callable[[], None]) -> None:
+    """One part, to its end or to `until`; `write` is called every few seconds."""
     part = ran.part
     command = [
         sys.executable, "-m", "pytest", *part.paths, "-m", part.marked, "-q", "--tb=short", "-p",
         "no:cacheprovider",
         "-p", "tests.gpu.notes", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
-        *more,
+        *(("-k", part.names) if part.names else ()),
     ]  # fmt: skip
     if ran.workers > 1:
         command += ["-n", str(ran.workers), "--dist", "worksteal"]
@@ -278,12 +280,12 @@ def main(given: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for i, part in enumerate(parts):
-                part = on(part, args.device)
+                part = narrowed(part, args.device, args.k)
                 ran.append(
                     Ran(part, Path(folder) / f"{i}.jsonl", args.workers if part.parallel else 1)
                 )
                 later = sum(p.needs for p in parts[i + 1 :])
-                run(ran[-1], begin + args.limit - later, write, ["-k", args.k] if args.k else [])
+                run(ran[-1], begin + args.limit - later, write)
         except Cut as cut:
             print(cut, flush=True)
         write()
