@@ -1,14 +1,21 @@
 """The small speaking checkpoint that comes with the project, for commands that are given no model.
 
 It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own
-package stays small. Called by the commands. `read_example_prompts`, `read_description` and
-`is_random` are for any checkpoint: families and the engine call them when they open one."""
+package stays small. Called by the commands. `read_example_prompts`, `read_description`,
+`read_declaration` and `is_random` are for any checkpoint: families and the engine call them when
+they open one."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from stretto.errors import CheckpointError
 
 PACKAGE = "stretto_nano"
 CHECKPOINT = "nano"  # its folder there, and so the name that it is served by
@@ -17,6 +24,7 @@ EXAMPLE_PROMPTS = "ideas.json"
 MAX_EXAMPLE_PROMPTS, MAX_LETTERS = 6, 200
 DESCRIPTION = "description.txt"
 MAX_DESCRIPTION = 400  # letters
+DECLARATION = "stretto"
 RANDOM = "random_weights"
 """In config.json: true where the weights are random numbers. Writers of tiny checkpoints put it
 there."""
@@ -66,6 +74,25 @@ def read_description(folder: Path) -> str:
         return ""
     description = " ".join(found.split())
     return description if len(description) <= MAX_DESCRIPTION else ""
+
+
+class Declaration(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint is made for, as its config.json says under `DECLARATION`; a released one
+    says nothing."""
+
+    transcribes: bool = True
+    # the most characters that it reads at once: a long text is read sentence by sentence. 0: as its
+    # family says
+    sentence: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    normalise: Literal["en"] | None = None  # it reads words alone: no digits, no signs
+
+
+def read_declaration(folder: Path) -> Declaration:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return msgspec.convert(config.get(DECLARATION, {}), Declaration)
+    except (OSError, ValueError, AttributeError) as e:
+        raise CheckpointError(f"{folder}/config.json: {DECLARATION}: {e}") from None
 
 
 def is_random(folder: Path) -> bool:

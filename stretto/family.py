@@ -98,6 +98,16 @@ class Transcription:
     translate: str  # into English
     languages: Mapping[str, str]  # that it hears: their names by code
 
+    def prompt(self, language: str | None, context: str | None, translate: bool = False) -> str:
+        """What follows the sound. A language that it does not list is left to the model."""
+        if translate:
+            words = self.translate
+        elif language is not None and language in self.languages:
+            words = self.transcribe_language.format(language=self.languages[language])
+        else:
+            words = self.transcribe
+        return f"{words} {context}" if context else words
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

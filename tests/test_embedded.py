@@ -11,8 +11,9 @@ import pytest
 from stretto import embedded
 from stretto.commands import generate
 from stretto.commands import serve as command
-from stretto.errors import Invalid
+from stretto.errors import CheckpointError, Invalid
 from stretto.models.qwen3_omni.family import open_model
+from stretto.testing.qwen3_omni import write_tiny
 
 
 def package(
@@ -52,6 +53,19 @@ def test_half_a_checkpoint_does_not_count(tmp_path: Path, missing: str) -> None:
 def test_an_index_that_makes_no_sense(tmp_path: Path, index: str) -> None:
     (package(tmp_path) / "model.safetensors.index.json").write_text(index)
     assert embedded.find(tmp_path) is None
+
+
+def test_a_checkpoint_declares_what_it_cannot_do(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    assert open_model(tmp_path).info.transcription is not None
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, embedded.DECLARATION: {"transcribes": False}}))
+    assert open_model(tmp_path).info.transcription is None
+    for wrong in ({"transcribes": "no"}, {"sings": True}, []):
+        path.write_text(json.dumps({**config, embedded.DECLARATION: wrong}))
+        with pytest.raises(CheckpointError, match=embedded.DECLARATION):
+            open_model(tmp_path)
 
 
 @pytest.mark.skipif(embedded.find() is None, reason="the embedded model's weights are not here")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.embedded import read_description, read_example_prompts
+from stretto.embedded import read_declaration, read_description, read_example_prompts
 from stretto.family import (
     AudioInputSpec,
     LinkSpec,
@@ -93,6 +93,7 @@ class Qwen3Omni:
 def open_model(directory: Path) -> Qwen3Omni:
     config = OmniConfig.read(directory)
     tokens = config.tokens
+    declared = read_declaration(directory)
     return Qwen3Omni(
         config,
         ModelInfo(
@@ -107,7 +108,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             ),
             description=read_description(directory),
             example_prompts=read_example_prompts(directory),
-            transcription=TRANSCRIPTION,
+            transcription=TRANSCRIPTION if declared.transcribes else None,
             defaults=read_defaults(directory),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),

@@ -410,6 +410,7 @@ class ModelCard(Struct, frozen=True):
     languages: tuple[str, ...] = ()
     instructions: bool = False
     cloning: bool = False
+    transcribes: bool = False  # it has /v1/audio/transcriptions
     random_weights: bool = False  # what it says is noise
     stages: dict[str, str] = {}  # and what each does, in words
     max_body_bytes: int = 0
