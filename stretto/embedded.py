@@ -1,4 +1,5 @@
-"""The small speaking checkpoint that comes with the project, for commands that are given no model.
+"""The small speaking checkpoint that comes with the project: the model `nano`, and that of commands
+that are given none.
 
 It is a package of its own, `stretto_nano` (`packages/nano` in a clone), so that the engine's own
 package stays small. Called by the commands. `read_example_prompts`, `read_description`,
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +18,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from stretto.errors import CheckpointError
+
+from stretto.errors import Invalid
 
 PACKAGE = "stretto_nano"
 CHECKPOINT = "nano"  # its folder there, and so the name that it is served by
@@ -36,6 +40,25 @@ def find(clone: Path = CLONE) -> Path | None:
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec is not None else []
     return next((f / CHECKPOINT for f in (*folders, clone) if complete(f / CHECKPOINT)), None)
+
+
+def is_meant(model: str | Path | None) -> bool:
+    """Whether this is its name, or none at all. A checkpoint of that name comes first."""
+    return model is None or (
+        str(model) == CHECKPOINT and not (Path(CHECKPOINT) / "config.json").is_file()
+    )
+
+
+def directory() -> Path:
+    """Where it is; refuses with how to get it."""
+    found = find()
+    if found is None:
+        raise Invalid(
+            f"the embedded model ({CHECKPOINT}) is not installed: {sys.executable} -m pip install "
+            f"'stretto[{CHECKPOINT}]' adds its voice (60 MB); or name another MODEL",
+            "model",
+        )
+    return found
 
 
 def complete(folder: Path) -> bool:
