@@ -236,6 +236,7 @@ def greedy() -> list[SamplingParams]:
 def kept(driven: HandDriven) -> dict[str, Any]:
     """What a host remembers of requests."""
     left: dict[str, Any] = {}
+    links = driven.host.links
     for name, node in driven.host.stages.items():
         stage = node.core
         left[f"{name}: requests"] = len(stage)
@@ -247,15 +248,14 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left[f"{name}: rows"] = len(stage.scheduler._table.allocation.by_row)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: inputs"] = len(stage.runner.adapter.inputs)
-            outlets = driven.host.links.outlets_of(name)
-            left[f"{name}: out"] = sum(len(o) + len(o._slow) + len(o.remote.full) for o in outlets)
+            left[f"{name}: out"] = sum(link.num_sending for link in links.sent_by(node))
             mine = (
                 (node.requests, node.encoders.requests)
                 if isinstance(node, ThinkerStage)
                 else (node.requests, node._waiting)
             )
             left[f"{name}: records"] = sum(map(len, mine))
-        left[f"{name}: in"] = sum(map(len, driven.host.links.inlets_of(name)))
+        left[f"{name}: in"] = sum(link.num_receiving for link in links.received_by(node))
     return {k: v for k, v in left.items() if v}
 
 

@@ -28,7 +28,7 @@ from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
+from stretto.stage.stage import Output, Stage, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.stage.vocoder import VocoderOutput
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span
@@ -143,7 +143,7 @@ class PoetStage:
         )
         self.requests[a.request] = Poem(params.passes_on, StageTimings(time.monotonic()))
 
-    def accept(self, arrival: Arrival) -> None:
+    def accept(self, transfer: Transfer) -> None:
         raise NotImplementedError
 
     def cancel(self, id: RequestId) -> None:
@@ -176,7 +176,7 @@ class PoetStage:
             yield ToEngine(Text(id, (o.token,)))
             if poem.passes_on:
                 mark = Mark.MORE if o.reason is None else Mark.REQUEST_END
-                yield ToLink(
+                yield Transfer(
                     LINK, id, Numbers(Span(poem.sent, poem.sent + 1), torch.tensor([o.token])), mark
                 )
                 poem.sent += 1
@@ -244,9 +244,9 @@ class OrganStage:
         self.core.open(a.request)
         self.requests[a.request] = StageTimings(time.monotonic())
 
-    def accept(self, arrival: Arrival) -> None:
-        last = Reason.STOP if arrival.mark is Mark.REQUEST_END else None
-        self.core.push(arrival.request, arrival.payload.numbers[:, None], last)
+    def accept(self, transfer: Transfer) -> None:
+        last = Reason.STOP if transfer.mark is Mark.REQUEST_END else None
+        self.core.push(transfer.request, transfer.payload.numbers[:, None], last)
 
     def cancel(self, id: RequestId) -> None:
         self.core.cancel(id)

@@ -12,7 +12,7 @@ from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec
-from stretto.stage.stage import Arrival, Output, ToEngine
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
 from tiny_text.family import WriterParams
@@ -55,7 +55,7 @@ class WriterStage:
         self.core.submit(spec, params.sampling, prompt.ids)
         self.requests[a.request] = StageTimings(time.monotonic())
 
-    def accept(self, arrival: Arrival) -> None:
+    def accept(self, transfer: Transfer) -> None:
         raise NotImplementedError("no link ends here")
 
     def cancel(self, id: RequestId) -> None:

@@ -27,7 +27,7 @@ from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
-from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
@@ -154,7 +154,7 @@ class SpeechStage:
         """What tells the prompt's last row, with the first text token in it."""
         raise NotImplementedError
 
-    def accept(self, arrival: Arrival) -> None:
+    def accept(self, transfer: Transfer) -> None:
         raise NotImplementedError
 
     def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
@@ -224,7 +224,7 @@ class SpeechStage:
             speech.pace.packet_sent(len(frames), now)
             speech.frames = []
             del self._waiting[id]
-        self._outputs.append(ToLink(LINK, id, payload, mark))
+        self._outputs.append(Transfer(LINK, id, payload, mark))
         if mark is Mark.MORE:
             self.core.scheduler.set_deadline(id, speech.pace.deadline)
 
@@ -247,7 +247,7 @@ class SpeechStage:
             return
         # Nothing to say: the talker never runs, and silence is the answer.
         self.core.cancel(id)
-        self._outputs.append(ToLink(LINK, id, None, Mark.REQUEST_END))
+        self._outputs.append(Transfer(LINK, id, None, Mark.REQUEST_END))
         self._outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))
         self._forget(id)
 

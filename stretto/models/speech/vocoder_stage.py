@@ -15,7 +15,7 @@ from stretto.models.speech.talker_stage import FRAME_S, LINK
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
-from stretto.stage.stage import Arrival, Output, ToEngine
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.stage.vocoder import Primer, VocoderCore, VocoderOutput
 from stretto.types import Mark, RequestId
@@ -61,10 +61,10 @@ class VocoderStage:
     def throttle(self, id: RequestId, on: bool) -> None:
         pass  # upstream stops; what is here is bounded
 
-    def accept(self, arrival: Arrival) -> None:
-        frames: CodecFrames | None = arrival.payload
-        last = Reason.STOP if arrival.mark is not Mark.MORE else None
-        self.core.push(arrival.request, frames.codes if frames is not None else NOTHING, last)
+    def accept(self, transfer: Transfer) -> None:
+        frames: CodecFrames | None = transfer.payload
+        last = Reason.STOP if transfer.mark is not Mark.MORE else None
+        self.core.push(transfer.request, frames.codes if frames is not None else NOTHING, last)
 
     def poll(self) -> Sequence[Output]:
         outputs: list[Output] = []

@@ -36,7 +36,7 @@ from stretto.stage.media_rows import MediaOutput
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
-from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
@@ -162,7 +162,7 @@ class ThinkerStage:
         self.core.cancel(id)
         self.requests.pop(id, None)
 
-    def accept(self, arrival: Arrival) -> None:
+    def accept(self, transfer: Transfer) -> None:
         raise Bug("no link ends at the thinker")
 
     def finish(self, id: RequestId) -> None:
@@ -278,4 +278,4 @@ class ThinkerStage:
                 runs, hidden = runs_of([p for p in media.places if start <= p < ready]), media.rows
             rows = ThinkerRows(Span(start, ready), ids, tuple(runs), hidden)
             output.sent = ready
-        self._outputs.append(ToLink(LINK, request.id, rows, mark, media.event if media else None))
+        self._outputs.append(Transfer(LINK, request.id, rows, mark, media.event if media else None))
