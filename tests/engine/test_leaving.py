@@ -247,7 +247,6 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left[f"{name}: blocks"] = num_held(stage.scheduler.pool)
             left[f"{name}: rows"] = len(stage.scheduler._table.allocation.by_row)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
-            left[f"{name}: inputs"] = len(stage.runner.adapter.inputs)
             left[f"{name}: out"] = sum(link.num_sending for link in links.sent_by(node))
             mine = (
                 (node.requests, node.encoders.requests)
@@ -307,11 +306,11 @@ def test_by_hand(tiny_dir: Path, state: str) -> None:
         assert len(vocoder) == 1
         driven.host.handle(Cancel(id), b"")
         vocoder.launch = work  # type: ignore[method-assign]
-        said, made = len(driven.reports), vocoder.stats.frames
+        said, made = len(driven.reports), vocoder.stats.rows
         for _ in range(driven.host.context.settings.overlap_depth):
             driven.host.loop.round()
         assert not kept(driven)
-        assert (len(driven.reports), vocoder.stats.frames) == (said, made), (
+        assert (len(driven.reports), vocoder.stats.rows) == (said, made), (
             "nothing more is made of it"
         )
         assert not driven.host.loop.round(), "there is nothing left to do"

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,12 +49,11 @@ class SumAdapter:
         )  # block 0 is nobody's
         self.rows = DeviceRows(s.max_rows, -(-s.max_context // s.block_size), VOCAB, self.cache)
         self.next = torch.zeros(s.max_rows + 1, dtype=torch.int64)
-        self.inputs: dict[RequestId, Any] = {}
 
-    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
+    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]:
         return (GREEDY,)
 
-    def join(self, join: RowJoin, request: StageRequest) -> None:
+    def join(self, join: RowJoin) -> None:
         self.rows.join(join.row, join.blocks, 0.0, ())
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
@@ -181,7 +179,7 @@ class PoetStage:
                 )
                 poem.sent += 1
         if o.reason is not None:
-            poem.timings.cached = o.cached
+            poem.timings.cached = o.request.num_cached
             yield ToEngine(poem.timings.ended(id, self.name, o.reason))
             del self.requests[id]
 

@@ -95,6 +95,6 @@ class WriterStage:
             timings.mark(time.monotonic())
             yield ToEngine(Text(id, (o.token,)))
         if o.reason is not None:
-            timings.cached = o.cached
+            timings.cached = o.request.num_cached
             del self.requests[id]
             yield ToEngine(timings.ended(id, self.name, o.reason))

@@ -159,11 +159,12 @@ class SpeechStage:
 
     def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
         """More of a text that is read aloud while it is written."""
-        if id not in self.requests:
+        speech = self.requests.get(id)
+        if speech is None:
             return  # it ended meanwhile
         try:
             check_ids(id, len(self.model.text_table), tokens)
-            state = self.core.runner.adapter.inputs[id]
+            state = speech.request.input
             if state.text_ended:
                 raise Invalid("text after its end", "input")
             self._text(id, state, tokens)
@@ -264,7 +265,7 @@ class SpeechStage:
         if o.reason is not None:  # the pick that ends a request is not a frame
             if not speech.prefill_only:
                 self._send(id, speech, now, Mark.REQUEST_END)
-            speech.timings.cached = o.cached
+            speech.timings.cached = o.request.num_cached
             self._outputs.append(ToEngine(speech.timings.ended(id, self.name, o.reason)))
             self._forget(id)
         elif o.token is None:

@@ -87,10 +87,10 @@ def record_codec(recorder: Recorder, stage: VocoderCore) -> None:
     labels = {"stage": stage.name, "kind": "decode"}
     recorder.number("stretto_stage_steps_total", lambda: s.steps, **labels)
     recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)
-    recorder.histogram("stretto_stage_launch_seconds", s.launch, **labels)
-    recorder.histogram("stretto_stage_device_seconds", s.device, **labels)
+    recorder.histogram("stretto_stage_launch_seconds", s.kinds["decode"].launch, **labels)
+    recorder.histogram("stretto_stage_device_seconds", s.kinds["decode"].device, **labels)
     for name, read in {
-        "stretto_stage_frames_total": lambda: s.frames,
+        "stretto_stage_frames_total": lambda: s.rows,
         "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
         "stretto_stage_slots_available": lambda: stage.num_free,
         "stretto_stage_slots": lambda: stage.config.slots,

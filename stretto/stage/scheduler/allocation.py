@@ -47,7 +47,7 @@ class Allocation:
                     payloads.append((index, payload))
         self.joined.append(
             RowJoin(
-                request=request.id,
+                request=request,
                 row=row,
                 blocks=tuple(request.blocks),
                 filled=cursor.filled,
@@ -57,6 +57,7 @@ class Allocation:
         )
         request.row = row
         request.was_admitted = True
+        request.num_cached += cursor.filled - self.joined[-1].reused_from
         request.refresh_limit()
         self.by_row[row] = request
 
@@ -116,4 +117,5 @@ class Allocation:
         if join.reused_from < join.filled:
             self.drop(request)
             request.cursor.disown(join.reused_from)
+            request.num_cached -= join.filled - join.reused_from
         return True

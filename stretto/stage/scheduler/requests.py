@@ -10,7 +10,7 @@ from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.preemption import Preemption
 from stretto.stage.scheduler.prefix import search
-from stretto.stage.scheduler.queues import Waiting, by_age
+from stretto.stage.scheduler.queues import by_age, next_waiting
 from stretto.types import RequestId
 
 
@@ -19,8 +19,9 @@ class RequestTable:
         self.config = config
         self.pool = pool
         self.allocation = Allocation(pool, config.block_size, config.max_rows)
-        self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
+        # those in state WAITING
+        self.waiting: dict[RequestId, StageRequest] = {}
         # of the batch being made, or of the next
         self.step = 0
         self._preemption = Preemption(config, self.allocation, self.requests)
@@ -29,7 +30,7 @@ class RequestTable:
 
     def add(self, request: StageRequest) -> None:
         self.requests[request.id] = request
-        self.waiting.push(request)
+        self.waiting[request.id] = request
         self.update_state(request)
 
     def update_state(self, request: StageRequest) -> None:
@@ -53,10 +54,10 @@ class RequestTable:
 
     def _move(self, request: StageRequest, state: State) -> None:
         if request.state is State.WAITING:
-            self.waiting.discard(request)
+            del self.waiting[request.id]
         request.move_to(state, self.step)
         if state is State.WAITING:
-            self.waiting.push(request)
+            self.waiting[request.id] = request
 
     # -- rows and blocks
 
@@ -66,7 +67,8 @@ class RequestTable:
         new: set[StageRequest] = set()
         # Two that wait for input right behind what was found for them could else take it from each
         # other for ever.
-        while (head := self.waiting.head(self.step, self.config.patience)) is not None:
+        patience = self.config.patience
+        while (head := next_waiting(self.waiting.values(), self.step, patience)) is not None:
             if head.in_flight or not self._has_row():
                 return
             reuse = self.config.prefix_cache and not head.blocks
@@ -107,7 +109,7 @@ class RequestTable:
             starved = [
                 r
                 for r in self.allocation.by_row.values()
-                if r.state is State.STARVED and not r.in_flight and r.id not in new
+                if r.state is State.STARVED and not r.in_flight and r not in new
             ]
             if starved:
                 self.allocation.release_row(min(starved, key=by_age))

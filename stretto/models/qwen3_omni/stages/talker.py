@@ -82,9 +82,10 @@ class TalkerStage(SpeechStage):
 
     def accept(self, transfer: Transfer) -> None:
         id = transfer.request
-        if id not in self.requests:
+        speech = self.requests.get(id)
+        if speech is None:
             return  # it is over
-        state: TalkerInput = self.core.runner.adapter.inputs[id]
+        state: TalkerInput = speech.request.input
         rows: ThinkerRows | None = transfer.payload
         if rows is not None:
             if rows.media:
@@ -96,7 +97,7 @@ class TalkerStage(SpeechStage):
                     transfer.adopt()
                     state.media.append(rows.hidden.to(self.model.device))
                 self.core.scheduler.set_missing(id, state.missing)
-            first = max(self.requests[id].num_prompt - rows.span.start, 0)
+            first = max(speech.num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
                 # On the device they are looked up unseen: one that is not in the table would end

@@ -183,20 +183,30 @@ class ThinkerStage:
             self.core.scheduler.set_blocked(id, on)
 
     def poll(self) -> Sequence[Output]:
-        for pending, made in self.compiling.done() if self.compiling.waiting else ():
-            try:
-                self._submit(pending, made.result())
-            except StrettoError as error:
-                self._fail(pending.admit.request, error)
-        self._outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
+        if self.compiling.waiting:
+            self._submit_compiled()
         for certain in self.core.poll():
             self._take(certain)
         outputs = self._outputs
         self._outputs = []
         return outputs
 
+    def _submit_compiled(self) -> None:
+        """Requests whose grammar is there; and say of the others that they are being worked on."""
+        for pending, made in self.compiling.done():
+            try:
+                self._submit(pending, made.result())
+            except StrettoError as error:
+                self._fail(pending.admit.request, error)
+        self._outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
+
     def launch(self) -> bool:
-        """A part of the media that are due, and a step."""
+        if self.encoders.requests:
+            self._encode()
+        return self.core.launch() or bool(self._outputs)
+
+    def _encode(self) -> None:
+        """A part of the media that are due."""
         encoded, reports, failures = self.encoders.run_due()
         self._outputs += map(ToEngine, reports)
         for id, error in failures:
@@ -204,7 +214,6 @@ class ThinkerStage:
         for id in encoded:
             if id in self.requests:
                 self.requests[id].timings.encoded_at = self.clock()
-        return self.core.launch() or bool(self._outputs)
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         self.cancel(id)
@@ -223,7 +232,7 @@ class ThinkerStage:
             if o.logprobs is not None:
                 output.logprobs.append(o.logprobs)
             if len(timings.marks) == 1:
-                timings.cached = o.cached
+                timings.cached = request.num_cached
                 timings.encoded = self.encoders.proven(id)
         elif reason is None:
             timings.mark_chunk(now)
