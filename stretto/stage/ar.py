@@ -68,13 +68,12 @@ class StageCore(StepQueue[Step, CoreOutput]):
         recorder: Recorder | None = None,
     ) -> None:
         """Without `timer`, steps are launched as soon as there is room for them."""
-        super().__init__(name, scheduler.config.overlap_depth, timer, waiter, recorder)
+        depth = scheduler.config.overlap_depth
+        super().__init__(name, depth, timer, waiter, recorder, runner.stream)
         self.scheduler = scheduler
         self.runner = runner
         # an empty one is False
         self.store = store if store is not None else PayloadStore()
-        # when a launch that is held back is due
-        self.due_ns: int | None = None
         # the launch that is due waits because of `hold_ns`
         self._held_for_prefill = False
         # until they are over and nothing of them is in flight
@@ -116,6 +115,10 @@ class StageCore(StepQueue[Step, CoreOutput]):
             self._remove_if_done(self._requests[id])
         return ended
 
+    def throttle(self, id: RequestId, on: bool) -> None:
+        if id in self.scheduler:
+            self.scheduler.set_blocked(id, on)
+
     @property
     def prefill_in_flight(self) -> bool:
         """Whether a step in flight holds prompts."""
@@ -124,10 +127,8 @@ class StageCore(StepQueue[Step, CoreOutput]):
     # -- steps
 
     def launch(self, hold_ns: int | None = None) -> bool:
-        """Launch one step, unless there is nothing to run or it can wait. True: one was launched,
-        or `poll` has one more to retire. On a CPU the launch is the work, so that `poll` returns
-        what came of it at once. `hold_ns`: until when a step that only decodes should wait, by the
-        stage's clock."""
+        """`hold_ns`: until when a step that only decodes should wait, by the stage's clock. It may
+        also wait for the step in flight (`launch_timing.py`)."""
         launched = self.has_room and self._launch_next(hold_ns)
         return launched or self.can_retire
 

@@ -7,10 +7,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from stretto.observe.recorder import Recorder
 from stretto.stage.counters import StageStats
 from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.runner.waiter import Waiter
+from stretto.types import RequestId
 
 
 class LaunchedStep(Protocol):
@@ -44,19 +47,37 @@ class StepQueue(ABC, Generic[StepT, OutputT]):
         timer: LaunchTimer | None = None,
         waiter: Waiter | None = None,
         recorder: Recorder | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """`depth`: so many steps may be in flight. `waiter` wakes the loop at their ends;
-        `recorder` receives spans."""
+        `recorder` receives spans. `stream`: where steps run, on a GPU."""
         self.name = name
         self.depth = depth
         self.timer = timer or LaunchTimer((), 0, on=False)
         self.clock = self.timer.clock
         self.waiter = waiter
         self.recorder = recorder or Recorder()
+        self.stream = stream
         self.stats = StageStats()
+        # when a launch that is held back is due
+        self.due_ns: int | None = None
         self._steps: deque[StepT] = deque()
         # that `poll` returns next
         self._outputs: list[OutputT] = []
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Requests that it holds anything for."""
+
+    @abstractmethod
+    def launch(self) -> bool:
+        """Launch one step, if there is something to run. True: one was launched, or `poll` has one
+        more to retire. On a CPU the launch is the work, so that `poll` returns what came of it at
+        once."""
+
+    @abstractmethod
+    def throttle(self, id: RequestId, on: bool) -> None:
+        """Make no more of a request for now, or go on with it."""
 
     @property
     def in_flight(self) -> int:

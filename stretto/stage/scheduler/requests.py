@@ -4,7 +4,7 @@ leaves states, queue, rows and blocks in agreement (`tests/stage/invariants.py`)
 
 from __future__ import annotations
 
-from stretto.stage.request import Reason, StageRequest, State
+from stretto.stage.request import BlockId, Reason, StageRequest, State
 from stretto.stage.scheduler.allocation import Allocation
 from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
@@ -74,12 +74,8 @@ class RequestTable:
             reuse = self.config.prefix_cache and not head.blocks
             found = search(self.pool, head, self.config.block_size) if reuse else []
             self.pool.hold(found)
-            fits, preempted = self._preemption.free_blocks_for_new(
-                head, found, self.step, idle, new
-            )
-            for victim in preempted:
-                self.update_state(victim)
-            if not fits:
+            enough = self.pool.num_available >= self.allocation.num_needed(head, found)
+            if not enough and not self._preempt_for(head, found, idle, new):
                 self.pool.release(found)
                 return
             self.allocation.assign_row(head, found)
@@ -99,6 +95,15 @@ class RequestTable:
                 self.update_state(victim)
         request.blocks.extend(self.pool.take(min(want, self.pool.num_available)))
         return min(stop, len(request.blocks) * size)
+
+    def _preempt_for(
+        self, head: StageRequest, found: list[BlockId], idle: bool, new: set[StageRequest]
+    ) -> bool:
+        """Whether there are blocks enough for a new request now that others gave up theirs."""
+        fits, preempted = self._preemption.free_blocks_for_new(head, found, self.step, idle, new)
+        for victim in preempted:
+            self.update_state(victim)
+        return fits
 
     def _has_row(self) -> bool:
         """Whether a row is free. If not, the request that has been starved for longest gives up its

@@ -77,16 +77,16 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
     ) -> None:
         """`clock`: of the streams' deadlines."""
         self.config = c = config or CodecConfig()
-        super().__init__(name, c.overlap_depth, waiter=waiter, recorder=recorder)
-        self.model = model
-        self.deadline_clock = clock
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
-        self.stream: torch.cuda.Stream | None = None
+        stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             # the listener waits for this stage: its kernels go before all others
-            self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        super().__init__(name, c.overlap_depth, waiter=waiter, recorder=recorder, stream=stream)
+        self.model = model
+        self.deadline_clock = clock
         self._slots = Slots(c.slots)
         self._streams: dict[RequestId, Stream] = {}
         self._arrivals = 0
@@ -142,6 +142,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self._slots.give_up(stream)
         return True
 
+    def throttle(self, id: RequestId, on: bool) -> None:
+        """What waits here is bounded: it is made though the listener is slow."""
+
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
         self._stream(id).deadline = deadline
 
@@ -159,9 +162,6 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
     # -- steps
 
     def launch(self) -> bool:
-        """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one
-        was launched, or `poll` has one more to retire. On a CPU the launch is the work, so that
-        `poll` returns what came of it at once."""
         launched = False
         if self.has_room:
             start = self.clock()
