@@ -17,9 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from stretto.errors import CheckpointError
-
-from stretto.errors import Invalid
+from stretto.errors import CheckpointError, Invalid
 
 PACKAGE = "stretto_nano"
 CHECKPOINT = "nano"  # its folder there, and so the name that it is served by

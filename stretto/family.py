@@ -136,6 +136,7 @@ class ModelInfo:
     stages: Mapping[str, str] = field(
         default_factory=dict
     )  # and what each does, in words; told by the engine
+    weights: str = ""  # how they are stored where they come quantised
     random_weights: bool = False  # nobody trained it: what it says is noise; told by the engine
 
 

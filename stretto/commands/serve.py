@@ -96,8 +96,9 @@ def add_env_parser(jobs: Any) -> None:
     env = jobs.add_parser(
         "env",
         help="describe this machine and installation, for reports",
-        usage="stretto env [--json]",
+        usage="stretto env [MODEL] [--json]",
     )
+    env.add_argument("model", nargs="?", help="a checkpoint to describe too, as for `serve`")
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(job=run_env)
 
@@ -243,8 +244,9 @@ def greeting(config: ServerConfig, service: Service) -> str:
     ]
     example = " ".join([*(_quote(c) for c in curl), then]).rstrip()
     voices = f" ({', '.join(engine.info.voices)})" if engine.info.voices else ""
+    weights = f"  weights  {engine.info.weights}\n" if engine.info.weights else ""
     return (
-        f"\nStretto {__version__} serves {name}{voices}\n"
+        f"\nStretto {__version__} serves {name}{voices}\n{weights}"
         f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens "
         f"each\n"
         f"  page     {base}/\n  API      {base}/v1\n  metrics  "
@@ -295,7 +297,7 @@ def _quote(word: str) -> str:
 
 
 def run_env(args: argparse.Namespace) -> int:
-    facts = describe()
+    facts = describe() | describe_model(args.model)
     text = (
         json.dumps(facts, indent=2)
         if args.json
@@ -319,6 +321,17 @@ def describe() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
     return facts | _gpus()
+
+
+def describe_model(model: str | None) -> dict[str, str]:
+    """A checkpoint's family, and how its weights are stored."""
+    if model is None:
+        return {}
+    from stretto.registry import model_type, open_model
+
+    directory = find_model(model, lambda line: _say(f"stretto: {line}"))
+    weights = open_model(directory).info.weights or "not quantised"
+    return {"model": str(directory), "family": model_type(directory), "weights": weights}
 
 
 def _gpus() -> dict[str, str]:

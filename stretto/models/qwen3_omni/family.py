@@ -22,6 +22,7 @@ from stretto.family import (
     Transcription,
 )
 from stretto.hub import model_name
+from stretto.models.quantised.placing import weights_of
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.params import read_defaults, stage_params
 from stretto.params import RequestOptions
@@ -107,6 +108,7 @@ def open_model(directory: Path) -> Qwen3Omni:
                 config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames
             ),
             description=read_description(directory),
+            weights=weights_of(directory),
             example_prompts=read_example_prompts(directory),
             transcription=TRANSCRIPTION if declared.transcribes else None,
             defaults=read_defaults(directory),

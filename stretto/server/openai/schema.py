@@ -411,6 +411,7 @@ class ModelCard(Struct, frozen=True):
     instructions: bool = False
     cloning: bool = False
     transcribes: bool = False  # it has /v1/audio/transcriptions
+    weights: str = ""  # how they are stored where they come quantised
     random_weights: bool = False  # what it says is noise
     stages: dict[str, str] = {}  # and what each does, in words
     max_body_bytes: int = 0
