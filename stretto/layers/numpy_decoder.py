@@ -18,9 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from stretto.kernels.reference.packed import Weight
 from stretto.layers.decoder_layer import AfterLayer, Angles, Array, DecoderLayer, DecoderStack
-from stretto.layers.mlp import DenseMLP, Experts, MoeMLP
+from stretto.layers.mlp import DenseMLP, MoeMLP
 
 MAX_ROWS = 8
 SMALL = 1 << 20
@@ -36,9 +35,8 @@ class HostAttention(Protocol):
         ...
 
 
-def product(weight: Weight) -> Map:
+def product(weight: torch.Tensor) -> Map:
     """Rows -> their products with a linear layer's weight."""
-    assert isinstance(weight, torch.Tensor), "HostLayers.fits() comes first"
     if weight.numel() > SMALL:
         return lambda x: F.linear(torch.from_numpy(x), weight).numpy()
     turned: Array = weight.numpy().T
@@ -117,7 +115,6 @@ def shared_expert(mlp: MoeMLP) -> Map | None:
 
 def mixture(mlp: MoeMLP) -> Map:
     gate, shared = product(mlp.gate.weight), shared_expert(mlp)
-    assert isinstance(mlp.experts, Experts)
     experts = [
         dense(up, down) for up, down in zip(mlp.experts.gate_up, mlp.experts.down, strict=True)
     ]
@@ -192,7 +189,6 @@ class HostLayers:
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and not (moe is not None and moe.float8)
-            and not decoder.config.packed
         )
 
     def __call__(

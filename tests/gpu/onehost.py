@@ -159,9 +159,7 @@ class Listener:
             pass
         for name in ("thinker", "talker"):
             check_scheduler(self.stages[name].core.scheduler)
-        for host in self.hosts:
-            for stage in host.stages.values():
-                assert not any(link.num_sending for link in host.links.sent_by(stage))
+        assert not any(len(outlet) for host in self.hosts for outlet in host.links.outlets.values())
 
     def forget(self) -> None:
         """Nothing that was computed so far will be found."""

@@ -26,7 +26,7 @@ from stretto.stage.runner.columns import SamplingColumns, SamplingMode
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.types import SamplingParams
+from stretto.types import RequestId, SamplingParams
 
 if TYPE_CHECKING:
     from stretto.models.speech.fused_frame import FusedFrame
@@ -96,6 +96,7 @@ class SpeechAdapter(Generic[T, I]):
         self.fused = self.frame is not None and model.model.fused is not None
         # Passes over prompts. They serve once they are captured.
         self.prompts = PrefillGraphs.where_usable(model.model, cache, self.rows)
+        self.inputs: dict[RequestId, I] = {}
 
     def prompt_input(
         self, state: I, start: int, stop: int
@@ -108,11 +109,11 @@ class SpeechAdapter(Generic[T, I]):
         or what a family has in its place."""
         return self.begin
 
-    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]:
-        return request.input.code0, request.input.residual
+    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
+        return self.inputs[id].code0, self.inputs[id].residual
 
-    def join(self, join: RowJoin) -> None:
-        state: I = join.request.input
+    def join(self, join: RowJoin, request: StageRequest) -> None:
+        state = self.inputs[join.request]
         offset = state.prompt.first_decode - len(state.prompt)
         self.rows.join(
             join.row,
@@ -129,13 +130,12 @@ class SpeechAdapter(Generic[T, I]):
             self.embedding[join.row] = self.before_text(state)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
-        request.input.frames.append(list(row))
+        self.inputs[request.id].frames.append(list(row))
 
     def decode_value(self, request: StageRequest, position: int) -> int:
         """Row prompt + k carries text token k + 2; after the text, its end mark once, then
         padding."""
-        state: I = request.input
-        c = self.model.frames
+        state, c = self.inputs[request.id], self.model.frames
         index = position - len(state.prompt) + 1
         if index < len(state.text):
             return state.text[index]
@@ -154,8 +154,7 @@ class SpeechAdapter(Generic[T, I]):
     def host_input(
         self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[None]:
-        state: I = request.input
-        device = self.model.device
+        state, device = self.inputs[request.id], self.model.device
         length, first = len(state.prompt), state.prompt.first_decode
         parts, places = [], []
         if start < length:

@@ -103,9 +103,8 @@ class RealtimeSession:
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
         self.transcriber = Transcriber(
-            self.engine_session, self.engine.info.transcription, self.send_queue.put,
-            lambda: self.responses.audio_started, count,
-        )  # fmt: skip
+            self.engine_session, self.send_queue.put, lambda: self.responses.audio_started, count
+        )
 
     @classmethod
     def open(

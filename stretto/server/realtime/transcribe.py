@@ -8,14 +8,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec import UNSET
 from prometheus_client import Counter
 
 from stretto.engine.events import Finished, TextDelta, Usage
 from stretto.engine.session import Item, Session
-from stretto.family import Transcription as TranscriptionPrompts
 from stretto.params import Params
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import server_events as s
@@ -26,26 +24,24 @@ PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
 MAX_WAITING = 8  # or under way, of one session
 GRACE_S = 0.25  # a client that ends its turns itself asks for the answer in a second message
-SPOKEN = "(spoken)"
-"""The transcript that clients show where the model cannot transcribe."""
+TASK = (
+    "Write down word for word what is said in the recording, in the language that is spoken. Write "
+    "nothing else."
+)
 
 
-def with_prompt(item: Item, prompt: str) -> Item:
-    """What the user said, and what is to be done with it."""
-    content = [*item.message["content"], {"type": "text", "text": prompt}]
-    return Item(item.id, {**item.message, "content": content})
-
-
-def not_transcribed(entry: Entry, put: Callable[[s.ServerEvent], None]) -> None:
-    """The client shows that something was said; the item's transcript stays empty."""
-    put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
-    usage = usage_of(Usage(0, 0, 0, 0))
-    put(s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=SPOKEN, usage=usage))
+def instructions(settings: Transcription) -> str:
+    words = [TASK]
+    if settings.language:
+        words.append(f"The language is {settings.language}.")
+    if settings.prompt:
+        words.append(f"For orientation: {settings.prompt}")
+    return " ".join(words)
 
 
 async def transcribe(
     session: Session,
-    prompt: str,
+    settings: Transcription,
     entry: Entry,
     item: Item,
     seconds: float,
@@ -62,7 +58,8 @@ async def transcribe(
         events = session.respond(
             modalities=("text",),
             params=params,
-            items=[with_prompt(item, prompt)],
+            instructions=instructions(settings),
+            items=[item],
             remember=False,
         )
         async with aclosing(events):
@@ -91,19 +88,8 @@ async def transcribe(
     text = "".join(texts)
     for part in entry.item.content or ():
         part.transcript = text
-    completed = s.TranscriptionCompleted(
-        item_id=entry.id,
-        content_index=0,
-        transcript=text,
-        usage=usage_of(usage or Usage(0, 0, 0, 0)),
-    )
-    completed.logprobs = logprobs_found if logprobs else UNSET
-    put(completed)
-    return True
-
-
-def usage_of(usage: Usage) -> dict[str, Any]:
-    return {
+    usage = usage or Usage(0, 0, 0, 0)
+    told_usage = {
         "type": "tokens",
         "total_tokens": usage.prompt_tokens + usage.text_tokens,
         "input_tokens": usage.prompt_tokens,
@@ -113,6 +99,12 @@ def usage_of(usage: Usage) -> dict[str, Any]:
             "audio_tokens": usage.audio_prompt_tokens,
         },
     }
+    completed = s.TranscriptionCompleted(
+        item_id=entry.id, content_index=0, transcript=text, usage=told_usage
+    )
+    completed.logprobs = logprobs_found if logprobs else UNSET
+    put(completed)
+    return True
 
 
 async def after_first_sound(
@@ -128,10 +120,9 @@ async def after_first_sound(
 
 @dataclass(slots=True, eq=False)
 class Transcriber:
-    """The transcriptions of one session, each a task. `how`: None where the model cannot."""
+    """The transcriptions of one session, each a task."""
 
     engine_session: Session
-    how: TranscriptionPrompts | None
     put: Callable[[s.ServerEvent], None]
     audio_started: Callable[[], asyncio.Event | None]  # of the answer that is being made
     count: Counter  # by how they ended
@@ -148,10 +139,6 @@ class Transcriber:
         """If the client wants the words of this item."""
         if settings is None:
             return
-        if (how := self.how) is None:
-            not_transcribed(entry, self.put)
-            return
-        prompt = how.prompt(settings.language, settings.prompt)
         if len(self._tasks) >= MAX_WAITING:
             error = s.ErrorInfo(
                 "server_error", "too many transcriptions are waiting", "server_busy"
@@ -164,7 +151,7 @@ class Transcriber:
             try:
                 await after_first_sound(self.audio_started, GRACE_S)
                 succeeded = await transcribe(
-                    self.engine_session, prompt, entry, item, seconds, self.put, logprobs
+                    self.engine_session, settings, entry, item, seconds, self.put, logprobs
                 )
                 outcome = "completed" if succeeded else "failed"
             finally:

@@ -68,6 +68,7 @@ export async function model(key) {
     voices,
     defaultVoice: first.default_voice ?? voices[0] ?? null,
     rate: first.sample_rate ?? 24000,
+    description: first.description ?? "",
     ideas: first.ideas ?? [],
     inputs: first.input_modalities ?? ["text", "image"],
     reads: (first.output_modalities ?? ["text"]).includes("text") === false, // texts aloud, and answers nothing

@@ -9,18 +9,18 @@ import { Conversation } from "./conversation.js";
 import { writeFigures } from "./figures.js";
 import { accepted, setLimits, taken } from "./files.js";
 import { keep, recall } from "./kept.js";
-import { Live } from "./live.js";
 import { Microphone, chooseMicrophone, listMicrophones } from "./microphone.js";
 import { Notice } from "./notice.js";
 import { Player } from "./player.js";
 import { Reading } from "./reading.js";
 import { store, stored } from "./storage.js";
+import { Talk } from "./talk.js";
 import { TalkButton } from "./talkbutton.js";
 import { cycleTheme, nameTheme } from "./themes.js";
 import { Timeline } from "./timeline.js";
-import { OWN_ACCORD, explainFailure, explainState } from "./trouble.js";
+import { OWN_ACCORD, TALK_REFUSED, explainFailure, explainState } from "./trouble.js";
 import { Turn } from "./turn.js";
-import { setStageWords } from "./words.js";
+import { named, setStageWords } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const SHORTEST_S = 0.25; // a shorter recording is a slip of the finger
@@ -46,8 +46,8 @@ const conversation = new Conversation($("history"), { onReplay: replay, onShow: 
 const attachments = new Attachments((title, advice) => notice.show({ about: "file", title, advice }));
 const reading = new Reading(apiKey);
 const connection = new Connection(onConnection, apiKey);
-const live = new Live({
-  conversation, player, onLevel: showLiveLevel, onEnd: liveEnded,
+const talk = new Talk({
+  conversation, player, settings: talkSettings, onTrouble: tellTalkTrouble, onRefused: tellRefusal,
   onPlay: ({ turn, stream }) => { playing = { turn, stream, replay: false }; showTurn(turn); showState(); },
   onHush: () => { playing = null; refresh(); showState(); },
   onChange: () => { refresh(); showState(); },
@@ -114,6 +114,7 @@ function showModel(model) {
   const idea = (words) => Object.assign(document.createElement("button"), { type: "button", className: "idea", textContent: words });
   const ideas = reading.on ? reading.ideas : model.ideas;
   if (ideas.length) $("ideas").replaceChildren(...ideas.map(idea));
+  $("description").textContent = model.description ? `${named(model.name)}. ${model.description}` : "";
   const noise = model.random ? " Its weights are random: what it says is noise." : "";
   $("model").textContent = `${model.reads ? "Read by" : "Answers by"} ${model.name}.${noise}`;
   $("model").title = model.random ? "Nobody has trained this model. It shows how the server works, not what a model can say." : "The model that this server runs";
@@ -124,16 +125,18 @@ function showModel(model) {
 
 function showState() {
   let state = server.state;
-  if (microphone.recording || (live.open && (live.speaking || !playing))) state = "listening";
+  if (microphone.recording) state = "listening";
+  else if (talk.open) state = server.state; // the talk tells the rest
   else if (playing) state = "speaking";
   else if (current) state = "thinking";
   else if (notice.about === "busy") state = "busy";
-  if (current && playing && current.entry.turn.firstSound === null) state = "thinking";
+  if (!talk.open && current && playing && current.entry.turn.firstSound === null) state = "thinking";
   $("state").dataset.state = state;
   $("state-text").textContent = STATES[state];
   const busy = current !== null || playing !== null;
-  $("stop").hidden = !busy;
-  $("send").hidden = busy && !$("question").value.trim();
+  $("stop").hidden = !busy || talk.open;
+  $("mic").hidden = talk.open;
+  $("send").hidden = (busy || talk.open) && !$("question").value.trim();
 }
 
 // --- asking ----------------------------------------------------------------------------------------------------------
@@ -146,7 +149,6 @@ function submit(text) {
 }
 
 function ask(question) {
-  $("welcome").hidden = true;
   retries = 0;
   answer(conversation.add(question));
 }
@@ -154,7 +156,7 @@ function ask(question) {
 /** Have an entry's question answered; also used to try again. */
 async function answer(entry) {
   stop();
-  live.stop(); // a question in writing ends it
+  talk.close(); // a question in writing ends it
   notice.hide();
   const speak = reading.on || $("speak").checked;
   const rate = server.model?.rate ?? 24000;
@@ -251,7 +253,7 @@ function stop() {
   notice.hide("busy");
   current?.abort.abort();
   current = null;
-  if (live.open && playing) live.quiet();
+  if (talk.open && playing) talk.quiet();
   if (playing) {
     player.stop();
     if (!playing.replay) playing.turn.hush();
@@ -264,11 +266,15 @@ function stop() {
 // --- listening to the answer -----------------------------------------------------------------------------------------
 
 function hear(report) {
-  live.heard(report);
+  talk.heard(report);
   if (!playing || report.stream !== playing.stream) return;
-  if (!playing.replay) playing.turn.hear(report, player.latency);
+  const { turn, replay } = playing;
+  const before = turn.heardAfter;
+  if (!replay) turn.hear(report, player.latency);
+  if (turn.heardAfter !== before) conversation.measured(turn);
   if (report.event === "started") notice.hide("sound");
   if (report.event === "drained") playing = null;
+  if (report.event || turn.heardAfter !== before) talk.show();
   refresh();
   showState();
 }
@@ -328,7 +334,7 @@ let leaving = null; // the microphone's release, if one is under way
 
 async function beginRecording() {
   stop();
-  live.stop();
+  talk.close();
   notice.hide("microphone");
   await leaving;
   try {
@@ -354,36 +360,33 @@ async function finishRecording() {
 }
 
 function dropRecording() {
-  talk.reset();
+  recorder.reset();
   leaving = microphone.release();
   showRecording();
 }
 
 function showRecording() {
   $("recording").hidden = !microphone.recording;
-  $("recording-hint").hidden = false;
-  $("cancel-text").textContent = "Cancel";
-  $("cancel").title = "Drop what was recorded (Escape)";
+  $("question").hidden = microphone.recording;
   $("mic").setAttribute("aria-pressed", String(microphone.recording));
   $("composer").classList.toggle("listening", microphone.recording);
   showState();
 }
 
 function showLevel(level, seconds) {
-  $("level").value = level;
+  $("level").value = Math.min(1, 4 * level);
   $("recording-text").textContent = `Listening, ${seconds.toFixed(1)} s`;
-  if (seconds >= LONGEST_S) talk.end();
+  if (seconds >= LONGEST_S) recorder.end();
 }
 
-const talk = new TalkButton($("mic"), { begin: beginRecording, finish: finishRecording });
+const recorder = new TalkButton($("mic"), { begin: beginRecording, finish: finishRecording });
 
 // --- open microphone -------------------------------------------------------------------------------------------------
 
-async function toggleLive() {
-  if (live.open || live.opening) return live.stop();
+/** What a spoken conversation is opened with. */
+function talkSettings() {
   stop();
   notice.hide();
-  $("welcome").hidden = true;
   const url = new URL("v1/realtime", document.baseURI);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
   const voice = $("voice").disabled ? undefined : $("voice").value;
@@ -393,34 +396,19 @@ async function toggleLive() {
     ...(tokens ? { max_output_tokens: tokens, max_audio_frames: limits().max_audio_frames } : {}),
     audio: { input: { transcription: {}, turn_detection: { type: "server_vad" } }, output: { voice } },
   };
-  try {
-    await live.start({ url, key: apiKey(), session, history: conversation.items(), leadMs: Number($("lead").value) });
-  } catch (error) {
-    notice.show({ about: "microphone", title: error.message, advice: error.advice ?? "" });
-  }
-  showLive();
+  return { url, key: apiKey(), session, leadMs: Number($("lead").value) };
 }
 
-/** The conversation is over, or (`goesOn`) something in it went wrong. */
-function liveEnded(message, goesOn = false) {
-  if (message) notice.show({ about: "failed", title: goesOn ? "That did not work." : "The conversation has ended.", text: message });
-  showLive();
-  if (message && !goesOn) connection.check();
+function tellTalkTrouble({ title, text = "", advice = "", again = false }) {
+  notice.show({ about: "talk", title, text, advice, retry: again ? () => talk.toggle() : null });
+  connection.check();
 }
 
-function showLive() {
-  $("live").setAttribute("aria-pressed", String(live.open));
-  $("recording").hidden = !live.open;
-  $("composer").classList.toggle("listening", live.open);
-  if (live.open) $("recording-text").textContent = "Listening: just talk";
-  $("cancel-text").textContent = live.open ? "End" : "Cancel";
-  $("cancel").title = live.open ? "Close the microphone (Escape)" : "Drop what was recorded (Escape)";
-  $("recording-hint").hidden = live.open;
-  showState();
-}
-
-function showLiveLevel(level) {
-  $("level").value = level;
+/** A browser does not tell why a server refused a WebSocket; its health and its list of models tell some of it. */
+async function tellRefusal() {
+  await connection.reconnect();
+  if (server.state !== "ready") return; // the notice about the connection says it
+  tellTalkTrouble(TALK_REFUSED);
 }
 
 // --- wiring ----------------------------------------------------------------------------------------------------------
@@ -435,12 +423,11 @@ function fit() {
 
 function newConversation() {
   stop();
-  live.stop();
-  notice.hide();
   conversation.clear();
+  talk.close();
+  notice.hide();
   attachments.take();
   showTurn(null);
-  $("welcome").hidden = false;
   $("source").textContent = "The parts of the model appear here as they begin.";
   $("question").focus();
 }
@@ -462,10 +449,9 @@ $("question").onkeydown = (e) => {
   submit($("question").value);
 };
 $("stop").onclick = stop;
-$("live").onclick = toggleLive;
 $("new").onclick = newConversation;
 $("theme").onclick = () => (cycleTheme(), timeline.refresh());
-$("cancel").onclick = () => (live.open ? live.stop() : dropRecording());
+$("cancel").onclick = dropRecording;
 $("open-settings").onclick = () => {
   listMicrophones($("microphone"));
   $("settings").showModal();
@@ -496,7 +482,7 @@ $("ideas").onclick = (e) => e.target.matches(".idea") && submit(e.target.textCon
 addEventListener("keydown", (e) => {
   if (e.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (microphone.recording) dropRecording();
-  else if (live.open) live.stop();
+  else if (talk.open) talk.toggle();
   else stop();
 });
 
@@ -507,18 +493,17 @@ window.strettoStats = () => ({
   answering: current !== null,
   playing: playing !== null,
   recording: microphone.recording,
-  live: live.open,
+  talk: talk.phase,
   notice: notice.about,
   lanes: timeline.shown,
   turns: conversation.entries.map((entry) => entry.turn?.figures() ?? null),
 });
 
-// Closed until the reader wants it, and then as the reader left it.
-$("score").open = stored(localStorage, "stretto-timing") === "open";
-$("score").ontoggle = () => {
-  store(localStorage, "stretto-timing", $("score").open ? "open" : "");
-  timeline.refresh();
-};
+// Open where there is room, until the reader wants it otherwise; then as the reader left it.
+const timingKept = stored(localStorage, "stretto-timing");
+$("score").open = timingKept ? timingKept === "open" : matchMedia("(min-width: 901px)").matches;
+$("score").ontoggle = () => timeline.refresh();
+$("score-summary").onclick = () => store(localStorage, "stretto-timing", $("score").open ? "closed" : "open");
 // What a label means, for readers without a pointer to rest on it.
 $("score-body").onclick = (e) => {
   const { title } = e.target.closest("[title]:not(button)") ?? {};
@@ -526,7 +511,7 @@ $("score-body").onclick = (e) => {
 };
 $("remember").checked = !stored(localStorage, "stretto-forget");
 conversation.restore(recall());
-$("welcome").hidden = conversation.entries.length > 0;
+talk.show();
 $("key").value = stored(sessionStorage, "stretto-key");
 $("instructions").value = stored(localStorage, "stretto-instructions");
 $("longest").value = stored(localStorage, "stretto-longest");

@@ -6,10 +6,17 @@ import { part } from "./files.js";
 import { duration } from "./turn.js";
 
 const COPIED_MS = 2000;
+const SPOKEN = "(spoken)"; // stands for words that nobody wrote down
 
 function action(icon, words, onclick) {
   const sign = make("span", { className: `icon icon-${icon}`, ariaHidden: "true" });
   return make("button", { type: "button", className: "action", onclick }, sign, make("span", { textContent: words }));
+}
+
+/** What stands in the place of a spoken question's words. */
+function spoken() {
+  const sign = make("span", { className: "icon icon-mic", ariaHidden: "true" });
+  return make("p", { className: "spoken" }, sign, make("span", { textContent: "spoken" }));
 }
 
 function download(bytes, name) {
@@ -40,7 +47,8 @@ export class Conversation {
     new ResizeObserver(() => this.scroll(false)).observe(list);
   }
 
-  /** question: {text, files: [{kind, name, url}], audio: {samples, rate} | null} */
+  /** question: {text, files: [{kind, name, url}], audio: {samples, rate} | null, aloud}; `aloud`: spoken, and its words may
+   * still come. */
   add(question) {
     const entry = { question, turn: null, ...this.build(question) };
     this.entries.push(entry);
@@ -53,7 +61,8 @@ export class Conversation {
     const asked = make("li", { className: "asked" });
     for (const file of question.files) asked.append(thumbnail(file));
     if (question.audio) asked.append(this.recording(question.audio));
-    if (question.text) asked.append(make("p", { textContent: question.text }));
+    if (question.aloud || question.text === SPOKEN) asked.append(spoken());
+    else if (question.text) asked.append(make("p", { textContent: question.text }));
     const words = make("p", { className: "words" });
     words.dataset.testid = "answer";
     const meta = make("p", { className: "meta" });
@@ -76,9 +85,9 @@ export class Conversation {
   /** What was asked aloud, in words, as far as they are known. */
   hear(entry, text) {
     entry.question.text = text;
-    entry.heard ??= entry.asked.appendChild(make("p"));
-    entry.heard.dataset.testid = "heard";
-    entry.heard.textContent = text.trimStart();
+    const known = text.trim() && text !== SPOKEN;
+    entry.asked.lastChild.replaceWith(known ? make("p", { textContent: text.trimStart() }) : spoken());
+    entry.asked.lastChild.dataset.testid = "heard";
     this.onChange();
     this.scroll(false);
   }
@@ -86,8 +95,9 @@ export class Conversation {
   /** The conversation so far as items of a realtime session. */
   items() {
     const message = (role, type, text) => ({ type: "message", role, content: [{ type, text }] });
+    const words = ({ text, audio, aloud }) => text || (audio || aloud ? SPOKEN : "");
     return this.entries.flatMap(({ question, turn }) => [
-      ...(question.text ? [message("user", "input_text", question.text)] : []),
+      ...(words(question) ? [message("user", "input_text", words(question))] : []),
       ...(turn?.text ? [message("assistant", "output_text", turn.text)] : []),
     ]);
   }
@@ -134,14 +144,7 @@ export class Conversation {
     entry.answer.classList.remove("live");
     entry.answer.classList.toggle("broken", turn.outcome === "failed");
     entry.answer.hidden = turn.nothing; // the notice says it all
-    const parts = [];
-    if (turn.outcome === "stopped") parts.push("stopped");
-    if (turn.outcome === "failed") parts.push("broken off");
-    if (turn.samples) parts.push(`${duration(turn.audioSeconds)} of speech`);
-    if (turn.soundAfter !== null) parts.push(`first sound ${duration(turn.soundAfter)}`);
-    else if (turn.firstText !== null) parts.push(`first words ${duration(turn.firstText)}`);
-    if (turn.underruns) parts.push(`${turn.underruns} gap${turn.underruns > 1 ? "s" : ""}`);
-    entry.meta.textContent = parts.join(" · ");
+    this.describe(entry);
     const buttons = [];
     if (turn.text) buttons.push(this.copying(entry));
     if (turn.samples) {
@@ -154,6 +157,24 @@ export class Conversation {
     if (turn.firstText !== null || turn.samples) buttons.push(action("timeline", "Timing", () => this.onShow(entry)));
     this.offer(entry, buttons);
     this.onChange();
+  }
+
+  /** More was found out about a turn, after its answer was complete. */
+  measured(turn) {
+    const entry = this.entries.find((one) => one.turn === turn);
+    if (entry && turn.outcome !== null) this.describe(entry);
+  }
+
+  describe({ turn, meta }) {
+    const parts = [];
+    if (turn.outcome === "stopped") parts.push("stopped");
+    if (turn.outcome === "failed") parts.push("broken off");
+    if (turn.samples) parts.push(`${duration(turn.audioSeconds)} of speech`);
+    // Of a spoken turn, the clock shows it.
+    if (turn.heardAfter !== null && !turn.live) parts.push(`first sound ${duration(turn.heardAfter)}`);
+    else if (turn.firstText !== null && !turn.samples) parts.push(`first words ${duration(turn.firstText)}`);
+    if (turn.underruns) parts.push(`${turn.underruns} gap${turn.underruns > 1 ? "s" : ""}`);
+    meta.textContent = parts.join(" · ");
   }
 
   offer(entry, buttons) {
@@ -183,7 +204,7 @@ export class Conversation {
     const told = instructions.trim() ? [{ role: "system", content: instructions.trim() }] : [];
     for (const one of this.entries) {
       if (one !== entry && !one.turn?.text) continue; // never answered: it may have been what the server refused
-      told.push({ role: "user", content: content(one.question) || "(spoken)" });
+      told.push({ role: "user", content: content(one.question) || SPOKEN });
       if (one === entry) break;
       told.push({ role: "assistant", content: one.turn.text });
     }

@@ -10,6 +10,7 @@ const PARTS = {
   encode: ["Encode", "Turning your voice into something that the model can read"],
   network: ["Network", "From the server to this browser"],
   buffer: ["Buffer", "Sound kept in hand before playing, and the sound device's own delay"],
+  silence: ["Silence", "The voice's own, before its first word"],
 };
 const $ = (id) => document.getElementById(id);
 const number = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
@@ -24,7 +25,7 @@ export function writeFigures(turn, live) {
   const words = {
     "fig-first-text": duration(f.firstText),
     "fig-first-audio": duration(f.firstAudio),
-    "fig-first-sound": duration(f.firstSound),
+    "fig-first-sound": duration(f.heardAfter),
     "fig-underruns": heard ? String(f.underruns) : "–",
     "fig-buffered": duration(f.buffered),
     "fig-rtf": speed(f.rtf),
@@ -33,14 +34,13 @@ export function writeFigures(turn, live) {
   };
   for (const [id, word] of Object.entries(words)) if ($(id).textContent !== word) $(id).textContent = word;
   $("live-figure").hidden = !f.live;
-  $("fig-speech").textContent = duration(f.speechToSound);
+  $("fig-written").hidden = Boolean(f.live);
   writeParts(f.parts ?? []);
-  for (const id of ["fig-first-text", "fig-first-audio"]) $(id).classList.toggle("blank", words[id] === "–");
+  for (const id of ["fig-first-text", "fig-first-sound"]) $(id).classList.toggle("blank", words[id] === "–");
   $("fig-underruns").classList.toggle("alarm", f.underruns > 0);
-  const sound = words["fig-first-audio"] !== "–";
-  const soonest = duration(f.speechToSound ?? turn?.soundAfter);
-  const first = sound ? `First sound ${soonest}` : `First words ${words["fig-first-text"]}`;
-  $("summary-figures").textContent = sound || words["fig-first-text"] !== "–" ? first : "";
+  const sound = words["fig-first-sound"];
+  const first = sound === "–" ? `First words ${words["fig-first-text"]}` : `First sound ${sound}`;
+  $("summary-figures").textContent = first.endsWith("–") ? "" : first;
 }
 
 let shown = ""; // the parts, as they stand there

@@ -47,7 +47,7 @@ function explain(error) {
   if (error.name === "NotAllowedError" || error.name === "SecurityError") {
     return new MicrophoneError(
       "The microphone is not allowed.",
-      "Allow it for this page in the browser's address bar, then press the microphone again. You can always type.",
+      "Allow it for this page in the browser's address bar, then try again. You can always type.",
     );
   }
   if (error.name === "NotFoundError") {
@@ -61,7 +61,7 @@ function explain(error) {
 
 export class Microphone {
   constructor(onLevel) {
-    this.onLevel = onLevel; // (level 0..1, seconds so far)
+    this.onLevel = onLevel; // (root mean square of a piece, seconds so far)
     this.onPiece = null; // (samples, rate): then nothing is kept
     this.reset();
   }
@@ -115,7 +115,7 @@ export class Microphone {
     if (this.onPiece) this.onPiece(samples, this.context.sampleRate);
     else this.pieces.push(samples);
     this.length += samples.length;
-    this.onLevel(Math.min(1, level * 4), this.length / this.context.sampleRate);
+    this.onLevel(level, this.length / this.context.sampleRate);
     if (last) this.onLast?.();
   }
 

@@ -8,12 +8,14 @@ const FADE = 120; // samples of fade-in, 5 ms at 24 kHz
 const DECAY = 0.96; // per sample, of what is left when sound stops: gone in about 5 ms
 const REPORT_BLOCKS = 8; // a report every 1024 samples, 43 ms at 24 kHz
 const LONGEST_LEAD_S = 0.6;
+const AUDIBLE = 0.004; // a sample that can be heard: -48 dB; voices often begin with some silence
 
 export class Playout {
   constructor(rate) {
     this.longestLead = Math.round(LONGEST_LEAD_S * rate);
     this.last = 0; // the last sample that was played from the queue
     this.tail = 0; // what still dies away
+    this.power = this.measured = 0; // of what was played since the last `takeLevel`
     this.begin(0);
   }
 
@@ -22,6 +24,7 @@ export class Playout {
     this.clear();
     Object.assign(this, { state: "filling", lead, ended: false, started: false, played: 0, underruns: 0, starved: 0 });
     this.tentative = false; // the latest underrun may turn out to have been the end
+    this.audible = false; // something of it was played that can be heard
   }
 
   clear() {
@@ -78,7 +81,24 @@ export class Playout {
       this.tail *= DECAY;
     }
     if (Math.abs(this.tail) < 1e-5) this.tail = 0;
+    this.measure(out, n);
     return event;
+  }
+
+  /** `n`: samples at the front of it that are the stream's own. */
+  measure(out, n) {
+    for (let i = 0; i < out.length; i++) {
+      this.power += out[i] * out[i];
+      if (i < n && Math.abs(out[i]) >= AUDIBLE) this.audible = true;
+    }
+    this.measured += out.length;
+  }
+
+  /** The root mean square of what was played since the last call. */
+  takeLevel() {
+    const level = this.measured ? Math.sqrt(this.power / this.measured) : 0;
+    this.power = this.measured = 0;
+    return level;
   }
 
   read(out) {
@@ -143,16 +163,19 @@ class PlayerProcessor extends AudioWorkletProcessor {
   }
 
   report(event) {
-    const { buffered, played, underruns, starved, state } = this.playout;
-    this.port.postMessage({ stream: this.stream, event, state, buffered, played, underruns, starved });
+    const { buffered, played, underruns, starved, state, audible } = this.playout;
+    const level = this.playout.takeLevel();
+    this.port.postMessage({ stream: this.stream, event, state, buffered, played, underruns, starved, audible, level });
   }
 
   process(inputs, outputs) {
     const [first, ...others] = outputs[0];
+    const { audible } = this.playout;
     const event = this.playout.pull(first);
     for (const other of others) other.set(first);
     this.blocks += 1;
-    if (event || (this.playout.state !== "idle" && this.blocks % REPORT_BLOCKS === 0)) this.report(event);
+    const heard = this.playout.audible && !audible;
+    if (event || heard || (this.playout.state !== "idle" && this.blocks % REPORT_BLOCKS === 0)) this.report(event);
     return true;
   }
 }

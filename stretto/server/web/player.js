@@ -3,7 +3,8 @@
 import { ApiError, Unreachable } from "./api.js";
 
 export class Player {
-  /** `onReport({stream, event, state, buffered, played, underruns, starved})` is called about 23 times a second. */
+  /** `onReport({stream, event, state, buffered, played, underruns, starved, audible, level})` is called about 23 times a
+   * second. `audible`: something of the stream was played that can be heard; `level`: root mean square since the last. */
   constructor(onReport) {
     this.onReport = onReport;
     this.context = null;

@@ -38,6 +38,14 @@ export function explainFailure(error, { retries, ready, stages, reads }) {
   return { about: "failed", title: reads ? "The reading failed." : "The answer failed.", text, advice: "What had arrived is kept.", retry: true };
 }
 
+/** A spoken conversation that the server did not take. */
+export const TALK_REFUSED = {
+  title: "The server did not take the conversation.",
+  text: "It may hold as many as it can just now.",
+  advice: "Try again in a moment, or ask in writing.",
+  again: true,
+};
+
 /** Notices about the connection, which come and go by themselves. Others stay: they hold a question's "Try again". */
 export const OWN_ACCORD = ["loading", "disconnected", "draining", "dead", "unauthorized", "error"];
 

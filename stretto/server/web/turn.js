@@ -3,7 +3,9 @@
 import { floatsFromPcm16, fromBase64 } from "./audio.js";
 
 export class Turn {
-  constructor(rate, now = performance.now()) {
+  /** `live`: of a conversation with an open microphone. Its times are from when the turn was found to be over, `pause`
+   * seconds after it was; null where the server does not say. */
+  constructor(rate, now = performance.now(), { live = false, pause = null } = {}) {
     this.rate = rate;
     this.sentAt = now;
     this.text = "";
@@ -11,7 +13,8 @@ export class Turn {
     this.packets = []; // {t, start, samples}: start and samples count samples
     this.sound = []; // Float32Array per packet, for replay
     this.levels = []; // {t, seconds, starving}: the playback buffer
-    this.firstSound = null;
+    this.firstSound = null; // when the first sample was played
+    this.firstAudible = null; // when the first was played that can be heard
     this.playedAt = null; // when the last sample had been played
     this.endedAt = null; // when the stream ended, well or not
     this.underruns = 0;
@@ -19,8 +22,8 @@ export class Turn {
     this.usage = null;
     this.spans = null; // the server's timeline
     this.outcome = null; // "done", "stopped", "failed"
-    this.live = false; // of a conversation with an open microphone: times are from when the turn was found to be over
-    this.pause = null; // seconds of silence before that
+    this.live = live;
+    this.pause = pause;
     this.making = null; // seconds from then to the first sound, at the server
   }
 
@@ -59,32 +62,28 @@ export class Turn {
 
   /** What the server says about a live answer. */
   measure({ vad_wait_s = null, speech_to_audio_s = null, timeline = [] }) {
-    this.pause = vad_wait_s;
+    this.pause = vad_wait_s ?? this.pause;
     if (speech_to_audio_s !== null) this.making = Math.max(0, speech_to_audio_s - (vad_wait_s ?? 0));
     if (timeline.length) this.spans = readSpans(timeline);
   }
 
-  /** From the end of speech to the first sound, and what that consists of. Null where it is not known. */
-  get speechToSound() {
-    return this.live && this.firstSound !== null && this.pause !== null ? this.firstSound + this.pause : null;
-  }
-
-  /** From the end of the question to the first sound that arrived here; a live one ends where speech did, not where the
-   * pause behind it did. */
-  get soundAfter() {
-    return this.firstAudio === null ? null : this.firstAudio + (this.pause ?? 0);
+  /** From the end of the question, spoken or sent, to the first sound that could be heard. Null where it is not known. */
+  get heardAfter() {
+    if (this.firstAudible === null || (this.live && this.pause === null)) return null;
+    return this.firstAudible + (this.pause ?? 0);
   }
 
   /** [{name, seconds, stage}], in their order: of the server's part, what each stage took to its first output. */
   get parts() {
-    if (this.speechToSound === null || this.making === null) return null;
-    const { pause, firstAudio, firstSound } = this;
+    if (!this.live || this.heardAfter === null || this.making === null) return null;
+    const { pause, firstAudio, firstSound, firstAudible } = this;
     const making = Math.min(this.making, firstAudio); // the end of the turn was heard of late: the rest was in that
     return [
       { name: "pause", seconds: pause },
       ...madeOf(this.spans ?? [], making),
       { name: "network", seconds: firstAudio - making },
       { name: "buffer", seconds: firstSound - firstAudio },
+      ...(firstAudible > firstSound ? [{ name: "silence", seconds: firstAudible - firstSound }] : []),
     ];
   }
 
@@ -92,6 +91,7 @@ export class Turn {
   hear(report, latency) {
     const t = this.clock();
     if (report.event === "started") this.firstSound = t + latency;
+    if (report.audible) this.firstAudible ??= t + latency;
     if (report.event === "drained") this.playedAt = t + latency;
     this.underruns = report.underruns;
     this.starved = report.starved / this.rate;
@@ -157,7 +157,7 @@ export class Turn {
     return {
       firstText, firstAudio, firstSound, underruns, starved, buffered, rtf, tokenRate, audioSeconds,
       total: this.endedAt, outcome: this.outcome, packets: this.packets.length, text: this.text,
-      measured: this.spans !== null, live: this.live, speechToSound: this.speechToSound, parts: this.parts,
+      measured: this.spans !== null, live: this.live, heardAfter: this.heardAfter, parts: this.parts,
     };
   }
 }

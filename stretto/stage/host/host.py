@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 import torch
@@ -39,11 +38,13 @@ from stretto.stage.host.stats import record_host
 from stretto.stage.links.endpoints import LinkEndpoints, RequestFault
 from stretto.stage.links.links import Links
 from stretto.stage.stage import (
+    Arrival,
     Output,
     Stage,
     TakesFeatures,
     TakesStepInputs,
-    Transfer,
+    ToEngine,
+    ToLink,
 )
 from stretto.stage.timings import Report, failed
 from stretto.types import Mark, RequestId
@@ -144,7 +145,17 @@ class Host:
     def poll_stage(self, stage: Stage) -> bool:
         """Give a stage what has arrived for it, take what it made, let it launch more. True:
         something happened."""
-        received = self._receive(stage)
+        for outlet in self.links.outlets_of(stage.name):
+            for id in outlet.flush():
+                self._set_blocked(stage, id)
+        received = False
+        for inlet in self.links.inlets_of(stage.name):
+            for id, item in inlet.receive():
+                received = True
+                if isinstance(item, Arrival):
+                    self._accept(stage, item)
+                else:
+                    self._fail(id, stage.name, item)
         made = self._move(stage, stage.poll())
         launched = stage.launch()
         if launched:
@@ -152,43 +163,33 @@ class Host:
             self._move(stage, stage.poll())
         return received or made or launched
 
-    def _receive(self, stage: Stage) -> bool:
-        """Move what waits on links to and from other hosts. True: something came."""
-        received = False
-        for outlet in self.links.outlets.values():
-            if outlet.sender is stage:
-                for id in outlet.flush():
-                    self._set_blocked(stage, id)
-        for inlet in self.links.inlets.values():
-            for item in inlet.receive() if inlet.receiver is stage else ():
-                received = True
-                if isinstance(item, Transfer):
-                    self._accept(stage, item)
-                else:
-                    id, error = item
-                    self._fail(id, stage.name, error)
-        return received
-
     def _move(self, stage: Stage, outputs: Sequence[Output]) -> bool:
         """To the stages behind, and to the engine."""
         for output in outputs:
-            if isinstance(output, Transfer):
+            if isinstance(output, ToLink):
                 self._send(stage, output)
-                continue
-            message = output.message
-            if isinstance(message, Ended | Failed):
-                self.links.close(message.request, stage, purge=isinstance(message, Failed))
-            self.report(message, output.blob)
+            else:
+                self._report(stage, output)
         return bool(outputs)
 
-    def _send(self, stage: Stage, transfer: Transfer) -> None:
-        local = self.links.local.get(transfer.link)
-        if local is None:
-            sent = self.links.outlets[transfer.link].send(transfer)
-            if not sent and transfer.mark is Mark.MORE:
-                self._set_blocked(stage, transfer.request)
-        elif local.hand_over(transfer):
-            self._accept(local.receiver, transfer)
+    def _send(self, stage: Stage, sent: ToLink) -> None:
+        outlet = self.links.outlets[sent.link]
+        if sent.request not in outlet:
+            # it was cancelled while this waited to be sent
+            return
+        if outlet.is_local:
+            outlet.hand(sent)
+            self.receive(sent)
+        elif not outlet.send(sent) and sent.mark is Mark.MORE:
+            self._set_blocked(stage, sent.request)
+
+    def receive(self, sent: ToLink) -> None:
+        """What a stage here is sent, as it is."""
+        arrival = (
+            self.links.inlets[sent.link].take(sent) if sent.link in self.links.inlets else None
+        )
+        if arrival is not None:
+            self._accept(self.links.receivers[sent.link], arrival)
 
     def _poll_links(self) -> bool:
         faults = self.endpoints.poll()
@@ -199,14 +200,20 @@ class Host:
                 self.report(fault, b"")
         return bool(faults)
 
-    def _accept(self, stage: Stage, transfer: Transfer) -> None:
+    def _report(self, stage: Stage, output: ToEngine) -> None:
+        message = output.message
+        if isinstance(message, Ended | Failed):
+            self.links.close(message.request, stage.name, purge=isinstance(message, Failed))
+        self.report(message, output.blob)
+
+    def _accept(self, stage: Stage, arrival: Arrival) -> None:
         try:
-            stage.accept(transfer)
+            stage.accept(arrival)
         except StrettoError as e:
-            self._fail(transfer.request, stage.name, e)
+            self._fail(arrival.request, stage.name, e)
 
     def _set_blocked(self, stage: Stage, id: RequestId) -> None:
-        stage.throttle(id, any(link.blocked(id) for link in self.links.sent_by(stage)))
+        stage.throttle(id, any(outlet.blocked(id) for outlet in self.links.outlets_of(stage.name)))
 
     # -- messages, on the loop thread
 
@@ -229,9 +236,12 @@ class Host:
                 if stage in self.stages:
                     self.stages[stage].finish(id)
             case Throttle(request=id, on=on):
-                self._throttle(id, on)
+                for other in self.stages.values():
+                    self._throttle(other, id, on)
             case Listen() | Connect() | Unlink():
-                self._set_up_link(message)
+                answer = self.endpoints.handle(message, self.switches)
+                if answer is not None:
+                    self.report(answer, b"")
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
@@ -247,7 +257,7 @@ class Host:
             for name, stage in reversed(self.stages.items()):
                 if name in a.stages:
                     stage.admit(a, _decoded(a.stages[name], stage), prompt)
-                    self.links.open(a.request, stage, {*a.stages, *a.elsewhere})
+                    self.links.open(a.request, name, {*a.stages, *a.elsewhere})
             self._admitted = True
         except StrettoError as e:
             self._fail(a.request, first, e)
@@ -256,17 +266,6 @@ class Host:
             raise
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
-
-    def _set_up_link(self, message: Listen | Connect | Unlink) -> None:
-        try:
-            answer = self.endpoints.handle(message, self.switches)
-        except StrettoError as e:
-            if isinstance(message, Unlink):
-                raise
-            self.report(LinkDown(message.link, message.generation, str(e)), b"")
-        else:
-            if answer is not None:
-                self.report(answer, b"")
 
     def _supply(self, m: MediaData, blob: Bytes) -> None:
         stage: object = self.stages.get(m.stage)
@@ -278,16 +277,14 @@ class Host:
             self._fail(m.request, m.stage, e)
 
     def _cancel(self, id: RequestId) -> None:
-        for stage in self.stages.values():
+        for name, stage in self.stages.items():
             stage.cancel(id)
-            self.links.close(id, stage, purge=True)
+            self.links.close(id, name, purge=True)
 
-    def _throttle(self, id: RequestId, on: bool) -> None:
-        """The request's listener is slow, or no longer."""
-        for stage in self.stages.values():
-            for link in self.links.sent_by(stage):
-                link.throttle(id, on)
-                self._set_blocked(stage, id)
+    def _throttle(self, stage: Stage, id: RequestId, on: bool) -> None:
+        for outlet in self.links.outlets_of(stage.name):
+            outlet.throttle(id, on)
+            self._set_blocked(stage, id)
 
     def _fail(self, id: RequestId, where: str, error: StrettoError) -> None:
         """End a request in all stages here, and say why."""
@@ -324,9 +321,18 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
     """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any
     other message: one that is lost would leave a request or a link behind for good, so the host
     cannot go on."""
-    spare = CONTROL if isinstance(message, Admit) else 0
+
+    def run() -> None:
+        try:
+            host.handle(message, blob)
+        except StrettoError as e:
+            if isinstance(message, Listen | Connect):
+                channel.send(LinkDown(message.link, message.generation, str(e)))
+            else:
+                raise
+
     try:
-        host.loop.post(partial(host.handle, message, blob), spare)
+        host.loop.post(run, CONTROL if isinstance(message, Admit) else 0)
     except Gone:
         # it died just now, and all its requests with it: the next read says so
         pass

@@ -37,5 +37,6 @@ class Step:
     error: StrettoError | None = None
 
     @property
-    def kind(self) -> str:
-        return self.batch.kind
+    def done(self) -> bool:
+        """The host copy of the tokens is there."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]

@@ -29,6 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import stretto.server
+from tests.server.web import fake_realtime
+from tests.server.web.fake_realtime import FakeRealtime
 
 READY = {"status": "ready", "stages": {"thinker": "ready", "talker": "ready", "code2wav": "ready"}}
 WEB = Path(stretto.server.__file__).parent / "web"
@@ -112,6 +114,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     left: threading.Event = field(
         default_factory=threading.Event
     )  # a client went away in the middle of an answer
+    realtime: FakeRealtime = field(default_factory=FakeRealtime)
     made: dict[str, dict[str, Any]] = field(default_factory=dict)  # voices of clips
     url: str = ""
     loop: asyncio.AbstractEventLoop | None = None  # the server's own, once a question has come
@@ -122,6 +125,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     def reset(self) -> None:
         self.script, self.requests, self.made, self.left = Script(), [], {}, threading.Event()
         self.gate = asyncio.Semaphore(0)
+        self.realtime = FakeRealtime()
 
     def wait_for_requests(self, count: int) -> None:
         with self.came:
@@ -228,46 +232,23 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             del self.made[request.path_params["name"]]
         return JSONResponse({"object": "list", "data": list(self.made.values())})
 
-    async def realtime(self, socket: WebSocket) -> None:
-        """Once it hears something: a turn, and its answer, with what the server would measure."""
-        await socket.accept("realtime")
-        heard = False
-        async for message in socket.iter_json():
-            if message["type"] != "input_audio_buffer.append" or heard:
-                continue
-            heard = True
-            for event in self.turn():
-                await socket.send_json(event)
-
     def turn(self) -> list[dict[str, Any]]:
+        """A turn and its answer, with what the server would measure."""
         measured = [
-            ("thinker", "encode", 0.0, 0.03), ("thinker", "prompt", 0.03, 0.05), ("talker",
-            "prompt", 0.04, 0.07),
-            ("code2wav", "first frame", 0.07, 0.08),
+            ("thinker", "encode", 0.0, 0.03), ("thinker", "prompt", 0.03, 0.05),
+            ("talker", "prompt", 0.04, 0.07), ("code2wav", "first frame", 0.07, 0.08),
         ]  # fmt: skip
         timeline = [{"lane": a, "name": b, "start": c, "stop": d} for a, b, c, d in measured]
-        timings = {"vad_wait_s": 0.5, "speech_to_audio_s": 0.6, "timeline": timeline}
-        sound = base64.b64encode(spoken(0, 24000)).decode()
         return [
-            {"type": "input_audio_buffer.speech_started", "item_id": "q"},
-            {"type": "input_audio_buffer.speech_stopped", "item_id": "q"},
-            {"type": "response.created", "response": {"id": "r"}},
-            {
-                "type": "response.output_item.added",
-                "response_id": "r",
-                "item": {"id": "a", "type": "message"},
-            },
-            {
-                "type": "response.output_audio_transcript.delta",
-                "response_id": "r",
-                "delta": self.script.text,
-            },
-            {"type": "response.output_audio.delta", "response_id": "r", "delta": sound},
-            {
-                "type": "response.done",
-                "response": {"id": "r", "status": "completed", "stretto": timings},
-            },
+            fake_realtime.started(),
+            fake_realtime.stopped(),
+            *fake_realtime.answer(self.script.text),
+            fake_realtime.sound(base64.b64encode(spoken(0, 24000)).decode()),
+            fake_realtime.done(vad_wait_s=0.5, speech_to_audio_s=0.6, timeline=timeline),
         ]
+
+    async def talk(self, socket: WebSocket) -> None:
+        await self.realtime.serve(socket)
 
     async def watch(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         script, done = self.script, False
@@ -347,7 +328,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             Route("/v1/audio/speech", self.speech, methods=["POST"]),
             Route("/v1/audio/voices", self.voices, methods=["GET", "POST"]),
             Route("/v1/audio/voices/{name}", self.voices, methods=["DELETE"]),
-            WebSocketRoute("/v1/realtime", self.realtime),
+            WebSocketRoute("/v1/realtime", self.talk),
             Mount("/", StaticFiles(directory=WEB, html=True)),
         ]
         app = Starlette(routes=routes, middleware=[Middleware(Policy)])

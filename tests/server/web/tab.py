@@ -44,8 +44,8 @@ document.addEventListener("securitypolicyviolation", (e) => {
 });
 """
 
-# In place of the browser's audio thread: the page's own worklet, which plays a block when the test
-# says so.
+# In place of the browser's audio thread: the page's own worklets, which play a block, or take one
+# from the microphone, when the test says so.
 SOUND = """
 (() => {
   const kinds = {};
@@ -60,20 +60,31 @@ SOUND = """
     audioWorklet = { addModule: (url) => import(url) };
     constructor({ sampleRate }) { this.sampleRate = sampleRate; }
     async resume() {}
-    async close() {}
+    async close() { this.state = "closed"; }
+    createMediaStreamSource() { return { connect() {} }; }
   };
   globalThis.AudioWorkletNode = class {
-    constructor(_, name) {
+    constructor(context, name) {
       port = { postMessage: (data) => this.port.onmessage({ data }) };
-      this.processor = new kinds[name]();
+      Object.assign(this, { context, name, processor: new kinds[name]() });
       this.port = { postMessage: (data) => this.processor.port.onmessage({ data }) };
       nodes.push(this);
     }
     connect() {}
   };
+  const open = (name) => nodes.filter((node) => node.name === name && node.context.state === "running");
   globalThis.playBlocks = (blocks) => {
-    for (let i = 0; i < blocks; i++) nodes.forEach(({ processor }) => processor.process([], [[new Float32Array(128)]]));
+    for (let i = 0; i < blocks; i++) {
+      open("stretto-player").forEach(({ processor }) => processor.process([], [[new Float32Array(128)]]));
+    }
   };
+  globalThis.speakBlocks = (blocks, level) => {
+    const block = new Float32Array(128).fill(level);
+    for (let i = 0; i < blocks; i++) {
+      open("stretto-microphone").forEach(({ processor }) => processor.process([[block]], []));
+    }
+  };
+  globalThis.microphones = () => open("stretto-microphone").length;
 })();
 """
 
@@ -242,6 +253,10 @@ class Tab:
     def play(self, blocks: int) -> None:
         """Let so many blocks of 128 samples be played (a tab opened with `SOUND`)."""
         self.eval(f"playBlocks({blocks})")
+
+    def speak(self, blocks: int, level: float) -> None:
+        """Let the microphone take so many blocks of 128 samples of this value (with `SOUND`)."""
+        self.eval(f"speakBlocks({blocks}, {level})")
 
     def play_out(self) -> None:
         """Play until nothing is left (a tab opened with `SOUND`)."""

@@ -322,7 +322,7 @@ def test_history_replay_and_new_conversation(tab: Tab, server: FakeServer) -> No
     assert len(server.requests) == 2
     tab.click("new")
     assert tab.stats()["turns"] == []
-    assert tab.text("first-audio") == "–"
+    assert tab.text("first-sound") == "–"
 
 
 def test_image_is_attached_and_sent(tab: Tab, server: FakeServer) -> None:
@@ -375,10 +375,10 @@ def test_the_parts_of_a_live_answer(tab: Tab) -> None:
     """Whether the engine was asked after the end of the turn or, as a guess, before it."""
     made = """import('/turn.js').then(({Turn}) => {
       const span = (lane, name, start, stop) => ({lane, name, start, stop});
-      const turn = new Turn(24000, 0);
-      turn.live = true;
+      const turn = new Turn(24000, 0, {live: true});
       turn.packets = [{t: 0.12, start: 0, samples: 1}];
       turn.firstSound = 0.2;
+      turn.firstAudible = 0.25;
       turn.measure({vad_wait_s: 0.5, speech_to_audio_s: 0.5 + MAKING, timeline: [
         span("a", "encode", 0, 0.03), span("a", "prompt", 0.03, 0.04), span("a", "prompt", 0.04, 0.05),
         span("b", "prompt", 0.04, 0.07), span("a", "token", 0.05, 0.06), span("c", "first frame", 0.07, 0.08),
@@ -394,6 +394,7 @@ def test_the_parts_of_a_live_answer(tab: Tab) -> None:
         ["c", 10],
         ["network", 20],
         ["buffer", 80],
+        ["silence", 50],
     ]
     assert tab.eval(made.replace("MAKING", "0.1")) == late
     early = [
@@ -405,6 +406,7 @@ def test_the_parts_of_a_live_answer(tab: Tab) -> None:
         ["c", 10],
         ["network", 80],
         ["buffer", 80],
+        ["silence", 50],
     ]
     assert tab.eval(made.replace("MAKING", "0.04")) == early
 
@@ -429,7 +431,7 @@ def test_text_only(tab: Tab, server: FakeServer) -> None:
     assert server.requests[0]["modalities"] == ["text"]
     assert "audio" not in server.requests[0]
     assert tab.text("answer") == ANSWER
-    assert tab.text("first-audio") == "–"
+    assert tab.text("first-sound") == "–"
 
 
 def test_whole_sentences_are_announced(tab: Tab) -> None:

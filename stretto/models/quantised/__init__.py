@@ -1,1 +1,0 @@
-"""Checkpoints whose weights come quantised."""

@@ -1,0 +1,562 @@
+"""The spoken conversation on the page, against a scripted server: what each phase shows, what the
+form and the clock follow, and how it ends.
+
+Sound and time pass only where the test lets them: `tab.play` and `tab.speak` are the loudspeaker
+and the microphone, `tab.pass_time` the clock."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server.web import fake_realtime as said
+from tests.server.web.fake_realtime import FakeRealtime
+from tests.server.web.fake_server import FakeServer
+from tests.server.web.tab import SOUND, Browser, Tab
+from tests.server.web.test_page import READY, shows
+
+BLOCK_MS = 128 / 24
+WATCH = """
+window.tracks = [];
+const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+window.asked = new Promise((go) => (window.allow = go));
+navigator.mediaDevices.getUserMedia = async (...a) => {
+  if (window.held) await asked;
+  const media = await ask(...a);
+  tracks.push(...media.getTracks());
+  return media;
+};
+"""
+FREE = "tracks.every((track) => track.readyState === 'ended') && microphones() === 0"
+
+
+def pcm(*parts: tuple[float, float]) -> str:
+    """Sound of (seconds, value of each sample)."""
+    samples = np.concatenate([np.full(int(s * 24000), v) for s, v in parts])
+    return base64.b64encode((samples * 32767).round().astype("<i2").tobytes()).decode()
+
+
+@pytest.fixture
+def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
+    tab = browser.open(server.url, before=SOUND + WATCH, clock=True)
+    tab.until(READY)
+    yield tab
+    refusals = "WebSocket connection"  # the browser's own complaint of those that a test wants
+    assert [words for words in tab.complained() if refusals not in words] == []
+    tab.close()
+
+
+@pytest.fixture
+def line(server: FakeServer) -> FakeRealtime:
+    return server.realtime
+
+
+def phase(tab: Tab, wanted: str) -> None:
+    tab.until(f"strettoStats().talk === '{wanted}'")
+
+
+def begin(tab: Tab, line: FakeRealtime, by: str = "talk") -> None:
+    tab.click(by)
+    phase(tab, "listening")
+    line.wait_for("session.update")
+
+
+def ask(tab: Tab, line: FakeRealtime, question: str = "Who are you?", n: int = 0) -> None:
+    """Somebody says something; the answer begins, and has no sound yet."""
+    line.send(said.started(f"q{n}"))
+    phase(tab, "hearing")
+    line.send(said.stopped(f"q{n}"), said.words(question, f"q{n}"), *said.answer("I am.", f"r{n}"))
+    tab.until(f"strettoStats().turns[{n}]?.text === 'I am.'")
+
+
+def hear(tab: Tab, line: FakeRealtime, sound: str, n: int = 0) -> None:
+    """The answer's sound arrives; nothing of it is played yet."""
+    line.send(said.sound(sound, f"r{n}"))
+    tab.until(f"strettoStats().turns[{n}].packets === 1")
+
+
+def ends(tab: Tab) -> list[dict[str, float]]:
+    """Of each bar: how far the person's voice reaches to the left, and the answer's to the right."""
+    found: list[dict[str, float]] = tab.eval("""(() => {
+      const at = (line, end) => Number(line.getAttribute(end));
+      const you = [...document.querySelectorAll("#form .you")];
+      return [...document.querySelectorAll("#form .bar")].map((bar, i) => ({
+        you: at(you[i], "x2") - at(you[i], "x1"), answer: at(bar, "x2") - at(bar, "x1"),
+      }));
+    })()""")
+    return found
+
+
+def box(tab: Tab, id: str) -> dict[str, float]:
+    found: dict[str, float] = tab.eval(f"document.querySelector('#{id}').getBoundingClientRect()")
+    return found
+
+
+# --- where things stand
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (768, 1024), (1280, 800)])
+def test_nothing_jumps_when_a_conversation_begins(
+    browser: Browser, server: FakeServer, width: int, height: int
+) -> None:
+    """Neither the composer nor the form, from the welcome to the first words and to the end."""
+    tab, line = browser.open(server.url, width, height, before=SOUND + WATCH), server.realtime
+    tab.until(READY)
+    before = box(tab, "composer"), box(tab, "form")
+    tab.eval("window.held = true")
+    tab.click("talk")
+    phase(tab, "asking")
+    assert (box(tab, "composer"), box(tab, "form")) == before
+    tab.eval("allow()")
+    phase(tab, "listening")
+    assert not tab.visible("welcome")
+    assert (box(tab, "composer"), box(tab, "form")) == before
+    ask(tab, line)
+    hear(tab, line, pcm((1.0, 0.2)))
+    tab.play(4)
+    phase(tab, "speaking")
+    assert tab.visible("clock")
+    assert (box(tab, "composer"), box(tab, "form")) == before
+    tab.press("Escape")
+    phase(tab, "ended")
+    assert (box(tab, "composer"), box(tab, "form")) == before
+    tab.close()
+
+
+def test_suggestions_fill_a_phone(browser: Browser, server: FakeServer) -> None:
+    """From the button down to the composer, and none is cut off."""
+    server.script.card = {"ideas": [f"Question {i}?" for i in range(6)], "description": "A voice."}
+    tab = browser.open(server.url, 390, 844)
+    tab.until(f"{READY} && document.querySelector('#description').textContent")
+    assert box(tab, "ideas")["top"] - box(tab, "talk")["bottom"] < 16
+    assert 0 <= box(tab, "composer")["top"] - box(tab, "description")["bottom"] < 32
+    assert tab.text("description") == "Tiny. A voice."
+    tab.close()
+
+
+def test_a_model_that_says_nothing_of_itself(tab: Tab) -> None:
+    assert not tab.visible("description")
+    assert tab.visible("talk")
+
+
+def test_the_timing_is_open_where_there_is_room(browser: Browser, server: FakeServer) -> None:
+    """And stays as the reader left it."""
+    for width, wanted in ((1280, True), (768, False)):
+        tab = browser.open(server.url, width)
+        is_open = "document.querySelector('#score').open"
+        assert tab.eval(is_open) == wanted
+        tab.do(tab.page.locator("#score-summary").click())
+        tab.until(f"{is_open} === {str(not wanted).lower()}")
+        tab.do(tab.page.reload())
+        tab.until(READY)
+        assert tab.eval(is_open) != wanted
+        tab.close()
+
+
+# --- the form
+
+
+def test_the_bars_follow_what_is_played(tab: Tab, line: FakeRealtime) -> None:
+    """To the right, the lower ones later; louder goes farther; in silence they rest."""
+    begin(tab, line)
+    rest = ends(tab)
+    ask(tab, line)
+    hear(tab, line, pcm((0.4, 0.05), (0.4, 0.2), (0.4, 0.0)))
+    tab.stop_time()
+    tab.pass_time(1000)
+    assert ends(tab) == rest, "it has arrived, and nothing was played yet"
+    far = []
+    for _ in range(2):  # quiet, then loud
+        for _ in range(9):
+            tab.play(8)
+            tab.pass_time(43)
+        far.append([bar["answer"] for bar in ends(tab)])
+    assert [bar["you"] for bar in ends(tab)] == [0, 0, 0]
+    for i in range(3):
+        assert far[1][i] > far[0][i] + 30 > rest[i]["answer"] + 60
+    tab.play(8)
+    tab.pass_time(43)
+    for _ in range(12):
+        tab.play(8)
+        tab.pass_time(43)
+    tab.pass_time(1500)
+    assert ends(tab) == rest
+
+
+def test_the_bars_are_a_canon(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    rest = ends(tab)
+    tab.stop_time()
+    tab.speak(8, 0.2)  # a piece of 40 ms
+    tab.pass_time(80)
+    first = [bar["you"] for bar in ends(tab)]
+    assert first[0] > 0 == first[2]
+    tab.speak(8, 0.2)
+    tab.pass_time(120)
+    second = [bar["you"] for bar in ends(tab)]
+    assert second[2] > 0
+    assert second[2] > first[2]
+    tab.pass_time(2000)
+    assert ends(tab) == rest
+
+
+def test_the_persons_voice_comes_from_the_left(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    rest = ends(tab)
+    tab.stop_time()
+    for _ in range(10):
+        tab.speak(8, 0.15)
+        tab.pass_time(43)
+    assert all(bar["you"] > 60 for bar in ends(tab))
+    assert [bar["answer"] for bar in ends(tab)] == [bar["answer"] for bar in rest]
+    ink = "getComputedStyle(document.querySelector('#form .you')).stroke"
+    colour = "getComputedStyle(document.querySelector('#form .bar')).stroke"
+    assert tab.eval(ink) != tab.eval(colour)
+    tab.speak(8, 0.0)
+    tab.pass_time(1500)
+    assert ends(tab) == rest
+
+
+def test_less_motion(tab: Tab, line: FakeRealtime) -> None:
+    """One length for whoever speaks, and nothing moves."""
+    tab.calm()
+    begin(tab, line)
+    rest = ends(tab)
+    tab.stop_time()
+    tab.speak(16, 0.2)
+    tab.pass_time(200)
+    assert ends(tab) == rest
+    line.send(said.started("q0"))
+    phase(tab, "hearing")
+    mine = ends(tab)
+    assert all(bar["you"] > 0 for bar in mine)
+    line.send(said.stopped("q0"), *said.answer("I am.", "r0"), said.sound(pcm((1.0, 0.2)), "r0"))
+    phase(tab, "thinking")
+    assert ends(tab) == rest
+    assert tab.text("clock-figure") == "…"
+    tab.until("strettoStats().turns[0]?.packets === 1")
+    tab.play(4)
+    phase(tab, "speaking")
+    spoken = ends(tab)
+    assert all(bar["answer"] > at_rest["answer"] for bar, at_rest in zip(spoken, rest))
+    tab.play(64)
+    tab.pass_time(300)
+    assert ends(tab) == spoken
+    animation = "getComputedStyle(document.querySelector('#form .bar')).animationName"
+    assert tab.eval(animation) == "none"
+
+
+# --- the clock
+
+
+def test_the_clock_shows_when_the_answer_can_be_heard(tab: Tab, line: FakeRealtime) -> None:
+    """From the end of speech, not of the pause behind it, to the first sample that is no silence."""
+    begin(tab, line)
+    assert not tab.visible("clock")
+    tab.stop_time()
+    line.send(said.started("q0"))
+    phase(tab, "hearing")
+    line.send(said.stopped("q0", pause=0.5))
+    phase(tab, "thinking")
+    tab.pass_time(96)
+    assert 580 <= int(tab.text("clock-figure").split()[0]) <= 596, "it runs"
+    line.send(*said.answer("I am.", "r0"), said.sound(pcm((0.1, 0.001), (1.0, 0.2)), "r0"))
+    tab.until("strettoStats().turns[0]?.packets === 1")
+    tab.play(16)  # 85 ms: the voice's own silence
+    tab.pass_time(80)
+    assert tab.eval("document.querySelector('#clock').dataset.clock") == "runs"
+    tab.pass_time(24)
+    tab.play(8)
+    assert tab.text("clock-figure") == "700 ms"
+    tab.play(32)
+    tab.pass_time(3000)
+    assert tab.text("clock-figure") == "700 ms"
+    line.send(said.done("r0", vad_wait_s=0.5, speech_to_audio_s=0.55, timeline=[]))
+    tab.until("strettoStats().turns[0].parts")
+    (turn,) = tab.stats()["turns"]
+    parts = {part["name"]: part["seconds"] for part in turn["parts"]}
+    assert sum(parts.values()) == pytest.approx(turn["heardAfter"])
+    assert turn["heardAfter"] == pytest.approx(0.7)
+    assert parts["silence"] == pytest.approx(0.104)
+    shown = "document.body.innerText.split('700 ms').length - 1"
+    assert tab.eval(shown) == 1, "there is one clock"
+
+    line.send(said.started("q1"))
+    phase(tab, "interrupted")
+    assert tab.text("clock-figure") == "700 ms"
+    line.send(said.stopped("q1", pause=0.4))
+    phase(tab, "thinking")
+    tab.pass_time(50)
+    line.send(*said.answer("I am.", "r1"), said.sound(pcm((1.0, 0.2)), "r1"))
+    tab.until("strettoStats().turns[1]?.packets === 1")
+    tab.play(4)
+    tab.until("document.querySelector('#clock-figure').textContent === '450 ms'")
+
+
+def test_a_turn_without_sound_has_no_time(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    ask(tab, line)
+    assert tab.visible("clock")
+    line.send(said.done("r0"))
+    phase(tab, "listening")
+    assert not tab.visible("clock")
+
+
+# --- phases
+
+TITLES = {
+    "asking": "Opening the microphone",
+    "listening": "Listening",
+    "hearing": "Hearing you",
+    "thinking": "Thinking",
+    "speaking": "Speaking",
+    "interrupted": "Go on",
+    "reconnecting": "Reconnecting",
+    "ended": "Ended",
+}
+
+
+def test_every_phase_is_told(tab: Tab, line: FakeRealtime) -> None:
+    """In words for everybody; to screen readers only what the microphone would not take for an
+    answer, and no word of the answer itself."""
+    tab.eval(
+        "window.told = []; new MutationObserver(() => told.push("
+        "document.querySelector('#phase-told').textContent))"
+        ".observe(document.querySelector('#phase-told'), {childList: true})"
+    )
+
+    def see(wanted: str) -> None:
+        phase(tab, wanted)
+        assert tab.text("phase") == TITLES[wanted]
+        assert tab.text("phase-note").endswith(".")
+        assert tab.eval("document.querySelector('#presence').dataset.phase") == wanted
+
+    tab.eval("window.held = true")
+    tab.click("talk")
+    see("asking")
+    tab.eval("allow()")
+    see("listening")
+    line.send(said.started("q0"))
+    see("hearing")
+    line.send(said.stopped("q0"))
+    see("thinking")
+    line.send(*said.answer("I am.", "r0"), said.sound(pcm((2.0, 0.2)), "r0"), said.done("r0"))
+    tab.until("strettoStats().turns[0]?.packets === 1")
+    see("thinking")
+    tab.play(8)
+    see("speaking")
+    line.send(said.started("q1"))
+    see("interrupted")
+    cut = line.wait_for("conversation.item.truncate")
+    assert (cut["item_id"], cut["audio_end_ms"]) == ("a-r0", int(8 * BLOCK_MS))
+    line.send(said.stopped("q1"), *said.answer("Well.", "r1"), said.sound(pcm((0.1, 0.2)), "r1"))
+    see("thinking")
+    line.send(said.done("r1"))
+    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    tab.play_out()
+    see("listening")
+    line.close(1012)
+    see("reconnecting")
+    see("listening")
+    tab.click("live")
+    see("ended")
+    opened = [words for words in tab.eval("told") if words]
+    assert [words.split(".")[0] for words in opened] == [
+        TITLES[p] for p in ("asking", "listening", "reconnecting", "listening", "ended")
+    ]
+    assert tab.text("announcer") == ""
+    assert (
+        tab.eval("document.querySelector('#phase').closest('[aria-live], [role=status]')") is None
+    )
+
+
+def test_words_that_nobody_wrote_down(tab: Tab, line: FakeRealtime) -> None:
+    """A spoken question stands there at once, quietly, until its words come, if they do."""
+    begin(tab, line)
+    bubble = "document.querySelectorAll('.asked')[{}]"
+    line.send(said.started("q0"), said.stopped("q0"))
+    tab.until(f"{bubble.format(0)}?.querySelector('.spoken')")
+    line.send(said.words("What is a stretto?", "q0"))
+    tab.until(f"{bubble.format(0)}.textContent === 'What is a stretto?'")
+    line.send(said.started("q1"), said.stopped("q1"), said.words("(spoken)", "q1"))
+    tab.until("document.querySelectorAll('.asked').length === 2")
+    tab.until(f"{bubble.format(1)}.querySelector('.spoken[data-testid=heard]')")
+    assert tab.eval(f"{bubble.format(1)}.textContent.trim()") == "spoken"
+    line.send(*said.answer("Yes.", "r1"), said.done("r1"))
+    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    tab.do(tab.page.reload())
+    tab.until(f"{READY} && {bubble.format(0)}?.querySelector('.spoken')")
+    assert not tab.eval(f"{bubble.format(0)}.textContent.includes('(')")
+
+
+# --- how it ends
+
+
+@pytest.mark.parametrize("by", ["button", "escape", "question", "new"])
+def test_ending_frees_the_microphone_and_the_connection(
+    tab: Tab, line: FakeRealtime, server: FakeServer, by: str
+) -> None:
+    begin(tab, line)
+    assert tab.eval("tracks.filter((track) => track.readyState === 'live').length") == 1
+    buttons = "[...document.querySelectorAll('button')].filter((b) => b.checkVisibility())"
+    assert (
+        tab.eval(f"{buttons}.filter((b) => /\\b(end|stop|cancel)\\b/i.test(b.innerText)).length")
+        == 1
+    )
+    ask(tab, line)
+    hear(tab, line, pcm((5.0, 0.2)))
+    tab.play(8)
+    phase(tab, "speaking")
+    if by == "button":
+        tab.click("live")
+    elif by == "escape":
+        tab.press("Escape")
+    elif by == "question":
+        tab.ask("In writing?")
+    else:
+        tab.click("new")
+    phase(tab, "ended" if by in ("button", "escape") else "idle")
+    tab.until(FREE)
+    line.wait_until_closed()
+    if by == "question":
+        tab.until("strettoStats().turns[1]?.outcome === 'done'")
+        assert not tab.visible("presence")
+    else:
+        assert not tab.stats()["playing"]
+    if by == "new":
+        assert tab.visible("welcome")
+    else:
+        assert tab.stats()["turns"][0]["outcome"] == "stopped"
+        begin(tab, line, "live")
+        line.wait_until_open(2)
+
+
+def test_the_focus_stays_with_the_conversation(tab: Tab, line: FakeRealtime) -> None:
+    """Begun and ended by keyboard alone."""
+    focused = "document.activeElement.id"
+    tab.eval("document.querySelector('#talk').focus()")
+    tab.press("Enter")
+    phase(tab, "listening")
+    assert tab.eval(focused) == "live"
+    assert tab.eval("document.querySelector('#live').innerText.trim()") == "End"
+    tab.press("Enter")
+    phase(tab, "idle")
+    assert tab.eval(focused) == "talk"
+    assert tab.visible("welcome")
+
+
+def test_a_lost_connection_is_made_again(tab: Tab, line: FakeRealtime) -> None:
+    """With the words so far; what had arrived of the answer is kept, and the microphone stays."""
+    begin(tab, line)
+    tab.stop_time()
+    ask(tab, line)
+    hear(tab, line, pcm((1.0, 0.2)))
+    tab.play(8)
+    phase(tab, "speaking")
+    line.received.clear()
+    line.close(1012, "the server is shutting down")
+    phase(tab, "reconnecting")
+    assert tab.stats()["turns"][0]["outcome"] == "failed"
+    tab.speak(16, 0.2)  # nobody to send it to
+    tab.pass_time(499)
+    assert line.opened == 1
+    tab.pass_time(1)
+    line.wait_until_open(2)
+    phase(tab, "speaking")  # what was in hand is played
+    tab.play_out()
+    phase(tab, "listening")
+    line.wait_for("session.update")
+    items = [
+        line.wait_for("conversation.item.create", n)["item"]["content"][0]["text"] for n in (1, 2)
+    ]
+    assert items == ["Who are you?", "I am."]
+    assert not any(m["type"] == "input_audio_buffer.append" for m in line.received)
+    tab.speak(16, 0.2)
+    line.wait_for("input_audio_buffer.append")
+    assert tab.eval("tracks.length") == 1
+
+
+def test_a_connection_that_stays_away_is_given_up(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    ask(tab, line)
+    tab.stop_time()
+    line.refuse = True
+    line.close(1012)
+    phase(tab, "reconnecting")
+    for wait in (500, 1000, 2000, 4000, 8000, 8000, 8000):
+        refusals = line.refused
+        tab.pass_time(wait)
+        line.wait_until_refused(refusals + 1)
+    tab.until(shows("The connection to the server was lost."))
+    phase(tab, "ended")
+    tab.until(FREE)
+    line.refuse = False
+    tab.click("retry")
+    phase(tab, "listening")
+
+
+def test_ending_while_it_reconnects(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    tab.stop_time()
+    line.close(1012)
+    phase(tab, "reconnecting")
+    tab.click("live")
+    phase(tab, "idle")
+    tab.pass_time(60_000)
+    tab.until(FREE)
+    assert line.opened == 1
+
+
+def test_a_server_that_takes_no_conversation(tab: Tab, line: FakeRealtime) -> None:
+    line.refuse = True
+    tab.click("talk")
+    tab.until(shows("The server did not take the conversation."))
+    assert "Try again in a moment" in tab.text("notice")
+    phase(tab, "idle")
+    assert tab.visible("welcome")
+    tab.until(FREE)
+    line.refuse = False
+    tab.click("retry")
+    phase(tab, "listening")
+    assert not tab.visible("notice")
+
+
+def test_a_server_that_closes_the_conversation(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    line.close(1008, "nothing was sent for too long")
+    tab.until(shows("nothing was said for too long"))
+    phase(tab, "idle")
+    tab.until(FREE)
+
+
+def test_a_microphone_that_is_not_allowed(browser: Browser, server: FakeServer) -> None:
+    deny = (
+        "navigator.mediaDevices.getUserMedia = () => "
+        "Promise.reject(new DOMException('no', 'NotAllowedError'));"
+    )
+    tab = browser.open(server.url, before=SOUND + deny)
+    tab.until(READY)
+    before = box(tab, "composer")
+    tab.click("talk")
+    tab.until(shows("The microphone is not allowed."))
+    assert "Allow it for this page" in tab.text("notice")
+    assert tab.visible("retry")
+    phase(tab, "idle")
+    assert tab.visible("welcome")
+    assert box(tab, "composer") == before
+    assert server.realtime.opened == 0
+    tab.close()
+
+
+def test_an_error_does_not_end_it(tab: Tab, line: FakeRealtime) -> None:
+    begin(tab, line)
+    line.send(said.started("q0"), said.stopped("q0"))
+    phase(tab, "thinking")
+    error: dict[str, Any] = {"message": "the queue is full", "code": "server_busy"}
+    line.send({"type": "error", "error": error})
+    tab.until(shows("the queue is full"))
+    phase(tab, "listening")
