@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import json
-import tempfile
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -23,7 +22,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -32,7 +30,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stretto import embedded
 from stretto.config.engine import EngineConfig
 from stretto.config.placement import parse_devices
 from stretto.engine.engine import PipelineEngine
@@ -53,7 +50,6 @@ from stretto.hardware import find_device
 from stretto.hub import find_model
 from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
-from stretto.registry import write_default
 
 BOTH: tuple[Modality, ...] = ("text", "audio")
 Asked = str | Sequence[Message]
@@ -120,32 +116,26 @@ class AsyncEngine:
         device: str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        """`model`: a checkpoint directory, or its name on the hub; without one, the embedded model,
-        to try things. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
+        """`model`: a checkpoint directory, its name on the hub, or nano, the embedded model, which
+        is the default. `device`: cpu, cuda, cuda:1, ... (a GPU if there is one). `config` for all
         else; it then names the device."""
         self._model = model
         self._config = _config(device, config)
-        self._stack = ExitStack()
         self._engine: PipelineEngine | None = None
 
     async def __aenter__(self) -> AsyncEngine:
-        with ExitStack() as stack:
-            engine = PipelineEngine(_checkpoint(self._model, stack), self._config)
-            try:
-                await engine.start()
-            except BaseException:
-                await engine.close()
-                raise
-            self._stack = stack.pop_all()
+        engine = PipelineEngine(find_model(self._model), self._config)
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.close()
+            raise
         self._engine = engine
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         assert self._engine is not None
-        try:
-            await self._engine.close()
-        finally:
-            self._stack.close()
+        await self._engine.close()
 
     @property
     def info(self) -> ModelInfo:
@@ -335,16 +325,6 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
         raise Invalid(f"device must be one device, got {device!r}; more are for config", "device")
     plain = EngineConfig()
     return replace(plain, host=replace(plain.host, device=named[0]))
-
-
-def _checkpoint(model: str | Path | None, stack: ExitStack) -> Path:
-    if model is not None:
-        return find_model(model)
-    if (own := embedded.find()) is not None:
-        return own
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-"))) / "tiny"
-    write_default(directory)
-    return directory
 
 
 def _messages(asked: Asked) -> Sequence[Message]:

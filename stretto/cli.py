@@ -6,12 +6,13 @@ import argparse
 import os
 import signal
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 
 from stretto import __version__
 from stretto.commands.bench import add_bench_parser
+from stretto.commands.completion import add_completion_parser
 from stretto.commands.generate import add_generate_parser
+from stretto.commands.parsers import check_command, commands, unrecognized
 from stretto.commands.serve import add_env_parser, add_serve_parser
 from stretto.commands.speak import add_speak_parser
 from stretto.commands.talk import add_talk_parser
@@ -20,11 +21,12 @@ from stretto.ray.serve import run_on_ray
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, unknown = parser().parse_known_args(argv)
+    top = parser()
+    words = sys.argv[1:] if argv is None else argv
+    check_command(top, words)
+    args, unknown = top.parse_known_args(words)
     if unknown:
-        args.parser.error(
-            unrecognized(unknown, args.parser)
-        )  # with the usage of the job, not of all
+        args.parser.error(unrecognized(unknown, args.parser, commands(top)))
     try:
         code: int = args.job(args)
         return code
@@ -40,37 +42,31 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def unrecognized(words: list[str], job: argparse.ArgumentParser) -> str:
-    shown = [action for action in job._actions if action.help is not argparse.SUPPRESS]
-    flags = [flag for action in shown for flag in action.option_strings]
-    near = [
-        m
-        for w in words
-        if w.startswith("-")
-        for m in get_close_matches(w.partition("=")[0], flags, 1)
-    ]
-    return f"unrecognized arguments: {' '.join(words)}" + (
-        f" (did you mean {', '.join(near)}?)" if near else ""
-    )
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="stretto", description="A serving engine for omni-modal models."
+        prog="stretto",
+        usage="stretto COMMAND [FLAGS]   (stretto COMMAND --help shows them)",
+        description="A serving engine for omni-modal models: `stretto serve` serves the embedded "
+        "one.",
     )
     top.add_argument("--version", action="version", version=f"stretto {__version__}")
-    jobs = top.add_subparsers(required=True, metavar="JOB")
+    jobs = top.add_subparsers(required=True, metavar="COMMAND", title="commands", prog="stretto")
     add_serve_parser(jobs, {"ray": run_on_ray})
     add_generate_parser(jobs)
     add_speak_parser(jobs)
     add_talk_parser(jobs)
     add_bench_parser(jobs)
-    tiny = jobs.add_parser("tiny", help="write a small random checkpoint in the released format")
-    tiny.add_argument("directory", type=Path)
+    tiny = jobs.add_parser(
+        "tiny",
+        help="write a small random checkpoint in the released format",
+        usage="stretto tiny DIRECTORY [FLAGS]",
+    )
+    tiny.add_argument("directory", metavar="DIRECTORY", type=Path)
     tiny.add_argument("--seed", type=int, default=0)
     tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
     add_env_parser(jobs)
+    add_completion_parser(jobs, parser)
     for job in jobs.choices.values():
         job.set_defaults(parser=job)
     return top

@@ -98,6 +98,16 @@ class Transcription:
     translate: str  # into English
     languages: Mapping[str, str]  # that it hears: their names by code
 
+    def prompt(self, language: str | None, context: str | None, translate: bool = False) -> str:
+        """What follows the sound. A language that it does not list is left to the model."""
+        if translate:
+            words = self.translate
+        elif language is not None and language in self.languages:
+            words = self.transcribe_language.format(language=self.languages[language])
+        else:
+            words = self.transcribe
+        return f"{words} {context}" if context else words
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -126,6 +136,7 @@ class ModelInfo:
     stages: Mapping[str, str] = field(
         default_factory=dict
     )  # and what each does, in words; told by the engine
+    weights: str = ""  # how they are stored where they come quantised
     random_weights: bool = False  # nobody trained it: what it says is noise; told by the engine
 
 

@@ -1,5 +1,5 @@
-"""Where a model is: a directory, or a name on the Hugging Face hub. Called by the commands and the
-Python API before anything is loaded; imports `huggingface_hub` only for a name."""
+"""Where a model is: a directory, a name on the Hugging Face hub, or the embedded one. Called by the
+commands and the Python API before anything is loaded; imports `huggingface_hub` only for a name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from stretto import embedded
 from stretto.errors import Invalid, StrettoError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -16,9 +17,17 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 of the weights."""
 
 
-def find_model(name: str | Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The checkpoint's directory. A name of the hub is looked for in its cache on this machine,
-    then downloaded, with progress on stderr; `say` is told before that begins."""
+MODEL_HELP = (
+    "checkpoint directory, a name on the Hugging Face hub, or nano, the embedded model (default)"
+)
+
+
+def find_model(name: str | Path | None, say: Callable[[str], None] = lambda line: None) -> Path:
+    """The checkpoint's directory; without a name, that of the embedded model. A name of the hub is
+    looked for in its cache on this machine, then downloaded, with progress on stderr; `say` is
+    called before that begins."""
+    if name is None or embedded.is_meant(name):
+        return embedded.directory()
     path = Path(name)
     if path.is_dir():
         return path

@@ -4,8 +4,6 @@ parties add theirs by an entry point of that name in the group `stretto.families
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -68,10 +66,3 @@ def write_tiny(directory: str | Path, seed: int = 0, family: str | None = None) 
             f"there is no tiny checkpoint of {family!r}; there are {', '.join(TINY)}", "family"
         )
     load(TINY[family])(Path(directory), seed)
-
-
-def write_default(directory: Path) -> None:
-    """The tiny checkpoint that is served when there is no other model. Written by a process of its
-    own: writing it needs torch, which a server does not import."""
-    command = [sys.executable, "-m", "stretto", "tiny", str(directory)]
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)

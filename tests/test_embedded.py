@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from stretto import embedded
-from stretto.commands import generate
-from stretto.commands import serve as command
-from stretto.errors import Invalid
+from stretto.cli import main
+from stretto.commands import serve
+from stretto.errors import CheckpointError
+from stretto.hub import find_model
 from stretto.models.qwen3_omni.family import open_model
+from stretto.testing.qwen3_omni import write_tiny
 
 
 def package(
@@ -54,6 +58,19 @@ def test_an_index_that_makes_no_sense(tmp_path: Path, index: str) -> None:
     assert embedded.find(tmp_path) is None
 
 
+def test_a_checkpoint_declares_what_it_cannot_do(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    assert open_model(tmp_path).info.transcription is not None
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, embedded.DECLARATION: {"transcribes": False}}))
+    assert open_model(tmp_path).info.transcription is None
+    for wrong in ({"transcribes": "no"}, {"sings": True}, []):
+        path.write_text(json.dumps({**config, embedded.DECLARATION: wrong}))
+        with pytest.raises(CheckpointError, match=embedded.DECLARATION):
+            open_model(tmp_path)
+
+
 @pytest.mark.skipif(embedded.find() is None, reason="the embedded model's weights are not here")
 def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
     folder = embedded.find()
@@ -72,30 +89,56 @@ def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
     assert info.defaults.speech_temperature < 0.9
 
 
-def test_serve_without_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("model", [None, "nano"])
+def test_a_command_without_a_model_and_one_that_names_it(
+    model: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = package(tmp_path)
     monkeypatch.setattr(embedded, "find", lambda: own)
-    with command.checkpoint(None) as folder:
-        assert folder == own
-    assert "embedded" in capsys.readouterr().err
-    monkeypatch.setattr(embedded, "find", lambda: None)
-    with command.checkpoint(None) as folder:
-        assert (folder / "config.json").is_file()
-    assert "mean nothing" in capsys.readouterr().err
-    assert not folder.exists()
+    monkeypatch.chdir(tmp_path)
+    own.rename(tmp_path / "elsewhere")  # in a folder `nano` that is no checkpoint, too
+    (tmp_path / "nano").mkdir()
+    assert find_model(model) == own
+    assert serve.checkpoint(model) == own
 
 
-def test_generate_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = argparse.ArgumentParser().add_subparsers()
-    generate.add_generate_parser(jobs)
-    assert jobs.choices["generate"].parse_args(["--text", "Hello"]).model is None
-    monkeypatch.setattr(embedded, "find", lambda: tmp_path)
-    assert generate.model_directory(None) == tmp_path
+def test_a_checkpoint_of_that_name_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert find_model("nano") == Path("nano")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve"],
+        ["serve", "nano"],
+        ["serve", ""],  # as a container passes a variable that is not set
+        ["generate", "--text", "Hello"],
+        ["generate", "nano", "--text", "Hello"],
+        ["speak", "--text", "Hello", "--out", "a.wav"],
+    ],
+)
+def test_without_the_voice_a_sentence_says_how_to_get_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(embedded, "find", lambda: None)
-    with pytest.raises(Invalid, match="name a checkpoint"):
-        generate.model_directory(None)
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{sys.executable} -m pip install 'stretto[nano]'" in line
+
+
+def test_the_extra_is_the_voice() -> None:
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    voice = tomllib.loads((root / "packages/nano/pyproject.toml").read_text())["project"]
+    [requirement] = map(Requirement, extras["nano"])
+    assert requirement.name == voice["name"]
+    assert voice["version"] in requirement.specifier
 
 
 def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:

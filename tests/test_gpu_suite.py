@@ -59,6 +59,25 @@ def test_a_part_is_counted_test_by_test(
     assert line.split()[1:5] == ["1", "1", "1", "1"]
 
 
+def test_a_selection_says_that_it_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS, encoding="utf-8")
+    part = Part("some", (str(tmp_path / "test_some.py"),), "not alone", 0, names="not wrong")
+    monkeypatch.setattr(suite, "SELECTION", (part,))
+    words = ["--selection", "--device", "cpu", "--workers", "1", "-k", "fine or wrong"]
+    record = tmp_path / "record"
+    assert suite.main([*words, "--out", str(record)]) == 0
+    text = record.read_text()
+    assert text.startswith("selection: not the whole suite")
+    assert "\nresult: passed\n" in text
+    [line] = [line for line in text.splitlines() if line.startswith("some")]
+    assert line.split()[1:5] == ["1", "0", "0", "0"], "named by the part and by the command"
+    with pytest.raises(SystemExit):
+        suite.main(words)
+    assert "some of the tests need --out" in capsys.readouterr().err
+
+
 def test_a_part_that_is_cut_names_what_was_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

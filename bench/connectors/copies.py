@@ -29,6 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -40,15 +41,15 @@ from bench.harness.results import arguments, parser, quantile, write
 from bench.harness.rounds import Ratio, turns
 from bench.steps.decode import ready
 from stretto.config.engine import OverlapSwitches
-from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.config import parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.stage.links.copies import HostToDevice
-from stretto.stage.links.links import Inlet, Outlet
+from stretto.stage.links.inbox import Inlet
+from stretto.stage.links.outbox import Outlet
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.stage.stage import Arrival, ToLink
+from stretto.stage.stage import Transfer
 from stretto.testing.qwen3_omni import released_config, tiny_config
 from stretto.transport.contract import Endpoint, LinkOptions
 from stretto.transport.courier import Incoming, Outgoing
@@ -56,6 +57,7 @@ from stretto.transport.registry import Registry
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
 
 HIDDEN = 2048
+BENCH: Any = SimpleNamespace(receives={"bench": ThinkerRows})  # the stage at either end
 OPTIONS = LinkOptions(
     slots=8, slot_bytes=48 << 20, secret=bytes(SECRET_BYTES)
 )  # the same in both processes
@@ -87,28 +89,28 @@ class Taker:
         self.woken = threading.Semaphore(0)
         uploader = HostToDevice(device, switches, ThinkerRows.HOST)
         self.incoming = Incoming(receiver, "bench", self.woken.release, uploader=uploader)
-        self.inlet = Inlet("bench", ThinkerRows)
-        self.inlet.remote.attach(self.incoming)
+        self.inlet = Inlet("bench", BENCH)
+        self.inlet.attach(self.incoming)
         self.incoming.start()
         self.last = torch.zeros(max(SENT.values()), dtype=torch.bfloat16, device=device)
         self.got, self.over = 0, False
 
-    def _read(self, arrival: Arrival) -> None:
-        self.over = arrival.mark is Mark.REQUEST_END
-        if arrival.payload is not None:
-            arrival.adopt()
-            self.last[self.got : self.got + 1].copy_(arrival.payload.hidden.view(-1)[-1:])
+    def _read(self, transfer: Transfer) -> None:
+        self.over = transfer.mark is Mark.REQUEST_END
+        if transfer.payload is not None:
+            transfer.adopt()
+            self.last[self.got : self.got + 1].copy_(transfer.payload.hidden.view(-1)[-1:])
             self.got += 1
 
     def take(self, id: RequestId) -> float:
         """All chunks of a request; the sum of what was kept."""
         self.got, self.over = 0, False
-        self.inlet.open(id)
+        self.inlet.start_receiving(id)
         while not self.over:
             arrived = False
-            for _, came in self.inlet.receive():
-                if isinstance(came, StrettoError):
-                    raise came
+            for came in self.inlet.receive():
+                if not isinstance(came, Transfer):
+                    raise came[1]
                 self._read(came)
                 arrived = True
             if not arrived:
@@ -149,13 +151,13 @@ class Link:
             sender, "bench", self.woken.release, stream=own, async_d2h=switches.async_d2h
         )
         self.outgoing.start()
-        self.outlet = Outlet("bench", ThinkerRows)
-        self.outlet.remote.attach(self.outgoing)
+        self.outlet = Outlet("bench", BENCH)
+        self.outlet.attach(self.outgoing)
         self.id = RequestId("")
 
     def begin(self) -> None:
         self.id = RequestId(f"r{next(self.numbers)}")
-        self.outlet.open(self.id)
+        self.outlet.start_sending(self.id)
         self.sent = 0  # rows
         self.pipe.send(self.id)
         assert self.pipe.recv() == "open"
@@ -167,7 +169,7 @@ class Link:
         ids = torch.zeros(len(rows), dtype=torch.int32)
         self.sent = span.stop
         sent = self.outlet.send(
-            ToLink("bench", self.id, ThinkerRows(span, ids, (span,), rows), event=event)
+            Transfer("bench", self.id, ThinkerRows(span, ids, (span,), rows), event=event)
         )
         while not sent:
             self.woken.acquire(timeout=0.01)
@@ -175,7 +177,7 @@ class Link:
 
     def end(self) -> float:
         """Wait until the other side has all of it; what it says it got."""
-        if not self.outlet.send(ToLink("bench", self.id, None, Mark.REQUEST_END)):
+        if not self.outlet.send(Transfer("bench", self.id, None, Mark.REQUEST_END)):
             while not self.outlet.flush():
                 self.woken.acquire(timeout=0.01)
         while not self.pipe.poll(1.0):

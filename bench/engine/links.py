@@ -1,7 +1,7 @@
 """The ladder of the links: stages in three processes on one card, each link overlap off in turn.
 
-    python -m bench engine --parts links --model released --out links.json   # 2 minutes, GPU
-    python -m bench engine --parts links --levels 1 2 --workload small-audio --rounds 1
+    python -m bench engine --parts links --model released --out links.json   # 3 minutes, GPU
+    python -m bench engine --parts links --levels 1 2 --workload small-audio --rounds 1 --requests 4
 
 One engine is loaded; its links are laid anew with other switches between the cells (link_host.py),
 and the variants take turns. Prompts hold sound, since only their rows are large: those of text are
@@ -10,7 +10,10 @@ stream. `async_h2d`: the receiver's copy to the device runs ahead; off: it is wa
 `async_d2h`: couriers wait for the sender's copy to the host; off: the loop does.
 `zero_copy_encode`: chunks are encoded into the slot; off: into bytes, which are then copied.
 
-The file is written after each cell; no cell begins after `--limit` seconds."""
+The streams of a cell begin one after another, spread over the time of one answer (taken from a
+warm-up at each level): streams that begin together send all prompts at once, again and again, and
+first audio is then mostly their place in that queue. The file is written after each cell; no cell
+begins after `--limit` seconds."""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from bench.engine.link_host import FILE, SWITCHES
 from bench.engine.load import Questions, add_engine_arguments, engine_config, sender
 from bench.harness.checkpoint import checkpoint
 from bench.harness.host import swapped
+from bench.harness.listening import Listeners, Staggered
 from bench.harness.results import arguments, parser, write
 from bench.harness.rounds import turns
 from bench.harness.workload import WORKLOADS
@@ -68,6 +73,7 @@ class Run:
     begun: float
     result: dict[str, Any]
     asked: int = 0
+    answer_s: dict[int, float] = field(default_factory=dict)  # by streams
 
     @property
     def late(self) -> bool:
@@ -82,7 +88,10 @@ class Run:
             await links.join()
 
     async def measure(self) -> None:
-        await self.cell(1, 1)  # warm
+        for streams in self.args.levels:
+            level = await self.cell(Closed(streams), 2 * streams)  # warm
+            self.answer_s[streams] = statistics.median(s.end or 0.0 for s in level.samples)
+        self.result["answer_s"] = self.answer_s
         for number, variant in turns(self.args.variants, self.args.rounds):
             if self.late and number:
                 break
@@ -91,16 +100,17 @@ class Run:
                 if self.late:
                     self.result["left_out"].append([number, variant, streams])
                     continue
-                level = await self.cell(streams, max(4, self.args.per_stream * streams))
-                found = cell_of(level, variant, number, streams)
+                load = Staggered(streams, self.answer_s[streams])
+                requests = max(self.args.requests, self.args.per_stream * streams)
+                found = cell_of(await self.cell(load, requests), variant, number, streams)
                 self.result["cells"].append(found)
                 print(line(found), flush=True)
                 write(self.args.out, self.result)
 
-    async def cell(self, streams: int, requests: int) -> Level:
+    async def cell(self, load: Closed, requests: int) -> Level:
         self.questions.prepare(self.asked, requests)
         self.asked += requests
-        level: Level = await self.bench.run(Closed(streams), Targets(requests=requests))
+        level: Level = await self.bench.run(load, Targets(requests=requests))
         return level
 
 
@@ -151,17 +161,18 @@ async def run(args: argparse.Namespace, result: dict[str, Any], begun: float) ->
                 result["ready_s"] = time.monotonic() - begun
                 print(f"ready after {result['ready_s']:.1f} s", flush=True)
                 questions = Questions(WORKLOADS[args.workload], Tokenizer.open(directory))
-                bench = Bench(sender(engine, questions, clock), clock)
+                bench = Listeners(sender(engine, questions, clock), clock)
                 await Run(args, engine, bench, questions, switches, begun, result).measure()
 
 
 def main(given: Sequence[str]) -> int:
     p = parser("engine --parts links", __doc__)
-    p.add_argument("--workload", choices=WORKLOADS, default="audio-10s", metavar="NAME")
+    p.add_argument("--workload", choices=WORKLOADS, default="audio-10s-5s", metavar="NAME")
     p.add_argument("--levels", type=int, nargs="+", default=[1, 8, 32])
     p.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     p.add_argument("--rounds", type=int, default=6, help="of all variants, at most (default: 6)")
-    p.add_argument("--per-stream", type=int, default=2, help="answers of a cell (default: 2)")
+    p.add_argument("--per-stream", type=int, default=3, help="answers of a cell (default: 3)")
+    p.add_argument("--requests", type=int, default=48, help="of a cell, at least (default: 48)")
     p.add_argument("--limit", type=float, default=600.0, help="seconds after which no cell begins")
     add_engine_arguments(p)
     p.set_defaults(placement="processes")

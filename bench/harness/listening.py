@@ -1,5 +1,5 @@
 """How many listeners a server can have at once: each hears an answer to its end before it asks for
-the next.
+the next; and closed loops whose streams do not begin together.
 
 In a closed loop a stream asks again as soon as its answer is made: long before it has been heard,
 where speech is made faster than it is played. Listeners ask at the pace of players, and begin
@@ -8,6 +8,7 @@ spread over the length of an answer."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import ceil
@@ -26,12 +27,23 @@ class Listening(Closed):
         return f"{self.streams} listeners"
 
 
+@dataclass(frozen=True, slots=True)
+class Staggered(Closed):
+    """A closed loop whose streams begin one after another. With answers of one length they stay
+    apart; streams that begin together send all their prompts together, again and again."""
+
+    over_s: float = 0.0  # from the first stream to where the next one after the last would begin
+
+
 class Listeners(Bench):
     """A `Bench` that can do this too."""
 
     async def closed(
         self, level: Level, streams: int, limits: Targets, on_sample: OnSample = ignore
     ) -> None:
+        if isinstance(level.load, Staggered):
+            await self.staggered(level, level.load, limits, on_sample)
+            return
         if not isinstance(level.load, Listening):
             await super().closed(level, streams, limits, on_sample)
             return
@@ -47,6 +59,20 @@ class Listeners(Bench):
         async with asyncio.TaskGroup() as group:
             for i in range(streams):
                 group.create_task(listener(level.load.answer_s * i / streams))
+
+    async def staggered(
+        self, level: Level, load: Staggered, limits: Targets, on_sample: OnSample
+    ) -> None:
+        start, begun = self.clock.now(), itertools.count()
+
+        async def stream(at: float) -> None:
+            await self.clock.sleep_until(start + at)
+            while not self.over(level, limits, next(begun), self.clock.now() - start):
+                await self.measure(level, start, on_sample)
+
+        async with asyncio.TaskGroup() as group:
+            for i in range(load.streams):
+                group.create_task(stream(load.over_s * i / load.streams))
 
     async def _listen(self, level: Level, start: float, on_sample: OnSample) -> float:
         """One answer: seconds from the request until its last sample has been played."""

@@ -89,6 +89,8 @@ WORKLOADS = {
         **TEN_S),
         Workload("audio-10s", "as text-20 with ten seconds of sound", Question(20, audio_s=10.0),
         **TEN_S),
+        Workload("audio-10s-5s", "as audio-10s with 32 tokens of answer, 5 s of speech",
+        Question(20, audio_s=10.0), 32, 63),
         Workload("image", "as text-20 with a picture", Question(20, image=(640, 480)), **TEN_S),
         Workload("shared-500", "as text-20 behind a system prompt of 500 tokens that all requests "
                                "share: what the "

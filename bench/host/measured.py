@@ -247,7 +247,7 @@ class MeasuredHost(OneHost):
 def stub_runner(runner: Any) -> None:
     """Launches that cost nothing and always give the same tokens."""
 
-    def launch(batch: Any, find: Any) -> Step:
+    def launch(batch: Any) -> Step:
         sampling = [i for i, span in enumerate(batch.spans) if span.samples]
         tokens = torch.ones(len(sampling), runner.adapter.columns, dtype=torch.int32)
         return Step(batch, sampling, tokens, tokens, None, SideRows(), None)

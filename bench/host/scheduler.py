@@ -55,8 +55,8 @@ def build(case: str, rows: int, steps: int, depth: int) -> Scheduler:
 
 def feed(scheduler: Scheduler, batch: Batch, now: float) -> None:
     for span in batch.spans:
-        scheduler.append_step_inputs(span.request)
-        scheduler.set_deadline(span.request, now + span.row * 1e-3)
+        scheduler.append_step_inputs(span.request.id)
+        scheduler.set_deadline(span.request.id, now + span.row * 1e-3)
 
 
 def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | int | str]:

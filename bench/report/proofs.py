@@ -7,7 +7,10 @@ from __future__ import annotations
 import ast
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from bench.harness.markdown import Line, markdown
 from bench.report.measured import Results
@@ -93,15 +96,19 @@ def tree_table(record: Any) -> str:
 
 def long_prompts(results: Results) -> str:
     """Without loads that did not end: fewer answers than streams."""
-    cells = (results.file("long_prompts_h200") or {}).get("prompts", [])
-    lines = [
-        (c["workload"], str(c["streams"]), *summary_columns([c]))
-        for c in cells
-        if c["answers"] >= c["streams"]
-    ]
-    return markdown(("prompt", "streams", *HEARD), lines)
+    lines: list[Line] = []
+    for name in ("long_prompts_h200", "prompts_h200"):
+        cells = (results.file(name) or {}).get("prompts", [])
+        lines += [
+            (c["workload"], str(c["streams"]), *summary_columns([c]), commit(results, name))
+            for c in cells
+            if c["answers"] >= c["streams"]
+        ]
+    lines.sort(key=lambda line: PROMPTS.index(line[0]))
+    return markdown(("prompt", "streams", *HEARD, "commit"), lines)
 
 
+PROMPTS = ("text-2000", "audio-10s", "image")
 HEARD = (
     "answers", "first audio p50", "p99", "RTF p50", "longest wait", "speech made, s/s", "failed",
 )  # fmt: skip
@@ -155,18 +162,56 @@ def middle(cells: Sequence[Any], what: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def rungs(record: Any, streams: int) -> dict[str, tuple[float, float, int]]:
-    """First audio, RTF and answers of each variant."""
+def whole(cells: Sequence[Any], what: str) -> list[float]:
+    """Of whole answers."""
+    return [s[what] for c in cells for s in c["samples"] if s["error"] is None and s[what]]
+
+
+def rungs(record: Any, streams: int) -> dict[str, list[Any]]:
+    """The cells of each variant, in the order of the first round."""
+    cells = [c for c in record.get("cells", []) if c["streams"] == streams]
+    cells.sort(key=lambda c: c["round"])
     found: dict[str, list[Any]] = {}
-    for cell in record.get("cells", []):
-        if cell["streams"] == streams:
+    for cell in cells:
+        if middle([cell], "first_audio") and middle([cell], "rtf"):
             found.setdefault(cell["variant"], []).append(cell)
-    told = {}
-    for variant, cells in found.items():
-        first, rtf = middle(cells, "first_audio"), middle(cells, "rtf")
-        if first and rtf:
-            told[variant] = first, rtf, sum(s["error"] is None for c in cells for s in c["samples"])
-    return told
+    return found
+
+
+def paired(cells: Sequence[Any], base: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Those of the rounds that both have."""
+    rounds = {c["round"] for c in cells} & {c["round"] for c in base}
+    mine, theirs = ([c for c in which if c["round"] in rounds] for which in (cells, base))
+    return mine, theirs
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What switching something off changes of a median, and where 95 % of such changes would lie
+    if the answers had been drawn anew."""
+
+    share: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, mine: Sequence[float], base: Sequence[float]) -> Change:
+        rng = np.random.default_rng(0)
+
+        def medians(values: Sequence[float]) -> Any:
+            drawn = rng.choice(np.asarray(values), (RESAMPLES, len(values)))
+            return np.median(drawn, axis=1)
+
+        ratios = np.sort(medians(mine) / medians(base) - 1)
+        low, high = (float(ratios[int(q * RESAMPLES)]) for q in (0.025, 0.975))
+        return cls(statistics.median(mine) / statistics.median(base) - 1, low, high)
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:+.1f} % ({100 * self.low:+.0f} to {100 * self.high:+.0f})"
+
+
+RESAMPLES = 2000
+BASE = "all on"
 
 
 def ladder(results: Results) -> str:
@@ -174,26 +219,28 @@ def ladder(results: Results) -> str:
 
 
 def ladder_table(record: Any) -> str:
-    """Medians over all rounds, and what switching an overlap off changes."""
-    lines = []
+    """Medians over all rounds, and what switching an overlap off changes in the rounds that have
+    both."""
+    lines: list[Line] = []
     for streams in sorted({c["streams"] for c in record.get("cells", [])}):
         found = rungs(record, streams)
-        base = found.get("all on")
-        for variant, (first, rtf, answers) in found.items():
+        for variant, cells in sorted(found.items(), key=lambda pair: pair[0] != BASE):
+            first, rtf = (whole(cells, what) for what in ("first_audio", "rtf"))
+            mine, base = paired(cells, found.get(BASE, []))
+            changes = [
+                str(Change.of(whole(mine, what), whole(base, what)))
+                if mine and variant != BASE
+                else ""
+                for what in ("first_audio", "rtf")
+            ]
+            medians = f"{1e3 * statistics.median(first):.1f} ms", f"{statistics.median(rtf):.3f}"
             lines.append(
-                (
-                    str(streams), variant, str(answers),
-                    f"{1e3 * first:.1f} ms{change(first, base and base[0])}",
-                    f"{rtf:.3f}{change(rtf, base and base[1])}",
-                )
+                (str(streams), variant, str(len(first)), medians[0], changes[0], medians[1],
+                 changes[1])
             )  # fmt: skip
-    return markdown(
-        ("streams", "overlaps of the links", "answers", "first audio p50", "RTF"), lines
-    )
-
-
-def change(value: float, base: float | None) -> str:
-    return f" ({100 * (value / base - 1):+.1f} %)" if base and value != base else ""
+    head = ("streams", "overlaps of the links", "answers", "first audio p50", "change", "RTF p50",
+            "change")  # fmt: skip
+    return markdown(head, lines)
 
 
 # ---- the GPU tests
@@ -294,11 +341,13 @@ def launch_promises(results: Results) -> list[Line]:
 
 def link_promises(results: Results) -> list[Line]:
     found = rungs(results.file("links_h200") or {}, 32)
-    base = found.get("all on")
     lines: list[Line] = []
     for variant, overlap in LINK_OVERLAPS.items():
-        if base is not None and variant in found:
-            without, with_it = (f"{1e3 * v[0]:.1f} ms" for v in (found[variant], base))
+        pair = paired(found.get(variant, []), found.get(BASE, []))
+        if all(pair):
+            without, with_it = (
+                f"{1e3 * statistics.median(whole(cells, 'first_audio')):.1f} ms" for cells in pair
+            )
             what = f"first audio, three processes, 32 streams: {overlap}"
             source = commit(results, "links_h200")
             lines.append(("asynchronous copies and transfer", what, without, with_it, source))

@@ -98,8 +98,9 @@ def _listen(a: argparse.Namespace) -> None:
 
     settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first,
         rows=a.rows,
-                               go_on=a.go_on, device=a.device, steps=a.steps,
-                               eager=a.eager)  # fmt: skip
+                               text_batch=a.text_batch, go_on=a.go_on, transcribe=a.transcribe, thinker_only=a.thinker_only,
+                               warm_up=a.warm_up, every=a.every, quiz=a.quiz, device=a.device,
+                               bfloat16=a.bfloat16 or None, steps=a.steps, eager=a.eager)  # fmt: skip
     listen.train(a.work, settings)
 
 
@@ -217,6 +218,13 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=300)
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--rate", type=float, default=1e-3)
+    p.add_argument("--text-batch", type=int, default=16, help="rows of typed questions a step")
+    p.add_argument("--transcribe", type=float, default=0.35, help="share of transcriptions")
+    p.add_argument("--thinker-only", action="store_true", help="the encoder stays as it is")
+    p.add_argument("--warm-up", type=int, default=300, help="steps")
+    p.add_argument("--every", type=float, default=25, help="seconds between reports")
+    p.add_argument("--quiz", type=int, default=200, help="questions in each held-out voice")
+    p.add_argument("--bfloat16", action="store_true", help="on a CPU that multiplies bfloat16")
     p.add_argument("--clips", type=int, default=24000)
     p.add_argument("--first", type=int, default=2000, help="questions that must be there to begin")
     p.add_argument("--go-on", action="store_true", help="from the weights of an earlier run")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto import embedded
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.testing.qwen3_omni import released_config
 from stretto.testing.tiny_tokenizer import SPECIAL
@@ -22,6 +23,7 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 _CHANGES: dict[str, Any] = {
     "dtype": "bfloat16",
+    embedded.DECLARATION: {"transcribes": False},
     "thinker_config": {
         "audio_config": {
             "d_model": 192,

@@ -32,10 +32,11 @@ def add_bench_parser(jobs: Any) -> None:
     bench = jobs.add_parser(
         "bench",
         help="measure any OpenAI-compatible server that speaks",
+        usage="stretto bench URL [FLAGS]",
         description="Measure a server as its listeners feel it: first text, first audio, gaps, "
         "RTF, underruns.",
     )
-    bench.add_argument("url", help="the server, such as http://127.0.0.1:8000")
+    bench.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
     bench.add_argument("--model", help="default: the first the server lists")
     bench.add_argument("--api-key", "--key", help="API key", metavar="KEY")
     ask = bench.add_argument_group("what is asked")

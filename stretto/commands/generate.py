@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from stretto import embedded
 from stretto.config.flags import add_flags
 from stretto.config.loader import ENGINE_RECORDS, collect, engine_config
 from stretto.errors import Invalid, StrettoError
-from stretto.hub import find_model
+from stretto.hub import MODEL_HELP, find_model
 from stretto.params import ChunkSizes, Params
 
 MEDIA = ("audio", "image", "video")
@@ -39,12 +38,12 @@ def add_generate_parser(jobs: Any) -> None:
     gen = jobs.add_parser(
         "generate",
         help="answer a conversation, aloud",
+        usage="stretto generate [MODEL] --text QUESTION --out A.wav [FLAGS]",
         description="Answer one conversation, or a file of them. The engine's flags can also be "
         "set in the environment "
         "(STRETTO_DEVICE=cpu).",
     )
-    where = "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model)"
-    gen.add_argument("model", nargs="?", help=where)
+    gen.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     what = gen.add_argument_group("what to answer: a question of these parts, or a file")
     what.add_argument("--text", help="a user's message; -: from standard input")
     for kind in MEDIA:
@@ -296,20 +295,12 @@ def check_sound_file(path: Path) -> None:
         raise Invalid(f"{path} is a directory; name a file", "out")
 
 
-def model_directory(model: str | None) -> Path:
-    if model is not None:
-        return find_model(model, say)
-    if (own := embedded.find()) is not None:
-        return own
-    raise Invalid("name a checkpoint: the embedded model is not installed here", "model")
-
-
 async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
     from stretto.api import AsyncEngine
 
     config = settings(args)
     start = time.perf_counter()
-    async with AsyncEngine(model_directory(args.model), config=config) as engine:
+    async with AsyncEngine(find_model(args.model, say), config=config) as engine:
         load_s = time.perf_counter() - start
         params = parameters(args, engine.info.defaults)
         if args.batch is not None:

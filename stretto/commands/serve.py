@@ -13,14 +13,12 @@ import os
 import platform
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from stretto import __version__, embedded
+from stretto import __version__
 from stretto.config.cluster import ClusterConfig
 from stretto.config.devices import check_cards
 from stretto.config.engine import check_model
@@ -29,7 +27,7 @@ from stretto.config.loader import RECORDS, Settings, fit_card, load_settings, un
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
 from stretto.hardware import cards
-from stretto.hub import find_model
+from stretto.hub import MODEL_HELP, find_model
 from stretto.observe.logs import FORMAT
 from stretto.signals import end_on_signals
 
@@ -77,16 +75,13 @@ def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({
     serve = jobs.add_parser(
         "serve",
         help="serve a model to OpenAI's clients, with a page to talk to",
+        usage="stretto serve [MODEL] [FLAGS]",
         description="Serve a model over HTTP, as OpenAI's API. Every flag can also be set in the "
         "environment "
         "(STRETTO_PORT=8001) or in a YAML file (port: 8001); flags win over the environment, that "
         "over the file.",
     )
-    where = (
-        "checkpoint directory, or a name on the Hugging Face hub (default: the embedded model, to "
-        "try things)"
-    )
-    serve.add_argument("model", nargs="?", help=where)
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     serve.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="a YAML file with flags' names"
     )
@@ -98,7 +93,12 @@ def add_serve_parser(jobs: Any, backends: Mapping[str, Run] = MappingProxyType({
 
 
 def add_env_parser(jobs: Any) -> None:
-    env = jobs.add_parser("env", help="describe this machine and installation, for reports")
+    env = jobs.add_parser(
+        "env",
+        help="describe this machine and installation, for reports",
+        usage="stretto env [MODEL] [--json]",
+    )
+    env.add_argument("model", nargs="?", help="a checkpoint to describe too, as for `serve`")
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(job=run_env)
 
@@ -139,11 +139,12 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
 def variable_warnings(environ: Mapping[str, str]) -> list[str]:
     """A line for each variable of ours that is set and has no effect."""
     lines = []
-    for name in unknown_variables(environ, OTHER_VARIABLES):
+    for name, meant in unknown_variables(environ, OTHER_VARIABLES).items():
         if name in REMOVED_VARIABLES:
             lines.append(f"{name} was removed: {REMOVED_VARIABLES[name]}")
         else:
-            lines.append(f"{name} is set, but there is no such setting")
+            hint = f"; {meant}" if meant else ""
+            lines.append(f"{name} is set, but there is no such setting{hint}")
     return lines
 
 
@@ -152,13 +153,13 @@ def _serve(settings: Settings) -> int:
     from stretto.server.run import run
 
     explicit = settings.explicit
-    with checkpoint(settings.model) as directory:
-        engine_config, config = fit_card(settings.engine, settings.server, directory, explicit)
-        opened = open_model(directory)
-        # before anything starts
-        check_model(engine_config, opened.pipeline.names, opened.info.max_positions, explicit)
-        check_cards(engine_config, opened.pipeline.names, len(cards()))
-        return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
+    directory = checkpoint(settings.model)
+    engine_config, config = fit_card(settings.engine, settings.server, directory, explicit)
+    opened = open_model(directory)
+    # before anything starts
+    check_model(engine_config, opened.pipeline.names, opened.info.max_positions, explicit)
+    check_cards(engine_config, opened.pipeline.names, len(cards()))
+    return asyncio.run(run(config, lambda: load_engine(directory, engine_config), announce))
 
 
 async def announce(server: Server) -> None:
@@ -211,25 +212,14 @@ def _started(start: asyncio.Task[None]) -> None:
         log.error("the model cannot be served: %s", error, exc_info=None if known else error)
 
 
-@contextmanager
-def checkpoint(model: str | None) -> Iterator[Path]:
-    """The model's directory; without one, the embedded model or, where that is not there either,
-    the tiny one in a folder that goes away in the end."""
-    if model is not None:
-        yield find_model(model, lambda line: _say(f"stretto: {line}"))
-        return
-    if (own := embedded.find()) is not None:
+def checkpoint(model: str | None) -> Path:
+    """The model's directory; without a model, that of the embedded one."""
+    directory = find_model(model or None, lambda line: _say(f"stretto: {line}"))
+    if not model:
         _say(
             "stretto: no model given: serving the embedded one (a synthetic voice, a small domain)"
         )
-        yield own
-        return
-    from stretto.registry import write_default
-
-    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-        _say("stretto: no model given: serving the tiny built-in one (its words mean nothing)")
-        write_default(Path(folder) / "tiny")
-        yield Path(folder) / "tiny"
+    return directory
 
 
 def greeting(config: ServerConfig, service: Service) -> str:
@@ -254,8 +244,9 @@ def greeting(config: ServerConfig, service: Service) -> str:
     ]
     example = " ".join([*(_quote(c) for c in curl), then]).rstrip()
     voices = f" ({', '.join(engine.info.voices)})" if engine.info.voices else ""
+    weights = f"  weights  {engine.info.weights}\n" if engine.info.weights else ""
     return (
-        f"\nStretto {__version__} serves {name}{voices}\n"
+        f"\nStretto {__version__} serves {name}{voices}\n{weights}"
         f"  room     {config.max_concurrent} requests at once, {engine.info.max_positions} tokens "
         f"each\n"
         f"  page     {base}/\n  API      {base}/v1\n  metrics  "
@@ -306,7 +297,7 @@ def _quote(word: str) -> str:
 
 
 def run_env(args: argparse.Namespace) -> int:
-    facts = describe()
+    facts = describe() | describe_model(args.model)
     text = (
         json.dumps(facts, indent=2)
         if args.json
@@ -330,6 +321,17 @@ def describe() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
     return facts | _gpus()
+
+
+def describe_model(model: str | None) -> dict[str, str]:
+    """A checkpoint's family, and how its weights are stored."""
+    if model is None:
+        return {}
+    from stretto.registry import model_type, open_model
+
+    directory = find_model(model, lambda line: _say(f"stretto: {line}"))
+    weights = open_model(directory).info.weights or "not quantised"
+    return {"model": str(directory), "family": model_type(directory), "weights": weights}
 
 
 def _gpus() -> dict[str, str]:

@@ -18,7 +18,7 @@ from stretto.commands.generate import LEFT_OUT, check_sound_file, read_config, s
 from stretto.config.flags import add_flags
 from stretto.config.loader import ENGINE_RECORDS
 from stretto.errors import Invalid
-from stretto.hub import find_model
+from stretto.hub import MODEL_HELP, find_model
 from stretto.params import Params
 
 PIECE = 4096
@@ -31,12 +31,13 @@ def add_speak_parser(jobs: Any) -> None:
     speak = jobs.add_parser(
         "speak",
         help="read a text aloud; standard input while it comes",
+        usage="stretto speak [MODEL] --text TEXT --out A.wav [FLAGS]",
         description="Read a text aloud. Without --text it is read from standard input, and models "
         "that can begin to "
         "speak before it has ended. The engine's flags can also be set in the environment "
         "(STRETTO_DEVICE=cpu).",
     )
-    speak.add_argument("model", help="checkpoint directory, or a name on the Hugging Face hub")
+    speak.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     speak.add_argument("--text", help="default, or -: standard input")
     speak.add_argument(
         "--out", type=Path, required=True, metavar="A.wav",

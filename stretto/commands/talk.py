@@ -17,11 +17,14 @@ def add_talk_parser(jobs: Any) -> None:
     talk = jobs.add_parser(
         "talk",
         help="talk with a server in the terminal",
+        usage="stretto talk [URL] [--live] [FLAGS]",
         description="A conversation in the terminal. Type, or press Enter on an empty line to "
         "speak (needs the package "
         "sounddevice). /voice NAME, /image FILE, /file SOUND, /new, /quit.",
     )
-    talk.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
+    talk.add_argument(
+        "url", nargs="?", metavar="URL", default=DEFAULT_URL, help="default: %(default)s"
+    )
     talk.add_argument("--model", help="default: the first the server lists")
     talk.add_argument("--api-key", "--key", help="API key", metavar="KEY")
     talk.add_argument(

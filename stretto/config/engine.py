@@ -323,16 +323,16 @@ LINK_DETAILS: Mapping[str, Mapping[str, str]] = {
 class EngineConfig:
     placement: Placement = setting(  # noqa: RUF009
         "one",
-        "model",
+        "placement",
         "stages by process: one, two (the first and the rest), processes (each alone), or their "
         "names: a,b+c or, with their cards, a@0,b+c@1",
         "HOSTS",
         parse=parse_placement,
     )
-    connector: str = setting("shm", "model", "between processes: shm, tcp, mooncake", "NAME")
+    connector: str = setting("shm", "placement", "between processes: shm, tcp, mooncake", "NAME")
     link_details: Mapping[str, str] = setting(
         dict,
-        "model",
+        "placement",
         "settings of the connector; of mooncake: protocol=rdma,device=mlx5_0 (default: "
         "protocol=tcp)",
         "NAME=VALUE,...",
@@ -340,7 +340,7 @@ class EngineConfig:
     )
     replicas: int | tuple[int, int] = setting(
         1,
-        "model",
+        "placement",
         "pipelines side by side; each on a card of its own, where no device is named; with "
         "--backend ray also from:to, such as 1:8",
         "N",
@@ -384,7 +384,7 @@ class EngineConfig:
     host: HostSettings = field(default_factory=HostSettings)
     devices: tuple[str, ...] = setting(  # none: that of `host`
         (),
-        "model",
+        "placement",
         "cpu, cuda, cuda:1 (or 1) ...; several, by comma: for each of the --replicas in turn "
         "(default: cuda if there is one)",
         "DEVICE,...",

@@ -18,21 +18,17 @@ from stretto.config.setting import (
     settings_of,
 )
 
-TITLES = {
-    "model": "the model, and where it runs",
-    "memory": "memory and caches",
-    "address": "where to listen",
-    "clients": "who may call",
-    "limits": "limits",
-    "speech": "packets of speech",
-    "realtime": "realtime sessions",
-    "prompts": "preparing requests",
-    "logging": "what to see",
-    "cluster": "on a cluster of machines",
-    "steps": "steps of the stages",
-    TUNE: "tuning",
+SECTIONS = {
+    "model": ("model",),
+    "placement: processes, cards, machines": ("placement", "cluster"),
+    "memory and steps": ("memory", "steps"),
+    "network: where to listen, who may call": ("address", "clients"),
+    "limits": ("limits", "prompts"),
+    "audio: packets of speech, realtime sessions": ("speech", "realtime"),
+    "observability: logs, metrics, traces": ("logging",),
+    "experiments": (TUNE,),
 }
-"""Groups of settings, in the order of the help and of `docs/settings.md`."""
+"""Sections of the help and of `docs/settings.md`, in their order, and their groups of settings."""
 
 TUNE_NOTE = (
     "For experiments and unusual machines: `--tune launch_lead_ms=2,mixed_steps=off`, STRETTO_TUNE "
@@ -51,15 +47,15 @@ def add_flags(
         for f in settings_of(record)
         if name_of(f) not in leave_out
     ]
-    for group, title in TITLES.items():
-        of_group = [(f, kind) for f, kind in settings if f.metadata["group"] == group]
-        if not of_group:
+    for title, groups in SECTIONS.items():
+        of_section = [(f, kind) for f, kind in settings if f.metadata["group"] in groups]
+        if not of_section:
             continue
         added = parser.add_argument_group(title)
-        if group == TUNE:
+        if TUNE in groups:
             _add_tune(added)
         else:
-            for f, kind in of_group:
+            for f, kind in of_section:
                 _add_flag(added, f, kind, flag_of(name_of(f)), _help(f))
     for f, kind in settings:
         for name in old_names(f):
@@ -125,11 +121,11 @@ def default_text(f: Field[Any]) -> str:
 
 
 def table(records: Sequence[type[Any]]) -> str:
-    """All settings in Markdown, by group."""
+    """All settings in Markdown, by section."""
     parts = []
-    for group, title in TITLES.items():
-        settings = [f for f in settings_of(*records) if f.metadata["group"] == group]
-        if group == TUNE:
+    for title, groups in SECTIONS.items():
+        settings = [f for f in settings_of(*records) if f.metadata["group"] in groups]
+        if TUNE in groups:
             rows = [TUNE_NOTE, "", "| name | default | what |", "|---|---|---|"]
         else:
             rows = ["| flag | default | what |", "|---|---|---|"]

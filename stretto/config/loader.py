@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -22,6 +21,7 @@ from stretto.config.engine import (
     check_connector,
 )
 from stretto.config.flags import kind_of
+from stretto.config.names import explain
 from stretto.config.server import ServerConfig
 from stretto.config.setting import (
     PREFIX,
@@ -254,9 +254,12 @@ def _unknown_tune(name: str, where: str, names: Sequence[str]) -> str:
     others = {name_of(f) for f in settings_of(*RECORDS) if not is_tuning(f)}
     if name in others:
         return f"{where}: {name} is a setting of its own, {flag_of(name)}"
-    near = get_close_matches(name, names, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
-    return f"{where}: there is no tuning setting {name!r}; {hint}"
+    hint = explain(name, names, lambda n: n if n in names else flag_of(n))
+    return f"{where}: there is no tuning setting {name!r}; {hint or _listed(names)}"
+
+
+def _listed(names: Collection[str]) -> str:
+    return f"there are {', '.join(sorted(names))}"
 
 
 # ---- the file and the environment
@@ -282,14 +285,33 @@ def normalize(raw: Mapping[Any, Any], where: str, others: Sequence[str] = ()) ->
     out = {str(k).replace("-", "_"): v for k, v in raw.items()}
     known = names_of(settings_of(*RECORDS)) | set(others)
     if unknown := sorted(set(out) - known):
-        raise Invalid(f"{where}: unknown {', '.join(unknown)}", "config")
+        hints = [_unknown_key(name, known) for name in unknown]
+        raise Invalid(f"{where}: {'; '.join(hints)}", "config")
     return out
 
 
-def unknown_variables(environ: Mapping[str, str], others: Collection[str] = ()) -> list[str]:
-    """Variables that look like ours and mean nothing: most likely misspelt."""
+def _unknown_key(name: str, known: Collection[str]) -> str:
+    hint = explain(name, known, lambda n: _switched(n, _yaml_key, "{}: off"))
+    return f"unknown {_yaml_key(name)}" + (f" ({hint})" if hint else "")
+
+
+def _switched(name: str, spell: Callable[[str], str], off: str) -> str:
+    """How a setting is spelt where nothing begins with `no_`."""
+    switch = name.removeprefix("no_")
+    return off.format(spell(switch)) if switch != name else spell(name)
+
+
+def unknown_variables(environ: Mapping[str, str], others: Collection[str] = ()) -> dict[str, str]:
+    """Variables that look like ours and mean nothing: most likely misspelt. Each with what it may
+    have been meant for, if that is known."""
     known = {variable_of(name) for name in names_of(settings_of(*RECORDS))} | set(others)
-    return sorted(v for v in environ if v.startswith(PREFIX) and v not in known)
+    names = {variable.removeprefix(PREFIX).lower() for variable in known}
+    unknown = sorted(v for v in environ if v.startswith(PREFIX) and v not in known)
+    return {v: _meant_variable(v.removeprefix(PREFIX).lower(), names) for v in unknown}
+
+
+def _meant_variable(name: str, names: Collection[str]) -> str:
+    return explain(name, names, lambda n: _switched(n, variable_of, "{}=off"))
 
 
 # ---- values

@@ -61,7 +61,7 @@ class ServerConfig:
 
     served_model_name: tuple[str, ...] = setting(
         (),
-        "clients",
+        "model",
         "names clients may use for the model; the first is reported (default: the model's own)",
         "NAME",
     )

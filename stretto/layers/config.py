@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stretto.kernels.formats import FLOAT8_ROWS, WeightFormat
+
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
@@ -13,8 +15,13 @@ class MoeConfig:
     norm_topk: bool
     # width of the shared expert; None: there is none
     shared_size: int | None
-    # the experts' weights in 8 bits; no property of a checkpoint, but how it is to be loaded
-    float8: bool = False
+    # of the routed experts' weights in memory; None: as wide as the rest
+    format: WeightFormat | None = None
+
+    @property
+    def float8(self) -> bool:
+        """Are the experts in 8 bits with a scale per output row?"""
+        return self.format is not None and self.format == FLOAT8_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +43,12 @@ class DecoderConfig:
     # width of a dense MLP; exactly one of dense_size and moe is set
     dense_size: int | None
     moe: MoeConfig | None
+    # of the projections around attention in memory; None: as wide as the rest
+    attention_format: WeightFormat | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Do weights lie in memory as quantised numbers that are widened while they are used?
+        (Experts with a scale per row have kernels of their own.)"""
+        experts = self.moe is not None and self.moe.format is not None and not self.moe.float8
+        return experts or self.attention_format is not None

@@ -17,7 +17,7 @@ from torch import nn
 from stretto.kernels.reference.norm import rms_norm
 from stretto.kernels.reference.rope import rotate
 from stretto.layers.config import DecoderConfig
-from stretto.layers.linear import FusedLinear, Linear
+from stretto.layers.linear import FusedLinear, Linear, PackedLinear
 from stretto.layers.mlp import DenseMLP, MoeMLP
 from stretto.layers.targets import frozen
 
@@ -99,10 +99,16 @@ class SelfAttention(nn.Module):
             c.num_kv_heads * c.head_dim,
             c.num_kv_heads * c.head_dim,
         ]
-        self.qkv = FusedLinear(
-            c.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        )
-        self.o_proj = Linear(self.sizes[0], c.hidden_size)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv: FusedLinear | PackedLinear
+        self.o_proj: Linear | PackedLinear
+        if c.attention_format is None:
+            self.qkv = FusedLinear(c.hidden_size, parts)
+            self.o_proj = Linear(self.sizes[0], c.hidden_size)
+        else:
+            self.qkv = PackedLinear(c.hidden_size, parts, c.attention_format)
+            out = {"o_proj": c.hidden_size}
+            self.o_proj = PackedLinear(self.sizes[0], out, c.attention_format)
         self.q_norm = RMSNorm(c.head_dim, c.rms_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_eps)
         # [heads + kv heads, head dim]: both norms' weights, set by prepare()

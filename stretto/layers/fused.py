@@ -18,7 +18,8 @@ from stretto.kernels.triton import MAX_ROWS, attention, experts, experts_many
 from stretto.kernels.triton.linear import COUNTERS, Gained, normalise, project, project_onto
 from stretto.layers.config import DecoderConfig
 from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack
-from stretto.layers.mlp import DenseMLP, MoeMLP
+from stretto.layers.linear import FusedLinear, Linear
+from stretto.layers.mlp import DenseMLP, Experts, MoeMLP
 
 if TYPE_CHECKING:
     from stretto.kernels.reference.paged import KVCache, Paging
@@ -30,6 +31,8 @@ def fits(c: DecoderConfig) -> bool:
     def power(n: int) -> bool:
         return n & (n - 1) == 0
 
+    if c.packed:
+        return False
     if not power(c.hidden_size) or c.hidden_size < 64 or not power(c.head_dim) or c.head_dim < 16:
         return False
     if c.moe is None:
@@ -55,8 +58,11 @@ class _Layer:
 def _layer(layer: nn.Module) -> _Layer:
     assert isinstance(layer, DecoderLayer)
     attn, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
+    assert isinstance(attn.qkv, FusedLinear)
+    assert isinstance(attn.o_proj, Linear)
     chosen = None
     if isinstance(mlp, MoeMLP):
+        assert isinstance(mlp.experts, Experts)
         gate_up, down = mlp.experts.gate_up, mlp.experts.down
         shared, own_gate = mlp.shared_expert, mlp.shared_expert_gate
         chosen = experts.ExpertWeights(

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stretto.kernels.formats import FLOAT8_ROWS, WeightFormat
 from stretto.kernels.reference import moe
+from stretto.kernels.reference.packed import PackedWeight
 from stretto.kernels.reference.quantized import FLOAT8, quantize
 from stretto.layers.config import MoeConfig
-from stretto.layers.linear import FusedLinear, Linear
+from stretto.layers.linear import FusedLinear, Linear, PackedMatrix
 from stretto.layers.targets import Float8Rows, Target, frozen
 
 
@@ -69,17 +71,50 @@ class Experts(nn.Module):
         return Float8Rows(gate_up, s.flatten()), Float8Rows(down, t.flatten())
 
     def own_targets(self, prefix: str) -> dict[str, Target]:
-        found: dict[str, Target] = {}
-        _, hidden, size = self.down.shape
-        gate_up, down = self.rows()
-        # gate, up, gate, up, ...
-        halves = gate_up.split(size)
-        for e, rows in enumerate(down.split(hidden)):
-            name = f"{prefix}experts.{e}"
-            found[f"{name}.gate_proj.weight"] = halves[2 * e]
-            found[f"{name}.up_proj.weight"] = halves[2 * e + 1]
-            found[f"{name}.down_proj.weight"] = rows
-        return found
+        return _expert_targets(prefix, *self.rows(), len(self.down))
+
+
+class PackedExperts(nn.Module):
+    """The same with packed weights. A shared expert beside them stays wide."""
+
+    def __init__(self, num_experts: int, hidden: int, size: int, form: WeightFormat) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.packed_gate_up = PackedMatrix(form, num_experts, 2 * size, hidden)
+        self.packed_down = PackedMatrix(form, num_experts, hidden, size)
+
+    @property
+    def gate_up(self) -> PackedWeight:
+        return self.packed_gate_up.weight
+
+    @property
+    def down(self) -> PackedWeight:
+        return self.packed_down.weight
+
+    @property
+    def scales(self) -> None:
+        """A packed weight has its own."""
+
+    def rows(self) -> tuple[PackedWeight, PackedWeight]:
+        """Both weights as matrices, one expert's rows after another's."""
+        return self.gate_up.flat(), self.down.flat()
+
+    def own_targets(self, prefix: str) -> dict[str, Target]:
+        return _expert_targets(prefix, *self.rows(), self.num_experts)
+
+
+def _expert_targets(
+    prefix: str, gate_up: Target, down: Target, num_experts: int
+) -> dict[str, Target]:
+    """Each expert's parts of all experts' rows; gate, up, gate, up, ..."""
+    found: dict[str, Target] = {}
+    halves = gate_up.split(gate_up.shape[0] // num_experts // 2)
+    for e, rows in enumerate(down.split(down.shape[0] // num_experts)):
+        name = f"{prefix}experts.{e}"
+        found[f"{name}.gate_proj.weight"] = halves[2 * e]
+        found[f"{name}.up_proj.weight"] = halves[2 * e + 1]
+        found[f"{name}.down_proj.weight"] = rows
+    return found
 
 
 def _quantized(wide: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
@@ -97,7 +132,12 @@ class MoeMLP(nn.Module):
         self.top_k = m.top_k
         self.norm = m.norm_topk
         self.gate = Linear(hidden, m.num_experts)
-        self.experts = Experts(m.num_experts, hidden, m.expert_size, m.float8)
+        sizes = m.num_experts, hidden, m.expert_size
+        self.experts: Experts | PackedExperts
+        if m.format is None or m.format == FLOAT8_ROWS:
+            self.experts = Experts(*sizes, m.float8)
+        else:
+            self.experts = PackedExperts(*sizes, m.format)
         self.shared_expert = DenseMLP(hidden, m.shared_size) if m.shared_size is not None else None
         self.shared_expert_gate = Linear(hidden, 1) if m.shared_size is not None else None
 

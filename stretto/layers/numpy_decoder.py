@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from stretto.kernels.reference.packed import Weight
 from stretto.layers.decoder_layer import AfterLayer, Angles, Array, DecoderLayer, DecoderStack
-from stretto.layers.mlp import DenseMLP, MoeMLP
+from stretto.layers.mlp import DenseMLP, Experts, MoeMLP
 
 MAX_ROWS = 8
 SMALL = 1 << 20
@@ -35,8 +36,9 @@ class HostAttention(Protocol):
         ...
 
 
-def product(weight: torch.Tensor) -> Map:
+def product(weight: Weight) -> Map:
     """Rows -> their products with a linear layer's weight."""
+    assert isinstance(weight, torch.Tensor), "HostLayers.fits() comes first"
     if weight.numel() > SMALL:
         return lambda x: F.linear(torch.from_numpy(x), weight).numpy()
     turned: Array = weight.numpy().T
@@ -115,6 +117,7 @@ def shared_expert(mlp: MoeMLP) -> Map | None:
 
 def mixture(mlp: MoeMLP) -> Map:
     gate, shared = product(mlp.gate.weight), shared_expert(mlp)
+    assert isinstance(mlp.experts, Experts)
     experts = [
         dense(up, down) for up, down in zip(mlp.experts.gate_up, mlp.experts.down, strict=True)
     ]
@@ -189,6 +192,7 @@ class HostLayers:
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and not (moe is not None and moe.float8)
+            and not decoder.config.packed
         )
 
     def __call__(

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack, RMSNorm
-from stretto.layers.mlp import DenseMLP, MoeMLP
+from stretto.layers.linear import FusedLinear, Linear
+from stretto.layers.mlp import DenseMLP, Experts, MoeMLP
 from stretto.layers.upload import to_device
 
 # int32 values in 16 bytes: a kernel is compiled anew for a pointer that is less aligned
@@ -111,6 +112,8 @@ def _attention(
     from stretto.kernels.triton.prefill import qkv_write
 
     a = layer.self_attn
+    assert isinstance(a.qkv, FusedLinear)
+    assert isinstance(a.o_proj, Linear)
     qkv = F.linear(normed, a.qkv.weight)
     q = qkv_write(
         qkv,
@@ -142,6 +145,7 @@ def _mlp(
         h, _ = swiglu(F.linear(normed, mlp.gate_up.weight), count)
         return add_norm(stream, F.linear(h, mlp.down_proj.weight), norm.weight, norm.eps, count)
     assert isinstance(mlp, MoeMLP)
+    assert isinstance(mlp.experts, Experts)
     routed = route(F.linear(normed, mlp.gate.weight), mlp.top_k, mlp.norm, count)
     y, places = experts(normed, mlp.experts.gate_up, mlp.experts.down, routed, mlp.experts.scales)
     shared = gate = None

@@ -4,7 +4,8 @@ A module's parameters carry the checkpoint's names, except where several checkpo
 fused into one parameter (q/k/v, gate/up, experts). Such a module defines `own_targets(prefix)`,
 which maps checkpoint names to views of its parameters. The loader only ever sees the flat map that
 `targets` makes: checkpoint name -> view to fill. A view is a tensor that takes the numbers as they
-are, or rows of float8 that quantise them as they land."""
+are, rows of float8 that quantise them as they land, or a packed matrix, which takes the numbers of
+a checkpoint that has it packed in the same way."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from stretto.kernels.reference.packed import PackedWeight
 from stretto.kernels.reference.quantized import quantize
 
 
@@ -47,7 +49,7 @@ class Float8Rows:
         quantize(values, self.weight, self.scale)
 
 
-Target = torch.Tensor | Float8Rows
+Target = torch.Tensor | Float8Rows | PackedWeight
 
 
 @runtime_checkable

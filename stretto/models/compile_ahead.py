@@ -24,6 +24,7 @@ import torch
 from stretto._imports import load
 from stretto._process import die_with_parent
 from stretto.config.engine import HostSettings
+from stretto.kernels.formats import WeightFormat
 from stretto.kernels.triton import apply
 from stretto.kernels.triton.compile_ahead import Marker, Workers, directory, python, surroundings
 from stretto.layers.config import DecoderConfig
@@ -74,6 +75,7 @@ class CompileJob(msgspec.Struct, frozen=True):
     blocks: int  # of the stage's real pool, the sink included
     tasks: tuple[Task, ...]  # of one stage
     expert_weights: ExpertWeights = "full"
+    formats: dict[str, WeightFormat] = {}  # of the parts whose weights are packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +96,8 @@ class CompileAhead:
     decoders: Callable[[Any], Sequence[DecoderConfig]]  # of a config: those that kernels are for
     stages: tuple[str, ...]  # that have such kernels
     process_bytes: int  # on the device that one process takes at most
+    # of a config: how parts are packed
+    formats: Callable[[Any], Mapping[str, WeightFormat]] = lambda config: {}
     hosts: int = 1  # that may be loading on a device at a time, where a host has not all stages
     num_stages: int = 1  # of a pipeline
     costs: Mapping[str, Costs] = field(default_factory=dict)  # by stage, where they are not COSTS
@@ -216,10 +220,10 @@ def start(
     workers = num_workers(len(os.sched_getaffinity(0)), room.free // hosts, family.process_bytes)
     if marker.there or workers < 2:
         return None
-    commands = [
-        python(__name__, msgspec.json.encode(_job(family, model, s, blocks, dtype, share)).decode())
-        for share in share_out(tasks, workers)
+    jobs = [
+        _job(family, model, config, s, blocks, dtype, share) for share in share_out(tasks, workers)
     ]
+    commands = [python(__name__, msgspec.json.encode(job).decode()) for job in jobs]
     apart = len(commands) * family.process_bytes + room.weights > room.free
     return CompileProcesses(Workers(commands), marker, apart)
 
@@ -245,6 +249,7 @@ def _marker(
 def _job(
     family: CompileAhead,
     model: str,
+    config: object,
     s: HostSettings,
     blocks: Mapping[str, int],
     dtype: torch.dtype,
@@ -261,6 +266,7 @@ def _job(
         blocks_alike(blocks[share[0].stage]),
         tuple(share),
         s.expert_weights,
+        dict(family.formats(config)),
     )
 
 

@@ -12,8 +12,10 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from stretto.kernels.reference.packed import PackedWeight
 from stretto.kernels.reference.quantized import FLOAT8
-from stretto.layers.mlp import Experts
+from stretto.layers.linear import PackedLinear
+from stretto.layers.mlp import Experts, PackedExperts
 from stretto.layers.targets import Float8Rows, Target, targets
 
 Shape = tuple[int, ...]
@@ -22,7 +24,7 @@ Shape = tuple[int, ...]
 @torch.no_grad()
 def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Random weights, drawn on the module's device; the same for the same seed and kind of device.
-    Float8 ones are drawn as wide as the others, and quantised layer by layer.
+    Narrow ones are drawn as wide as the others, and quantised layer by layer.
 
     `prefix` is the module's own in the checkpoint, for a module too small to tell its kind from its
     names."""
@@ -30,9 +32,11 @@ def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
     for name, into in targets(module, prefix).items():
         views[_storage(into)].append((into, spread(name, tuple(into.shape))))
     whole: dict[int, Target] = {_storage(p): p for p in module.parameters()}
-    for experts in module.modules():
-        if isinstance(experts, Experts):
-            whole |= {_storage(rows): rows for rows in experts.rows()}
+    for part in module.modules():
+        if isinstance(part, Experts | PackedExperts):
+            whole |= {_storage(rows): rows for rows in part.rows()}
+        elif isinstance(part, PackedLinear):
+            whole[_storage(part.weight)] = part.weight
     generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in whole.values()}
     dtype = next(p.dtype for p in module.parameters() if p.dtype != FLOAT8)
     for storage, parts in views.items():
@@ -40,7 +44,7 @@ def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
         if len({sizes for _, sizes in parts}) == 1:
             parts = [(whole[storage], parts[0][1])]
         for into, (mean, std) in parts:
-            if isinstance(into, Float8Rows):
+            if isinstance(into, Float8Rows | PackedWeight):
                 wide = torch.empty(into.shape, dtype=dtype, device=into.device)
                 into.fill(wide.normal_(mean, std, generator=generators[into.device]))
             else:
@@ -48,6 +52,8 @@ def fill_dummy(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 
 def _storage(t: Target) -> int:
+    if isinstance(t, PackedWeight):
+        return t.codes.untyped_storage().data_ptr()
     return (t.weight if isinstance(t, Float8Rows) else t).untyped_storage().data_ptr()
 
 

@@ -4,7 +4,7 @@ its stages, on its main thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Self, TypeVar
@@ -14,6 +14,8 @@ from torch import nn
 
 from stretto.layers.targets import targets
 from stretto.models.checkpoint import CheckpointFiles
+from stretto.models.quantised.placing import quantised_in
+from stretto.models.quantised.recognise import QuantisedTensor
 from stretto.models.random_weights import fill_dummy
 from stretto.models.weights import build, load, prepare_device
 
@@ -32,6 +34,7 @@ class WeightSource(Generic[C]):
     dtype: torch.dtype
     progress: bool = True
     _files: dict[str, CheckpointFiles] = field(default_factory=dict, compare=False)
+    _quantised: dict[str, dict[str, QuantisedTensor]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -64,8 +67,17 @@ class WeightSource(Generic[C]):
         if self.directory is None:
             fill_dummy(model, seed, prefix)
             return
-        files = self.files(folder)
-        load(files, targets(model, prefix), [prefix], progress=self.progress, label=label)
+        files, quantised = self.files(folder), self.quantised(folder)
+        places = targets(model, prefix)
+        progress = self.progress
+        load(files, places, [prefix], progress=progress, label=label, quantised=quantised)
+
+    def quantised(self, folder: str = "") -> Mapping[str, QuantisedTensor]:
+        """The quantised matrices there; what is not supported is refused."""
+        assert self.directory is not None
+        if folder not in self._quantised:
+            self._quantised[folder] = quantised_in(self.directory / folder, self.files(folder))
+        return self._quantised[folder]
 
     def files(self, folder: str = "") -> CheckpointFiles:
         """All headers there, read and checked once."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -22,9 +23,12 @@ from tqdm import tqdm
 
 from stretto import cpu
 from stretto.errors import CheckpointError
+from stretto.kernels.reference.packed import PackedWeight
 from stretto.kernels.reference.quantized import finite
 from stretto.layers.targets import Float8Rows, Target, targets
 from stretto.models.checkpoint import ITEM_BYTES, CheckpointFiles, StoredTensor
+from stretto.models.quantised.loading import Landing, QuantisedLoad, Widening, ZeroPoints
+from stretto.models.quantised.recognise import QuantisedTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,6 +42,8 @@ LOADABLE = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+STAGED = LOADABLE | {"I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+"""Codes of quantised matrices too."""
 
 
 def prepare_device(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
@@ -68,7 +74,7 @@ class _Piece:
     source: StoredTensor
     start: int  # in the file
     nbytes: int
-    into: Target
+    into: Landing
 
 
 @dataclass(slots=True)
@@ -87,6 +93,7 @@ def load(
     progress: bool = True,
     label: str = "weights",
     staging_bytes: int = STAGING,
+    quantised: Mapping[str, QuantisedTensor] = MappingProxyType({}),
 ) -> LoadReport:
     """Fill `destinations` (checkpoint name -> view) from the checkpoint, converting dtypes where
     they differ.
@@ -94,20 +101,31 @@ def load(
     Float8 rows are made from the numbers in the file, which must be finite: quantising would hide
     that they are not. Every destination must be in the checkpoint, and every checkpoint tensor
     under one of `prefixes` must have a destination; shapes must agree. Otherwise nothing is read,
-    and one error names the offenders."""
-    _check_fit(files, destinations, prefixes)
+    and one error names the offenders. `quantised`: of the checkpoint's matrices, those that come
+    in several tensors."""
+    _check_fit(files, destinations, prefixes, quantised)
     began = time.perf_counter()
-    wanted = sorted((files.tensors[name] for name in destinations), key=lambda t: (t.file, t.start))
+    narrow = {name: (quantised[name], d) for name, d in destinations.items() if name in quantised}
+    wide: dict[str, Landing] = {}
+    for name, into in destinations.items():
+        if name not in narrow:
+            assert not isinstance(into, PackedWeight), f"{name} is not packed in the checkpoint"
+            wide[name] = into
+    packed = QuantisedLoad.of(narrow)
+    wanted = [files.tensors[name] for name in wide]
+    for q, _ in narrow.values():
+        wanted += [part for part in (q.codes, q.scale, q.zero) if part is not None]
     total = sum(t.nbytes for t in wanted)
     devices = {d.device for d in destinations.values()} or {torch.device("cpu")}
     assert len(devices) == 1, f"a stage lives on one device, got {devices}"
     assert staging_bytes >= 8, staging_bytes  # the largest item must fit
-    # A row to be quantised is staged whole.
-    widest = max(
-        (t.shape[-1] for t in destinations.values() if isinstance(t, Float8Rows)), default=1
+    # Staged whole: a row to be quantised, and what is widened.
+    widest = max((8 * t.shape[-1] for t in wide.values() if isinstance(t, Float8Rows)), default=8)
+    largest = max(
+        (p.nbytes for q, _ in narrow.values() for p in (q.codes, q.zero) if p is not None),
+        default=0,
     )
-    staging_bytes = min(max(staging_bytes, 8 * widest), max(total, 8))
-    spans = _spans(wanted, destinations, staging_bytes)
+    staging_bytes = min(max(staging_bytes, widest, largest), max(total, 8))
     buffers = [_Staging(staging_bytes, device) for device in (*devices, *devices)]
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="weights"))
@@ -121,7 +139,7 @@ def load(
             )
         )
         opened: tuple[Path, int] | None = None
-        for n, span in enumerate(spans):
+        for n, span in enumerate(_all_spans(files, wide, packed, staging_bytes)):
             path = span.pieces[0].source.file
             if opened is None or opened[0] != path:
                 opened = path, _open_file(path, stack)
@@ -129,8 +147,19 @@ def load(
             bar.update(span.nbytes)
         for b in buffers:
             b.wait()
-    _check_finite(files, destinations)
+    packed.finish()
+    _check_finite(files, wide)
     return LoadReport(total, time.perf_counter() - began, len(wanted))
+
+
+def _all_spans(
+    files: CheckpointFiles, wide: Mapping[str, Landing], packed: QuantisedLoad, limit: int
+) -> Iterator[_Span]:
+    """What has a place as it is; then file by file what is widened, after its scales."""
+    yield from _spans(files, {**wide, **packed.direct}, limit)
+    for batch in packed.batches():
+        yield from _spans(files, batch.first, limit)
+        yield from _spans(files, batch.then, limit)
 
 
 def _open_file(path: Path, stack: ExitStack) -> int:
@@ -143,12 +172,24 @@ def _open_file(path: Path, stack: ExitStack) -> int:
 
 
 def _check_fit(
-    files: CheckpointFiles, destinations: Mapping[str, Target], prefixes: Sequence[str]
+    files: CheckpointFiles,
+    destinations: Mapping[str, Target],
+    prefixes: Sequence[str],
+    quantised: Mapping[str, QuantisedTensor],
 ) -> None:
     problems: list[str] = []
+    parts: set[str] = set()
     for name, into in destinations.items():
         stored = files.tensors.get(name)
-        if stored is None:
+        if name in quantised:
+            q = quantised[name]
+            parts.update(part.name for part in q.parts)
+            if q.shape != tuple(into.shape):
+                problems.append(
+                    f"{q.codes.name} ({q.codes.file.name}) is a matrix of {list(q.shape)}, the "
+                    f"model needs {list(into.shape)}"
+                )
+        elif stored is None:
             problems.append(f"{name} is missing")
         elif stored.shape != tuple(into.shape):
             problems.append(
@@ -160,7 +201,8 @@ def _check_fit(
                 f"{name} ({stored.file.name}) has dtype {stored.dtype}, which is not supported"
             )
     for name, stored in files.tensors.items():
-        if name not in destinations and name.startswith(tuple(prefixes)):
+        known = name in destinations or name in parts
+        if not known and name.startswith(tuple(prefixes)):
             problems.append(
                 f"{name} ({stored.file.name}) is unexpected: the model has no place for it"
             )
@@ -171,7 +213,7 @@ def _check_fit(
         )
 
 
-def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Target]) -> None:
+def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Landing]) -> None:
     rows = {name: into.scale for name, into in destinations.items() if isinstance(into, Float8Rows)}
     if rows and not finite(torch.cat(list(rows.values()))):
         name = next(name for name, scale in rows.items() if not finite(scale))
@@ -182,9 +224,10 @@ def _check_finite(files: CheckpointFiles, destinations: Mapping[str, Target]) ->
 
 
 def _spans(
-    wanted: Sequence[StoredTensor], destinations: Mapping[str, Target], limit: int
+    files: CheckpointFiles, destinations: Mapping[str, Landing], limit: int
 ) -> Iterator[_Span]:
     """Gather pieces in file order; only bytes that some destination needs are ever in a span."""
+    wanted = sorted((files.tensors[name] for name in destinations), key=lambda t: (t.file, t.start))
     span: _Span | None = None
     file: Path | None = None
     for stored in wanted:
@@ -209,12 +252,14 @@ def _spans(
         yield span
 
 
-def _pieces(into: Target, limit: int) -> Iterator[Target]:
+def _pieces(into: Landing, limit: int) -> Iterator[Landing]:
     """Parts of a destination of at most `limit` elements, in the order of the file's elements."""
     if into.numel() <= limit:
         yield into
     elif isinstance(into, Float8Rows):
         yield from into.split(limit // into.shape[-1])
+    elif not isinstance(into, torch.Tensor):
+        raise AssertionError(f"staging of {limit} items is too small for {into.numel()}")
     elif into.is_contiguous():
         yield from torch.split(into.view(-1), limit)
     else:
@@ -241,7 +286,7 @@ class _Staging:
         list(pool.map(lambda cut: self._read(fd, span, cut, min(cut + step, span.nbytes)), cuts))
         for piece in span.pieces:
             at = piece.start - span.start
-            staged = self.buffer[at : at + piece.nbytes].view(LOADABLE[piece.source.dtype])
+            staged = self.buffer[at : at + piece.nbytes].view(STAGED[piece.source.dtype])
             _copy(piece.into, staged.view(piece.into.shape))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -270,8 +315,8 @@ def _unreadable(span: _Span, at: int, why: str) -> CheckpointError:
     )
 
 
-def _copy(into: Target, staged: torch.Tensor) -> None:
-    if isinstance(into, Float8Rows):
+def _copy(into: Landing, staged: torch.Tensor) -> None:
+    if isinstance(into, Float8Rows | Widening | ZeroPoints):
         into.fill(staged.to(into.device, non_blocking=True))
         return
     if into.is_cuda and (into.dtype != staged.dtype or not into.is_contiguous()):

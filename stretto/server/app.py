@@ -214,6 +214,8 @@ class Routes:
             languages=i.languages,
             instructions=i.instructions,
             cloning=i.cloning,
+            transcribes=i.transcription is not None,
+            weights=i.weights,
             random_weights=i.random_weights,
             stages=dict(i.stages),
             max_body_bytes=self.service.config.max_body_bytes,

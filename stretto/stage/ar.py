@@ -11,13 +11,13 @@ time on the next launch. A stop is seen one step late; `poll` drops the surplus 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from stretto.errors import Bug, StrettoError
+from stretto.errors import StrettoError
 from stretto.observe.recorder import Recorder
-from stretto.stage.counters import StageStats
 from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.media_rows import MediaOutput, PayloadStore
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
@@ -25,7 +25,7 @@ from stretto.stage.runner.logprobs import Scored
 from stretto.stage.runner.runner import Runner
 from stretto.stage.runner.step import Step
 from stretto.stage.runner.waiter import Waiter
-from stretto.stage.scheduler.batch import Batch
+from stretto.stage.scheduler.batch import Outcome, RowJoin
 from stretto.stage.scheduler.scheduler import Rows, Scheduler
 from stretto.stage.steps import StepQueue
 from stretto.types import RequestId, Span
@@ -47,8 +47,6 @@ class CoreOutput:
     reason: Reason | None
     # of the token, if the request asks
     logprobs: Scored | None = None
-    # rows of the prompt that were found in the prefix cache
-    cached: int = 0
 
     @property
     def error(self) -> StrettoError | None:
@@ -58,35 +56,7 @@ class CoreOutput:
 _NO_ROW: list[int] = []
 
 
-@dataclass(slots=True, eq=False)
-class _RequestState:
-    """What the core keeps for one request beside the scheduler's record."""
-
-    request: StageRequest
-    # 0 once its first row was in a batch
-    submitted_ns: int
-    # handed out so far, for blocks that become cached
-    media: list[MediaOutput] = field(default_factory=list)
-    # prompt rows found in the prefix cache
-    cached: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """A step that was launched and is not retired."""
-
-    step: Step
-    # one of `counters.KINDS`
-    kind: str
-    launch_start_ns: int
-    launch_end_ns: int
-
-    @property
-    def done(self) -> bool:
-        return self.step.done
-
-
-class StageCore(StepQueue[_InFlight, CoreOutput]):
+class StageCore(StepQueue[Step, CoreOutput]):
     def __init__(
         self,
         name: str,
@@ -97,24 +67,21 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
         timer: LaunchTimer | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Without `timer`, steps are launched as soon as there is room for them. `recorder`
-        receives spans."""
-        super().__init__(scheduler.config.overlap_depth)
-        self.name = name
+        """Without `timer`, steps are launched as soon as there is room for them."""
+        depth = scheduler.config.overlap_depth
+        super().__init__(name, depth, timer, waiter, recorder, runner.stream)
         self.scheduler = scheduler
         self.runner = runner
         # an empty one is False
         self.store = store if store is not None else PayloadStore()
-        self.waiter = waiter
-        self.timer = timer or LaunchTimer((), 0, on=False)
-        self.clock = self.timer.clock
-        # when a launch that is held back is due
-        self.due_ns: int | None = None
         # the launch that is due waits because of `hold_ns`
         self._held_for_prefill = False
-        self.stats = StageStats()
-        self.recorder = recorder or Recorder()
-        self._requests: dict[RequestId, _RequestState] = {}
+        # until they are over and nothing of them is in flight
+        self._requests: dict[RequestId, StageRequest] = {}
+        # since when those wait that were in no batch yet
+        self._queued_ns: dict[RequestId, int] = {}
+        # handed out so far, for blocks that become cached
+        self._media: defaultdict[RequestId, list[MediaOutput]] = defaultdict(list)
 
     def __len__(self) -> int:
         """Requests that this stage still holds anything for."""
@@ -134,34 +101,36 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
     ) -> StageRequest:
         """Take a request; `adapter_input` is what the model's adapter needs beside the ids. Keeps
         nothing if refused."""
-        request = self.scheduler.submit(spec, prompt, closed=closed, salts=salts, missing=missing)
-        self.runner.adapter.inputs[spec.id] = adapter_input
-        self._requests[spec.id] = _RequestState(request, self.clock())
+        request = self.scheduler.submit(
+            spec, prompt, adapter_input=adapter_input, closed=closed, salts=salts, missing=missing
+        )
+        self._requests[spec.id] = request
+        self._queued_ns[spec.id] = self.clock()
         return request
 
     def cancel(self, id: RequestId) -> bool:
         """End a request wherever it is. What is in flight for it is dropped as it comes back."""
         ended = self.scheduler.cancel(id)
-        self._remove_if_done(id)
+        if id in self._requests:
+            self._remove_if_done(self._requests[id])
         return ended
+
+    def throttle(self, id: RequestId, on: bool) -> None:
+        if id in self.scheduler:
+            self.scheduler.set_blocked(id, on)
 
     @property
     def prefill_in_flight(self) -> bool:
         """Whether a step in flight holds prompts."""
-        return any(flight.kind != "decode" for flight in self._steps)
+        return any(step.kind != "decode" for step in self._steps)
 
     # -- steps
 
     def launch(self, hold_ns: int | None = None) -> bool:
-        """Launch one step, unless there is nothing to run or it can wait. True: one was launched,
-        or `poll` has one more to retire. On a CPU the launch is the work, so that `poll` returns
-        what came of it at once. `hold_ns`: until when a step that only decodes should wait, by the
-        stage's clock."""
+        """`hold_ns`: until when a step that only decodes should wait, by the stage's clock. It may
+        also wait for the step in flight (`launch_timing.py`)."""
         launched = self.has_room and self._launch_next(hold_ns)
         return launched or self.can_retire
-
-    def _find(self, id: RequestId) -> StageRequest:
-        return self._requests[id].request
 
     def _launch_next(self, hold_ns: int | None) -> bool:
         waited = self.due_ns is not None
@@ -176,104 +145,75 @@ class StageCore(StepQueue[_InFlight, CoreOutput]):
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        before = self._steps[-1].step if self._steps else None
-        self._launch(batch, start)
+        step = self.runner.launch(batch)
+        size = len(batch.spans) if batch.decode_only and step.error is None else None
+        self._launched(step, start, batch.num_tokens, size)
+        for join in batch.joined:
+            self._take_join(join, start)
         if waited and self._held_for_prefill:
             self.stats.held_for_prefill += 1
         elif waited:
             self.stats.held += 1
-            self.stats.late += before is None or before.done
+            self.stats.late += self.in_flight == 1 or self._is_done(self._steps[-2])
         return True
 
-    def _launch(self, batch: Batch, start: int) -> None:
-        step = self.runner.launch(batch, self._find)
-        launched = self.clock()
-        if batch.decode_only:
-            kind = "decode"
-        else:
-            kind = "mixed" if batch.num_decodes else "prefill"
-        self._steps.append(_InFlight(step, kind, start, launched))
-        known = batch.decode_only and step.error is None
-        flight = self.timer.launched(len(batch.spans) if known else None, launched - start)
-        self.stats.steps += 1
-        self.stats.kinds[kind].launched((launched - start) / 1e9)
-        self.recorder.span("loop", f"launch {self.name}", start, launched)
-        self.stats.rows += batch.num_tokens
-        if self.waiter is not None and step.copied is not None:
-            self.waiter.watch(step.copied, lambda: self.timer.ended(flight))
-        for join in batch.joined:
-            state = self._requests[join.request]
-            if state.submitted_ns:
-                # the first time
-                self.stats.queue.observe((start - state.submitted_ns) / 1e9)
-                state.submitted_ns = 0
-            state.cached += join.filled - join.reused_from
-            media = self.store.found(join, self.runner.joined)
-            if media is not None:
-                # confirmed already, and never computed for this request
-                confirmed = Confirmed(state.request.cursor.confirmed)
-                state.media.append(media)
-                self._append(CoreOutput(state.request, confirmed, None, (), media, None))
+    def _take_join(self, join: RowJoin, start_ns: int) -> None:
+        """A request was in a batch, for the first time or again after a preemption: rows that it
+        has from the cache are never computed for it, and certain."""
+        request = join.request
+        since_ns = self._queued_ns.pop(request.id, None)
+        if since_ns is not None:
+            self.stats.queue.observe((start_ns - since_ns) / 1e9)
+        media = self.store.found(join, self.runner.joined)
+        if media is not None:
+            self._media[request.id].append(media)
+            confirmed = Confirmed(request.cursor.confirmed)
+            self._outputs.append(CoreOutput(request, confirmed, None, (), media, None))
 
-    def _retire(self, flight: _InFlight) -> None:
-        step, kind = flight.step, flight.kind
-        start = self.clock()
-        begin_ns, end_ns = self.timer.retired()
-        if step.copied is None:
-            # on a CPU the launch is the work
-            begin_ns = flight.launch_start_ns
-            end_ns = flight.launch_end_ns
-        self.stats.kinds[kind].device.observe((end_ns - begin_ns) / 1e9)
-        tokens = "" if kind == "decode" else f", {step.batch.num_tokens} tokens"
-        self.recorder.span(
-            self.name, f"{kind} of {len(step.batch.spans)}{tokens}", begin_ns, end_ns
-        )
+    def _retire(self, step: Step) -> None:
         result, columns = self.runner.retire(step)
-        rows = {i: at for at, i in enumerate(step.sampling)}
-        captured, confirm = step.captured.rows, self.runner.adapter.confirm
+        rows = {index: at for at, index in enumerate(step.sampling)}
         self.stats.failed += step.error is not None
         for outcome in self.scheduler.retire(step.batch, result):
-            request, index, token = outcome.request, outcome.at, outcome.token
+            request, token = outcome.request, outcome.token
             media = None
-            if index in captured:
-                media = MediaOutput(step.captured.places[index], captured[index], step.captured_at)
-                self._requests[request.id].media.append(media)
+            if step.captured.rows or outcome.published:
+                media = self._media_of(step, outcome)
             row = _NO_ROW
             logprobs = None
             if token is not None:
-                at = rows[index]
+                at = rows[outcome.at]
                 row = columns[at]
                 self.stats.tokens += 1
-                confirm(request, row)
+                self.runner.adapter.confirm(request, row)
                 if step.logprobs is not None:
                     logprobs = step.logprobs.of(at)
-            if outcome.published:
-                handed = self._requests[request.id].media
-                self.store.keep(
-                    outcome.published, handed, self.runner.joined, self.scheduler.pool.attach
-                )
-            cached = self._requests[request.id].cached
-            self._append(
-                CoreOutput(
-                    request, outcome.confirmed, token, row, media, outcome.reason, logprobs, cached
-                )
+            self._outputs.append(
+                CoreOutput(request, outcome.confirmed, token, row, media, outcome.reason, logprobs)
             )
         for span in step.batch.spans:
             self._remove_if_done(span.request)
-        done = self.clock()
-        self.stats.retire_ns += done - start
-        self.recorder.span("loop", f"retire {self.name}", start, done)
 
-    def _append(self, output: CoreOutput) -> None:
-        if output.confirmed > output.request.cursor.launched:
-            raise Bug(f"{output.request.id}: an output that was never launched")
-        self._outputs.append(output)
+    def _media_of(self, step: Step, outcome: Outcome) -> MediaOutput | None:
+        """Rows that the step hands out for the next stage; they are kept with the blocks that
+        became findable."""
+        id, index, media = outcome.request.id, outcome.at, None
+        if index in step.captured.rows:
+            places = step.captured.places[index]
+            media = MediaOutput(places, step.captured.rows[index], step.captured_at)
+            self._media[id].append(media)
+        if outcome.published:
+            attach = self.scheduler.pool.attach
+            self.store.keep(outcome.published, self._media[id], self.runner.joined, attach)
+        return media
 
-    def _remove_if_done(self, id: RequestId) -> None:
+    def _describe(self, step: Step) -> str:
+        tokens = "" if step.kind == "decode" else f", {step.batch.num_tokens} tokens"
+        return f"{step.kind} of {len(step.batch.spans)}{tokens}"
+
+    def _remove_if_done(self, request: StageRequest) -> None:
         """Forget a request once it is over and nothing of it is in flight."""
-        state = self._requests.get(id)
-        if state is None:
-            return
-        if state.request.state is State.DONE and not state.request.in_flight:
-            del self._requests[id]
-            del self.runner.adapter.inputs[id]
+        if request.state is State.DONE and not request.in_flight:
+            self._requests.pop(request.id, None)
+            self._queued_ns.pop(request.id, None)
+            self._media.pop(request.id, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stretto.observe.recorder import Histogram
 
 KINDS = ("decode", "prefill", "mixed")
-"""Steps that make answers go on, that read prompts, or both."""
+"""Steps that make answers go on (all of a vocoder's), that read prompts, or both."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,8 @@ class StepStats:
 
 @dataclass(slots=True)
 class StageStats:
-    """Of an autoregressive stage."""
-
     steps: int = 0
-    # computed
+    # computed: positions of sequences, or frames that a vocoder took
     rows: int = 0
     # confirmed
     tokens: int = 0
@@ -45,22 +43,8 @@ class StageStats:
     late: int = 0
     # launches that waited for another stage's prompts
     held_for_prefill: int = 0
-    # from a request's arrival to its first row in a batch
+    # from a request's arrival to its first row in a batch; from a stream's first frames to its slot
     queue: Histogram = field(default_factory=Histogram)
     kinds: dict[str, StepStats] = field(
         default_factory=lambda: {kind: StepStats() for kind in KINDS}
     )
-
-
-@dataclass(slots=True)
-class CodecStats:
-    """Of a stage that makes samples of frames."""
-
-    steps: int = 0
-    frames: int = 0
-    retire_ns: int = 0
-    # from a stream's first frames to its slot
-    queue: Histogram = field(default_factory=Histogram)
-    launch: Histogram = field(default_factory=Histogram)
-    # from launch to the samples' arrival, behind earlier steps
-    device: Histogram = field(default_factory=Histogram)

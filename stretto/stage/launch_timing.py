@@ -34,7 +34,7 @@ class Flight:
 
     # of the decode step that it is; None: nobody knows how long it takes
     size: int | None
-    # the launch was done
+    # the launch was done; on a CPU, it began
     launched_ns: int
     ended_ns: int | None = None
 
@@ -80,14 +80,15 @@ class LaunchTimer:
         # the device had done everything that was retired
         self._free_ns = 0
 
-    def launched(self, rows: int | None, took_ns: int) -> Flight:
+    def launched(self, rows: int | None, took_ns: int, done: bool = False) -> Flight:
         """A step was launched: one that only decodes, of `rows` rows, or another (None). `took_ns`:
-        the host's time."""
+        the host's time. `done`: on a CPU, where the launch was the work."""
         at = len(self.sizes) if rows is None else bisect_left(self.sizes, rows)
         size = self.sizes[at] if at < len(self.sizes) else None
         if size is not None:
             self._launches.add(took_ns)
-        flight = Flight(size, self.clock())
+        now = self.clock()
+        flight = Flight(size, now - took_ns, now) if done else Flight(size, now)
         self._flights.append(flight)
         return flight
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Any, NewType
 
 from stretto.errors import Bug, StrettoError
 from stretto.types import RequestId, SamplingParams, Span
@@ -196,6 +196,8 @@ class StageRequest:
     spec: RequestSpec
     # order of submission
     arrival: int
+    # what the model's adapter needs beside the ids; the adapter's and the stage's
+    input: Any = None
     state: State = State.WAITING
     # why it ended
     reason: Reason | None = None
@@ -248,6 +250,8 @@ class StageRequest:
     keys: list[tuple[bytes, bool]] = field(default_factory=list)
     # leading blocks that may be shared: never written again
     published: int = 0
+    # prompt rows that were found in the cache, in all
+    num_cached: int = 0
     # It has picked a token, so all rows up to there are numbers. Before that nobody knows, and
     # blocks that held bad ones would make every later request with this beginning fail.
     proven: bool = False

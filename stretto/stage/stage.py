@@ -21,15 +21,23 @@ from stretto.types import Mark, RequestId
 
 
 @dataclass(slots=True, eq=False)
-class ToLink:
-    """The next rows of a request for the stage behind, complete once `event` has fired; None: only
-    the mark."""
+class Transfer:
+    """The next rows of a request on a link: an output of one stage, which the stage behind accepts.
+    The payload is the receiver's during the call of `accept` only."""
 
     link: str
     request: RequestId
-    payload: Payload | None
+    # of the type that both stages declare for the link; None: nothing but the mark
+    payload: Any
     mark: Mark = Mark.MORE
+    # device tensors are complete once it has fired
     event: torch.cuda.Event | None = None
+
+    def adopt(self) -> None:
+        """Make the current stream wait for the payload's device tensors, and keep their memory from
+        being used again under it."""
+        if self.event is not None and self.payload is not None:
+            adopt(self.payload.tensors().values(), self.event)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,27 +48,7 @@ class ToEngine:
     blob: bytes = b""
 
 
-Output = ToLink | ToEngine
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """What the stage before sent of a request. The payload is the receiver's during the call of
-    `accept` only; None: nothing but the mark."""
-
-    link: str
-    request: RequestId
-    # of the type that the receiver declares for the link, or None
-    payload: Any
-    mark: Mark
-    # after which device tensors are there
-    event: torch.cuda.Event | None = None
-
-    def adopt(self) -> None:
-        """Make the current stream wait for the payload's device tensors, and keep their memory from
-        being used again under it."""
-        if self.event is not None and self.payload is not None:
-            adopt(self.payload.tensors().values(), self.event)
+Output = Transfer | ToEngine
 
 
 class Stage(Protocol):
@@ -110,7 +98,7 @@ class Stage(Protocol):
         refuses."""
         ...
 
-    def accept(self, arrival: Arrival) -> None:
+    def accept(self, transfer: Transfer) -> None:
         """Rows from the stage before, in order. They may be of a request that is over."""
         ...
 

@@ -33,7 +33,7 @@ def test_three_processes_answer_with_every_variant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "links.json"
-    given = "--levels 1 --workload small-audio --rounds 1 --per-stream 1 --device cpu"
+    given = "--levels 1 --workload small-audio --rounds 1 --requests 4 --device cpu"
     chosen = ["--variants", "all on", "no zero_copy_encode"]
     assert links.main(["--out", str(out), *given.split(), *chosen]) == 0
     found = read(out)

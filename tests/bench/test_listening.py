@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.engine.load import levels, settle
-from bench.harness.listening import Listeners, Listening, highest, smooth
+from bench.harness.listening import Listeners, Listening, Staggered, highest, smooth
 from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Closed, Level, Open, Sample, Targets
 from tests.loadtest.clock import FakeClock
@@ -30,6 +30,14 @@ def test_listeners_hear_an_answer_before_they_ask_again() -> None:
     assert [at for _, at in fake.sent] == [0.0, 0.5, 2.5, 3.0]
     assert len(level.samples) == 4
     assert str(level.load) == "2 listeners"
+
+
+def test_streams_that_begin_apart_stay_apart() -> None:
+    """Answers take 2 s: the next request goes when the answer is there."""
+    fake, level = listen(Staggered(4, over_s=2.0), Targets(requests=7))
+    assert [at for _, at in fake.sent] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert len(level.samples) == 7
+    assert str(level.load) == "concurrency 4"
 
 
 def test_other_loads_are_as_ever() -> None:

@@ -227,5 +227,5 @@ def test_variables_without_an_effect_are_warned_about() -> None:
     environ = {"STRETTO_LOOK_US": "100", "STRETTO_PROT": "1", "STRETTO_PORT": "1", "HOME": "/"}
     assert variable_warnings(environ) == [
         "STRETTO_LOOK_US was removed: receivers of the shm connector sleep at once",
-        "STRETTO_PROT is set, but there is no such setting",
+        "STRETTO_PROT is set, but there is no such setting; did you mean STRETTO_PORT?",
     ]

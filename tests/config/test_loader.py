@@ -351,9 +351,9 @@ def test_bad_environment() -> None:
         with pytest.raises(Invalid):
             load_settings({}, {f"STRETTO_{name}": value})
     environ = {"STRETTO_PROT": "1", "STRETTO_PORT": "1", "STRETTO_TUNE": "", "HOME": "/"}
-    assert unknown_variables(environ) == ["STRETTO_PROT"]
+    assert unknown_variables(environ) == {"STRETTO_PROT": "did you mean STRETTO_PORT?"}
     of_kernels = dict.fromkeys(("STRETTO_KERNELS", "STRETTO_TUNING"), "1")
-    assert unknown_variables(of_kernels, OTHER_VARIABLES) == []
+    assert unknown_variables(of_kernels, OTHER_VARIABLES) == {}
 
 
 def test_expert_weights_come_from_all_places_and_reach_the_hosts(tmp_path: Path) -> None:

@@ -262,9 +262,9 @@ class HandDriven:
     def _watch(self, name: str, runner: Any) -> None:
         launch = runner.launch
 
-        def watched(batch: Any, find: Any) -> Any:
+        def watched(batch: Any) -> Any:
             self.launched += [(name, s.start, s.stop) for s in batch.spans]
-            return launch(batch, find)
+            return launch(batch)
 
         runner.launch = watched
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from stretto.family import LinkSpec, ModelInfo, PipelineSpec, StageSpec
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.messages.requests import Admit, Pcm, Text
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.ar import CoreOutput
+from stretto.stage.ar import CoreOutput, StageCore
+from stretto.stage.core_stage import CoreStage
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
@@ -28,9 +28,9 @@ from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
+from stretto.stage.stage import Output, Stage, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
-from stretto.stage.vocoder import VocoderOutput
+from stretto.stage.vocoder import VocoderCore, VocoderOutput
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span
 from tests.families.toys import Numbers, ToyModel, ToyParams
 
@@ -50,12 +50,11 @@ class SumAdapter:
         )  # block 0 is nobody's
         self.rows = DeviceRows(s.max_rows, -(-s.max_context // s.block_size), VOCAB, self.cache)
         self.next = torch.zeros(s.max_rows + 1, dtype=torch.int64)
-        self.inputs: dict[RequestId, Any] = {}
 
-    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
+    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]:
         return (GREEDY,)
 
-    def join(self, join: RowJoin, request: StageRequest) -> None:
+    def join(self, join: RowJoin) -> None:
         self.rows.join(join.row, join.blocks, 0.0, ())
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
@@ -114,28 +113,16 @@ class Poem:
     sent: int = 0  # tokens, to the organ
 
 
-class PoetStage:
+class PoetStage(CoreStage[StageCore]):
     """Prompts in, text out as reports, and as numbers to the organ."""
 
-    name, params, cheap = "poet", ToyParams, False
-    receives: Mapping[str, type[Payload]] = {}
+    name, params = "poet", ToyParams
     sends: Mapping[str, type[Payload]] = {LINK: Numbers}
 
     def __init__(self, c: StageContext) -> None:
         self.requests: dict[RequestId, Poem] = {}
         blocks = c.settings.blocks["poet"]
-        self.core = c.autoregressive("poet", SumAdapter(c, blocks), blocks)
-
-    def __len__(self) -> int:
-        return len(self.core)
-
-    @property
-    def due_ns(self) -> int | None:
-        return self.core.due_ns
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.core.runner.stream
+        super().__init__(c.autoregressive("poet", SumAdapter(c, blocks), blocks))
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
         self.core.submit(
@@ -143,27 +130,14 @@ class PoetStage:
         )
         self.requests[a.request] = Poem(params.passes_on, StageTimings(time.monotonic()))
 
-    def accept(self, arrival: Arrival) -> None:
-        raise NotImplementedError
-
     def cancel(self, id: RequestId) -> None:
         self.core.cancel(id)
         self.requests.pop(id, None)
 
-    def finish(self, id: RequestId) -> None:
-        pass  # the toys have no stop strings
+    def take(self, o: CoreOutput) -> None:
+        self.outputs += self._outputs_of(o)
 
-    def throttle(self, id: RequestId, on: bool) -> None:
-        if id in self.core.scheduler:
-            self.core.scheduler.set_blocked(id, on)
-
-    def poll(self) -> Sequence[Output]:
-        return [output for certain in self.core.poll() for output in self._take(certain)]
-
-    def launch(self) -> bool:
-        return self.core.launch()
-
-    def _take(self, o: CoreOutput) -> Iterator[Output]:
+    def _outputs_of(self, o: CoreOutput) -> Iterator[Output]:
         id, poem = o.request.id, self.requests.get(o.request.id)
         if poem is None:
             return  # cancelled meanwhile
@@ -176,12 +150,12 @@ class PoetStage:
             yield ToEngine(Text(id, (o.token,)))
             if poem.passes_on:
                 mark = Mark.MORE if o.reason is None else Mark.REQUEST_END
-                yield ToLink(
+                yield Transfer(
                     LINK, id, Numbers(Span(poem.sent, poem.sent + 1), torch.tensor([o.token])), mark
                 )
                 poem.sent += 1
         if o.reason is not None:
-            poem.timings.cached = o.cached
+            poem.timings.cached = o.request.num_cached
             yield ToEngine(poem.timings.ended(id, self.name, o.reason))
             del self.requests[id]
 
@@ -224,53 +198,34 @@ class Organ:
         return WIDTH * frames
 
 
-class OrganStage:
-    name, params, cheap, due_ns = "organ", ToyParams, True, None
+class OrganStage(CoreStage[VocoderCore]):
+    name, params, cheap = "organ", ToyParams, True
     receives: Mapping[str, type[Payload]] = {LINK: Numbers}
-    sends: Mapping[str, type[Payload]] = {}
 
     def __init__(self, c: StageContext) -> None:
         self.requests: dict[RequestId, StageTimings] = {}
-        self.core = c.vocoder("organ", Organ())
-
-    def __len__(self) -> int:
-        return len(self.core)
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.core.stream
+        super().__init__(c.vocoder("organ", Organ()))
 
     def admit(self, a: Admit, params: ToyParams, prompt: Prompt) -> None:
         self.core.open(a.request)
         self.requests[a.request] = StageTimings(time.monotonic())
 
-    def accept(self, arrival: Arrival) -> None:
-        last = Reason.STOP if arrival.mark is Mark.REQUEST_END else None
-        self.core.push(arrival.request, arrival.payload.numbers[:, None], last)
+    def accept(self, transfer: Transfer) -> None:
+        last = Reason.STOP if transfer.mark is Mark.REQUEST_END else None
+        self.core.push(transfer.request, transfer.payload.numbers[:, None], last)
 
     def cancel(self, id: RequestId) -> None:
         self.core.cancel(id)
         self.requests.pop(id, None)
 
-    def finish(self, id: RequestId) -> None:
-        pass
-
-    def throttle(self, id: RequestId, on: bool) -> None:
-        pass
-
-    def poll(self) -> Sequence[Output]:
-        return [output for made in self.core.poll() for output in self._take(made)]
-
-    def launch(self) -> bool:
-        return self.core.launch()
-
-    def _take(self, o: VocoderOutput) -> Iterator[Output]:
+    def take(self, o: VocoderOutput) -> None:
         timings = self.requests[o.request]
         if len(o.samples):
             timings.mark(time.monotonic())
-            yield ToEngine(Pcm(o.request, o.start, o.frames), o.samples.tobytes())
+            report = Pcm(o.request, o.start, o.frames)
+            self.outputs.append(ToEngine(report, o.samples.tobytes()))
         if o.reason is not None:
-            yield ToEngine(timings.ended(o.request, self.name, o.reason))
+            self.outputs.append(ToEngine(timings.ended(o.request, self.name, o.reason)))
             del self.requests[o.request]
 
 

@@ -25,7 +25,7 @@ from stretto.preprocess.template import Tokenizer
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import named, within
 from stretto.stage.request import Reason
-from stretto.stage.stage import Arrival, Output, Stage, ToEngine, ToLink
+from stretto.stage.stage import Output, Stage, ToEngine, Transfer
 from stretto.stage.timings import StageTimings
 from stretto.types import Mark, RequestId, Span
 
@@ -126,7 +126,7 @@ class ToyStage:
             self._give(id, work, self.change(work.numbers.popleft()))
         elif work.ended:
             if self.on and work.params.passes_on:
-                self.outputs.append(ToLink(self.on, id, None, Mark.REQUEST_END))
+                self.outputs.append(Transfer(self.on, id, None, Mark.REQUEST_END))
             self.outputs.append(ToEngine(work.timings.ended(id, self.name, Reason.STOP)))
             del self.work[id]
         else:
@@ -139,7 +139,9 @@ class ToyStage:
             self.outputs.append(ToEngine(Text(id, (number,))))
         if self.on and work.params.passes_on:
             self.outputs.append(
-                ToLink(self.on, id, Numbers(Span(work.done, work.done + 1), torch.tensor([number])))
+                Transfer(
+                    self.on, id, Numbers(Span(work.done, work.done + 1), torch.tensor([number]))
+                )
             )
         elif not self.on:
             samples = np.full(SAMPLES, number / 1e4, np.float32)
@@ -148,11 +150,11 @@ class ToyStage:
             )
         work.done += 1
 
-    def accept(self, arrival: Arrival) -> None:
-        work = self.work[arrival.request]
-        if arrival.payload is not None:
-            work.numbers.extend(arrival.payload.numbers.tolist())
-        work.ended = arrival.mark is Mark.REQUEST_END
+    def accept(self, transfer: Transfer) -> None:
+        work = self.work[transfer.request]
+        if transfer.payload is not None:
+            work.numbers.extend(transfer.payload.numbers.tolist())
+        work.ended = transfer.mark is Mark.REQUEST_END
 
 
 # -- families

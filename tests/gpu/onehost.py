@@ -159,7 +159,9 @@ class Listener:
             pass
         for name in ("thinker", "talker"):
             check_scheduler(self.stages[name].core.scheduler)
-        assert not any(len(outlet) for host in self.hosts for outlet in host.links.outlets.values())
+        for host in self.hosts:
+            for stage in host.stages.values():
+                assert not any(link.num_sending for link in host.links.sent_by(stage))
 
     def forget(self) -> None:
         """Nothing that was computed so far will be found."""

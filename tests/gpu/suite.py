@@ -2,14 +2,17 @@
 
     python -m tests.gpu                          # writes bench/results/gpu_tests_h200.txt
     python -m tests.gpu --out FILE --limit 470   # elsewhere, cut after so many seconds
+    python -m tests.gpu --selection --out FILE   # in half the time, for changed stages or engine
+    python -m tests.gpu --selection --out FILE --device cpu -k NAME  # tries the program
 
 Three parts: the GPU's own tests and the kernels'; the parity suite through the kernels (float32,
 sizes that they take, the same oracles as on a CPU); and what needs the GPU to itself, one test
 after another (marker `alone`). The first two run in several processes that share the GPU and
-Triton's cache. The record is written anew every few seconds, so a run that is cut (by its own
-limit, SIGTERM or SIGINT) leaves one that says so. Exits with 1 unless every part ran to its end and
-no test failed. Where there is no git repository, the file COMMIT says what git would (see
-bench/harness/env.py)."""
+Triton's cache. A selection leaves out the kernels' own tests and most modules of the parity suite;
+its record says so in its first line, and no document quotes it. The record is written anew every
+few seconds, so a run that is cut (by its own limit, SIGTERM or SIGINT) leaves one that says so.
+Exits with 1 unless every part ran to its end and no test failed. Where there is no git repository,
+the file COMMIT says what git would (see bench/harness/env.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ class Part:
     paths: tuple[str, ...]
     marked: str
     needs: float  # seconds kept for it while those before it run
+    names: str = ""  # tests of these names alone, as pytest's -k
     parallel: bool = True
     env: dict[str, str] = field(default_factory=dict)
 
@@ -60,6 +64,26 @@ PARTS = (
         env={"STRETTO_TEST_DEVICE": "cuda"},
     ),
 )
+SELECTED_PARITY = (
+    "tests/models/qwen3_omni/test_solo.py",
+    "tests/models/qwen3_omni/test_audio_graphs.py",
+    "tests/models/qwen3_omni/test_vision_graphs.py",
+    "tests/stage/test_ar.py",
+    "tests/stage/vocoder/test_core.py",
+)
+SELECTION = (
+    Part("GPU", ("tests/gpu",), "not alone", 120, names="not cpu"),
+    Part("parity, kernels forced", SELECTED_PARITY, "not alone", 50, env=FORCED),
+    Part(
+        "one by one",
+        ("tests/gpu", *SELECTED_PARITY),
+        "alone",
+        20,
+        parallel=False,
+        env={"STRETTO_TEST_DEVICE": "cuda"},
+    ),
+)
+SELECTED = "not the whole suite: no tests of single kernels, few modules of the parity suite"
 
 
 @dataclass(slots=True)
@@ -92,6 +116,14 @@ class Ran:
         return found
 
 
+def narrowed(part: Part, device: str, names: str) -> Part:
+    """The same with the model on another device, and with tests that `names` chooses too."""
+    if "STRETTO_TEST_DEVICE" in part.env:
+        part = replace(part, env=part.env | {"STRETTO_TEST_DEVICE": device})
+    both = " and ".join(f"({one})" for one in (part.names, names) if one)
+    return replace(part, names=both)
+
+
 class Cut(Exception):
     """The run must end now."""
 
@@ -103,6 +135,7 @@ def run(ran: Ran, until: float, write: Callable[[], None]) -> None:
         sys.executable, "-m", "pytest", *part.paths, "-m", part.marked, "-q", "--tb=short", "-p",
         "no:cacheprovider",
         "-p", "tests.gpu.notes", "--notes", str(ran.notes), "-o", "faulthandler_timeout=100",
+        *(("-k", part.names) if part.names else ()),
     ]  # fmt: skip
     if ran.workers > 1:
         command += ["-n", str(ran.workers), "--dist", "worksteal"]
@@ -153,14 +186,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def failed(ran: list[Ran]) -> bool:
+def failed(ran: list[Ran], parts: Sequence[Part] = PARTS) -> bool:
     """Anything but every part at its end without a failure, and some test passed."""
     ends = Counter(t["end"] for r in ran for t in r.tests().values())
-    complete = len(ran) == len(PARTS) and all(r.state == "complete" for r in ran)
+    complete = len(ran) == len(parts) and all(r.state == "complete" for r in ran)
     return not complete or bool(ends["failed"] or ends["error"]) or not ends["passed"]
 
 
-def record(about: dict[str, Any], ran: list[Ran], seconds: float) -> str:
+def record(
+    about: dict[str, Any], ran: list[Ran], seconds: float, parts: Sequence[Part] = PARTS
+) -> str:
     lines = [f"{k}: {v}" for k, v in about.items()]
     lines += [
         "",
@@ -176,10 +211,10 @@ def record(about: dict[str, Any], ran: list[Ran], seconds: float) -> str:
         tests += [(r.part.name, name, t) for name, t in found.items()]
         lines.append(row(r.part.name, ends, r.seconds) + f"  {r.workers}, {r.state}")
     lines.append(row("all", total, seconds))
-    missing = [p.name for p in PARTS[len(ran) :]]
+    missing = [p.name for p in parts[len(ran) :]]
     if missing:
         lines.append(f"not run: {', '.join(missing)}")
-    lines.append(f"result: {'NOT passed' if failed(ran) else 'passed'}")
+    lines.append(f"result: {'NOT passed' if failed(ran, parts) else 'passed'}")
     lines += ["", f"the {SHOWN} slowest tests, setup and teardown counted, seconds"]
     for part, name, t in sorted(tests, key=lambda x: -x[2]["seconds"])[:SHOWN]:
         lines.append(f"{t['seconds']:8.1f}  {name}  ({part})")
@@ -211,22 +246,31 @@ def main(given: Sequence[str]) -> int:
         default=RESULTS / "gpu_tests_h200.txt",
         help="file for the record, as text",
     )
+    p.add_argument("--selection", action="store_true", help="the GPU's own tests, some of parity")
     p.add_argument("--limit", type=float, default=470.0, help="seconds for all of it")
     p.add_argument("--workers", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 1) // 4)))
+    p.add_argument("--device", default="cuda", help="cpu: tries the program (default: cuda)")
+    p.add_argument("-k", default="", metavar="NAME", help="tests of these names alone, as pytest's")
     args = p.parse_args(given)
     if importlib.util.find_spec("xdist") is None:
         print("no pytest-xdist here: one process, which will not do in the time", flush=True)
         args.workers = 1
+    if (args.selection or args.k) and args.out == p.get_default("out"):
+        p.error("some of the tests need --out: the record in bench/results is of all")
+    parts = SELECTION if args.selection else PARTS
     begin = time.monotonic()
     about = describe()
-    if about["gpu"] is None:
+    if args.selection or args.k:
+        about = {"selection": SELECTED, **about}
+    if about["gpu"] is None and args.device == "cuda":
         print("needs a CUDA device")
         return 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
     ran: list[Ran] = []
 
     def write() -> None:
-        args.out.write_text(record(about, ran, time.monotonic() - begin), encoding="utf-8")
+        text = record(about, ran, time.monotonic() - begin, parts)
+        args.out.write_text(text, encoding="utf-8")
 
     def on_signal(number: int, _: Any) -> None:
         raise Cut(f"cut by {signal.Signals(number).name}")
@@ -235,14 +279,15 @@ def main(given: Sequence[str]) -> int:
         signal.signal(number, on_signal)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for i, part in enumerate(PARTS):
+            for i, part in enumerate(parts):
+                part = narrowed(part, args.device, args.k)
                 ran.append(
                     Ran(part, Path(folder) / f"{i}.jsonl", args.workers if part.parallel else 1)
                 )
-                later = sum(p.needs for p in PARTS[i + 1 :])
+                later = sum(p.needs for p in parts[i + 1 :])
                 run(ran[-1], begin + args.limit - later, write)
         except Cut as cut:
             print(cut, flush=True)
         write()
         print(args.out.read_text(encoding="utf-8"))
-        return int(failed(ran))
+        return int(failed(ran, parts))

@@ -15,7 +15,7 @@ from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.models.qwen3_omni.stages.encoders import Encoders, Encoding, Rows
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.stage import Arrival
+from stretto.stage.stage import Transfer
 from stretto.types import RequestId
 from tests.gpu.onehost import SETTINGS, Answer, Listener, about, kernels
 
@@ -118,10 +118,10 @@ def test_rows_that_are_not_of_this_model_fail_their_request_alone(
     talker = host.stages["talker"]
     accept = talker.accept
 
-    def spoil(arrival: Arrival) -> None:
-        if arrival.request == bad and arrival.payload is not None:
-            arrival = replace(arrival, payload=spoiled(arrival.payload))
-        accept(arrival)
+    def spoil(transfer: Transfer) -> None:
+        if transfer.request == bad and transfer.payload is not None:
+            transfer = replace(transfer, payload=spoiled(transfer.payload))
+        accept(transfer)
 
     monkeypatch.setattr(talker, "accept", spoil)
     for i, answer in enumerate(case.ask(prompts)):

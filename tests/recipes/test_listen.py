@@ -128,9 +128,8 @@ def test_a_typed_turn_is_the_thinkers_own(listener: Listener, clips: Clips, text
     answer, size = clips.answer[pick].long(), clips.num_answer[pick].long()
     nothing = torch.zeros(3, listen.ROWS, listener.words.shape[1])
     with torch.no_grad():
-        x, real = listener.turn(
-            nothing, count * 0, typed, count, torch.ones(3, dtype=torch.bool), answer, size
-        )
+        as_text = torch.ones(3, dtype=torch.bool)
+        x, real = listener.turn(nothing, count * 0, typed, count, as_text, count * 0, answer, size)
         hidden = listener.answered(x, real, torch.zeros_like(real, dtype=torch.int))
         for i in range(3):
             said = [*answer[i, : int(size[i])].tolist(), text.newline]
@@ -139,6 +138,31 @@ def test_a_typed_turn_is_the_thinkers_own(listener: Listener, clips: Clips, text
             )
             plain = listener.thinker(ids, torch.arange(ids.shape[1])[None], None)
             torch.testing.assert_close(hidden[i][real[i]], plain[0], atol=1e-4, rtol=1e-3)
+
+
+def test_a_transcription_turn_is_the_chat_templates(
+    listener: Listener, clips: Clips, text: Text
+) -> None:
+    """The rows of the sound, then the server's prompt: the same logits as for the turn in full."""
+    rows = torch.randn(1, listen.ROWS, listener.words.shape[1])
+    size = clips.num_transcript[:1].long()
+    said = clips.transcript[:1].long()
+    none, count = size * 0, torch.tensor([9])
+    with torch.no_grad():
+        x, real = listener.turn(
+            rows, count, said * 0, none, none > 0, none + 1, said[:, : int(size)], size
+        )
+        hidden = listener.answered(x, real, torch.zeros_like(real, dtype=torch.int))[real]
+        embed = listener.thinker.model.embed_tokens
+        start, end = (torch.tensor([i]) for i in listener.marks)
+        prompt = text.encode("Transcribe the audio into text.")
+        turn = text.turn("user", prompt)
+        behind = [*turn[3:], *text.opening, *said[0, : int(size)].tolist(), text.newline]
+        parts = (embed(torch.tensor(turn[:3])), embed(start), rows[0, :9], embed(end))
+        plain = torch.cat((*parts, embed(torch.tensor(behind))))[None]
+        wanted = listener.thinker.model(plain, torch.arange(plain.shape[1])[None], None)[0]
+    torch.testing.assert_close(hidden, wanted, atol=1e-4, rtol=1e-3)
+    assert text.decode(said[0, : int(size)].tolist()) == voices.chunk(2)[0].pair.question
 
 
 def test_questions_of_held_out_voices_are_not_learned(text: Text, tmp_path: Path) -> None:
@@ -157,7 +181,7 @@ def test_the_step(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shutil.copy(made.work / file, tmp_path)
     for number in range(voices.HELD_CHUNKS + 1):
         _fill(tmp_path / "v", number)
-    monkeypatch.setattr(listen, "exactness", lambda *_: {"rms": 0.0})  # hundreds of answers
+    monkeypatch.setattr(listen, "quiz", lambda *_: ({"rms": 0.0}, {"rms": 1.0}))  # many answers
     monkeypatch.setattr(thinker, "exactness", lambda m, t, pairs: {p.kind: 0.0 for p in pairs})
     before = (tmp_path / thinker.FILE).read_bytes()
     listen.train(tmp_path, listen.Settings(60, tmp_path / "v", clips=8, batch=2, text_batch=1,

@@ -21,7 +21,8 @@ from stretto.engine.events import (
     TimelineSpan,
     Usage,
 )
-from stretto.family import ModelInfo
+from stretto.family import ModelInfo, Transcription
+from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation, Outlined
 from stretto.preprocess.pool.memfile import MemFile
@@ -52,13 +53,14 @@ class ScriptedEngine:
     closed: bool = False
     defaults: Params = field(default_factory=Params)
     live_text: bool = False
+    transcription: Transcription | None = TRANSCRIPTION
 
     @property
     def info(self) -> ModelInfo:
         names = ("Ethan", "Chelsie", "Aiden")
         return ModelInfo(
             self.name, names, "Ethan", 24_000, 32768, defaults=self.defaults,
-            live_text=self.live_text
+            live_text=self.live_text, transcription=self.transcription,
         )  # fmt: skip
 
     @property

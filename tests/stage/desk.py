@@ -176,7 +176,8 @@ class Desk:
 
     def feed(self, id: str, token: int | None) -> None:
         """One more text token; None: the text has ended."""
-        request, given = RequestId(id), self.adapter.inputs[RequestId(id)]
+        request = RequestId(id)
+        given = self.stage.scheduler.request(request).input
         if token is None:
             given.text_ended = True
             if given.text:

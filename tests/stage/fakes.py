@@ -104,7 +104,7 @@ class FakeRunner:
         self._stories = stories
         self.kv: dict[tuple[int, int], int] = {}
         self._tables: dict[int, list[int]] = {}
-        self._owners: dict[int, RequestId] = {}
+        self._owners: dict[int, StageRequest] = {}
         self._tokens: dict[int, tuple[int, int]] = {}  # row -> (index, token)
         self._flying: deque[FakeStep] = deque()
 
@@ -132,7 +132,7 @@ class FakeRunner:
 
     def _run(self, step: FakeStep, index: int) -> None:
         span = step.batch.spans[index]
-        table, story = self._tables[span.row], self._stories[span.request]
+        table, story = self._tables[span.row], self._stories[span.request.id]
         before = sum(self._slot(table, p) for p in range(span.start)) & _MASK
         payload = {}
         for position in range(span.start, span.stop):
@@ -142,9 +142,9 @@ class FakeRunner:
             elif span.from_device:
                 assert story.alone, "there is nothing in the device row"
                 assert position == span.stop - 1 == story.prompt - 1
-                token = self._host_input(span.request, position)
+                token = self._host_input(span.request.id, position)
             else:
-                token = self._host_input(span.request, position)
+                token = self._host_input(span.request.id, position)
             value = value_of(position, story.content(position, token), before)
             self.kv[table[position // self._size], position % self._size] = value
             step.written.add(table[position // self._size])
@@ -184,8 +184,8 @@ class OrderCheck:
         return free and request.state is State.RUNNING
 
     def check(self, batch: Batch) -> None:
-        placed = {span.request for span in batch.spans}
-        decodes = [s.request for s in batch.spans[: batch.num_decodes]]
+        placed = {span.request.id for span in batch.spans}
+        decodes = [s.request.id for s in batch.spans[: batch.num_decodes]]
         patience = self._config.patience
         for id, (request, age) in self._ready.items():
             if id in placed or request.state is not State.RUNNING:
@@ -315,7 +315,7 @@ class Driver:
             self.batches.append(batch)
             self.flying.append(self.runner.launch(batch))
             for span in batch.spans:
-                request = self.live[span.request]
+                request = span.request
                 assert request.in_flight <= self.config.overlap_depth
                 assert request.cursor.known <= request.cursor.prompt + request.spec.max_new, (
                     "more than max_new launched"
@@ -335,8 +335,8 @@ class Driver:
         """Rows from the cache publish their kept payload; rows without one have their value looked
         up in the KV."""
         request, story, size = (
-            self.live[join.request],
-            self.stories[join.request],
+            join.request,
+            self.stories[join.request.id],
             self.config.block_size,
         )
         if join.reused_from == join.filled:
@@ -359,7 +359,9 @@ class Driver:
         result = self.runner.retire(step)
         if error is not None:
             hit = {
-                s.request: error for s in step.batch.spans if not victims or s.request in victims
+                s.request.id: error
+                for s in step.batch.spans
+                if not victims or s.request.id in victims
             }
             result = replace(result, errors=hit)
         outcomes = self.scheduler.retire(step.batch, result)

@@ -22,11 +22,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert state is not State.DONE, r.id
         assert seated or state is not State.RUNNING, r.id
         assert not (seated and state is State.WAITING), r.id
-        assert (state is State.WAITING) == (r.arrival in table.waiting._requests), (
-            f"{r.id} is {state.name}"
-        )
+        assert (state is State.WAITING) == (r.id in table.waiting), f"{r.id} is {state.name}"
         assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
-        assert r.in_flight == sum(r in placed for _, placed in scheduler._in_flight), r.id
+        assert r.in_flight == sum(
+            span.request is r for batch in scheduler._in_flight for span in batch.spans
+        ), r.id
 
 
 def check_cursor(c: Cursor) -> None:

@@ -64,8 +64,8 @@ class Device:
     def drive(self, runner: Runner) -> None:
         launch = runner.launch
 
-        def timed(batch: Batch, find: Any) -> Any:
-            step = launch(batch, find)
+        def timed(batch: Batch) -> Any:
+            step = launch(batch)
             if step.copied is not None:
                 step.copied.synchronize()
             if step.error is None:

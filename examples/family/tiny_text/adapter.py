@@ -15,7 +15,7 @@ from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import SamplingColumns, SamplingMode
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.types import RequestId, SamplingParams
+from stretto.types import SamplingParams
 from tiny_text.model import TinyTextModel
 
 
@@ -32,14 +32,13 @@ class TinyTextAdapter:
         self.rows = DeviceRows(max_rows, blocks, vocab, cache)
         self.params = SamplingColumns(max_rows + 1, model.device)
         self.next = torch.zeros(max_rows + 1, dtype=torch.int64, device=model.device)
-        self.inputs: dict[RequestId, SamplingParams] = {}  # the stage adds and removes
 
-    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
-        return (self.inputs[id],)
+    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]:
+        return (request.input,)  # what the stage gave to `submit`
 
-    def join(self, join: RowJoin, request: StageRequest) -> None:
+    def join(self, join: RowJoin) -> None:
         self.rows.join(join.row, join.blocks, 0.0, ())
-        self.params.write(join.row, self.inputs[join.request])
+        self.params.write(join.row, join.request.input)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids, which are all that a row needs to be computed again

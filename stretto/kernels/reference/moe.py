@@ -6,13 +6,15 @@ expert and go through one matrix product per expert (one grouped product on a GP
 
 Weights may be float8 with a scale per output row (`stretto.kernels.reference.quantized`). A weight
 is then widened to x's type, which is exact, as it is used, and the scale is applied to the product:
-to gate and up before the SiLU, to down before the rows are weighted."""
+to gate and up before the SiLU, to down before the rows are weighted. Packed weights
+(`stretto.kernels.reference.packed`) bring their scales, and are widened as they are used."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from stretto.kernels.reference.packed import Weight, widen
 from stretto.kernels.reference.quantized import scaled
 
 Scales = tuple[torch.Tensor, torch.Tensor]
@@ -29,8 +31,8 @@ def route(logits: torch.Tensor, top_k: int, norm: bool) -> tuple[torch.Tensor, t
 
 def experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights: torch.Tensor,
     ids: torch.Tensor,
     scales: Scales | None = None,
@@ -41,7 +43,8 @@ def experts(
     few = (
         max(16, gate_up.shape[0]) // top_k
     )  # rows whose experts' weights are read about once at most
-    if rows <= few and not x.is_cuda and scales is None:
+    wide = isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and scales is None
+    if rows <= few and not x.is_cuda and wide:
         y = _each(x, gate_up, down, ids)
     elif rows <= few:
         y = _few(x, gate_up, down, ids, scales)
@@ -64,11 +67,11 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _each(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """One product after the other, on a CPU: reads the weights where they are, and its host is its
+def _each(x: torch.Tensor, gate_up: Weight, down: Weight, ids: torch.Tensor) -> torch.Tensor:
+    """One product after the other, on a CPU: reads wide weights where they are, and its host is its
     device."""
+    assert isinstance(gate_up, torch.Tensor)
+    assert isinstance(down, torch.Tensor)
     chosen = ids.tolist()
     rows = [
         F.linear(swiglu(F.linear(x[i : i + 1], gate_up[e])), down[e])
@@ -80,8 +83,8 @@ def _each(
 
 def _few(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     ids: torch.Tensor,
     scales: Scales | None = None,
 ) -> torch.Tensor:
@@ -90,14 +93,14 @@ def _few(
     flat = ids.reshape(-1)
     s, t = (None, None) if scales is None else (scale[flat][:, None] for scale in scales)
     wide = x[:, None].expand(-1, top_k, -1).reshape(rows * top_k, 1, -1)
-    h = swiglu(scaled(torch.bmm(wide, gate_up[flat].to(x.dtype).transpose(1, 2)), s))
-    return scaled(torch.bmm(h, down[flat].to(x.dtype).transpose(1, 2)), t).view(rows, top_k, -1)
+    h = swiglu(scaled(torch.bmm(wide, widen(gate_up[flat], x.dtype).transpose(1, 2)), s))
+    return scaled(torch.bmm(h, widen(down[flat], x.dtype).transpose(1, 2)), t).view(rows, top_k, -1)
 
 
 def _sorted(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     ids: torch.Tensor,
     scales: Scales | None = None,
 ) -> torch.Tensor:
@@ -111,20 +114,20 @@ def _sorted(
         if count:
             mine = order[start : start + count]
             s, t = (None, None) if scales is None else (scale[expert] for scale in scales)
-            h = swiglu(scaled(x[mine // top_k] @ gate_up[expert].to(x.dtype).T, s))
-            out[mine] = scaled(h @ down[expert].to(x.dtype).T, t)
+            h = swiglu(scaled(x[mine // top_k] @ widen(gate_up[expert], x.dtype).T, s))
+            out[mine] = scaled(h @ widen(down[expert], x.dtype).T, t)
             start += count
     return out.view(rows, top_k, -1)
 
 
 def _grouped(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     ids: torch.Tensor,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """All experts in one product. Which of them have rows is not known on the host, so float8
+    """All experts in one product. Which of them have rows is not known on the host, so narrow
     weights are widened all, one of the two tensors at a time; where that matters, the kernels of
     `stretto.kernels.triton` do not."""
     rows, top_k = ids.shape
@@ -134,7 +137,14 @@ def _grouped(
         chosen, torch.arange(gate_up.shape[0], device=x.device), right=True
     ).to(torch.int32)
     h = swiglu(
-        scaled(torch._grouped_mm(x[order // top_k], gate_up.to(x.dtype).transpose(1, 2), ends), s)
+        scaled(
+            torch._grouped_mm(x[order // top_k], widen(gate_up, x.dtype).transpose(1, 2), ends), s
+        )
     )
-    y = scaled(torch._grouped_mm(h, down.to(x.dtype).transpose(1, 2), ends), t)
+    y = scaled(torch._grouped_mm(h, widen(down, x.dtype).transpose(1, 2), ends), t)
     return torch.empty_like(y).index_copy_(0, order, y).view(rows, top_k, -1)
+
+
+def _products(x: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch._grouped_mm(x, widen(weight, x.dtype).transpose(1, 2), ends)
+    return out

@@ -50,7 +50,8 @@ def plan_thinker(p: PlanInput) -> StagePlan:
     weights = module_bytes(model)
     pool = model.cache(p.blocks["thinker"] + 1, p.settings.block_size).data.nbytes
     hint = POOL_HINT.format("thinker")
-    if p.settings.expert_weights == "float8":
+    moe = p.config.thinker.text.moe
+    if moe is not None and moe.format is not None:
         return StagePlan("thinker", weights, pool, flags_hint=hint)
 
     def saved_bytes() -> int:
@@ -169,7 +170,8 @@ def small(config: OmniConfig) -> OmniConfig:
 
 def small_stage(job: CompileJob) -> StageModel:
     """Called by the processes that compile kernels."""
-    config, dtype = small(OmniConfig.read(job.model)), getattr(torch, job.dtype)
+    config = small(OmniConfig.read(job.model)).with_formats(job.formats)
+    dtype = getattr(torch, job.dtype)
     source = Source.open(
         config, job.device, dtype, "dummy", progress=False, expert_weights=job.expert_weights
     )
@@ -201,6 +203,7 @@ BUILD = FamilyBuild(
         adapter=f"{__name__}:small_stage",
         decoders=lambda c: (c.thinker.text, c.talker.text, c.talker.predictor),
         stages=("thinker", "talker"),
+        formats=lambda c: c.formats,
         # At the released size: two layers, embedding and head, context.
         process_bytes=6 << 30,
         hosts=3,

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stretto.errors import CheckpointError, Invalid
+from stretto.kernels.formats import FLOAT8_ROWS, WeightFormat
 from stretto.layers.config import DecoderConfig
+from stretto.models.quantised.placing import Formats, packed_decoder
 from stretto.models.section import Section, decoder_config
 from stretto.models.speech.config import FrameConfig, VocoderConfig, vocoder_config
 
@@ -154,10 +156,26 @@ class OmniConfig:
 
     def with_float8_experts(self) -> OmniConfig:
         """The same model, its thinker's routed experts to be kept as float8."""
-        text = self.thinker.text
-        assert text.moe is not None
-        text = replace(text, moe=replace(text.moe, float8=True))
-        return replace(self, thinker=replace(self.thinker, text=text))
+        return self.with_formats({"thinker.experts": FLOAT8_ROWS})
+
+    def with_formats(self, formats: Formats) -> OmniConfig:
+        """The same model with these parts packed in memory: `thinker.attention`,
+        `thinker.experts`, and the talker's."""
+        th, ta = self.thinker, self.talker
+        thinker = replace(th, text=packed_decoder(th.text, "thinker", formats))
+        talker = replace(ta, text=packed_decoder(ta.text, "talker", formats))
+        return replace(self, thinker=thinker, talker=talker)
+
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        """Those parts that are packed."""
+        found: dict[str, WeightFormat] = {}
+        for part, c in (("thinker", self.thinker.text), ("talker", self.talker.text)):
+            if c.attention_format is not None:
+                found[f"{part}.attention"] = c.attention_format
+            if c.moe is not None and c.moe.format is not None:
+                found[f"{part}.experts"] = c.moe.format
+        return found
 
 
 def conv_length(n: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.embedded import read_description, read_example_prompts
+from stretto.embedded import read_declaration, read_description, read_example_prompts
 from stretto.family import (
     AudioInputSpec,
     LinkSpec,
@@ -22,6 +22,7 @@ from stretto.family import (
     Transcription,
 )
 from stretto.hub import model_name
+from stretto.models.quantised.placing import weights_of
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.params import read_defaults, stage_params
 from stretto.params import RequestOptions
@@ -93,6 +94,7 @@ class Qwen3Omni:
 def open_model(directory: Path) -> Qwen3Omni:
     config = OmniConfig.read(directory)
     tokens = config.tokens
+    declared = read_declaration(directory)
     return Qwen3Omni(
         config,
         ModelInfo(
@@ -106,8 +108,9 @@ def open_model(directory: Path) -> Qwen3Omni:
                 config.thinker.audio.num_mel_bins, config.thinker.audio.window_frames
             ),
             description=read_description(directory),
+            weights=weights_of(directory),
             example_prompts=read_example_prompts(directory),
-            transcription=TRANSCRIPTION,
+            transcription=TRANSCRIPTION if declared.transcribes else None,
             defaults=read_defaults(directory),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),

@@ -5,13 +5,18 @@ embedding, which becomes its text table and is dropped."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from stretto.errors import CheckpointError
+from stretto.kernels.formats import WeightFormat
 from stretto.layers.linear import Embedding
+from stretto.models.quantised.placing import decoder_formats, expert_names
+from stretto.models.quantised.recognise import QuantisedTensor
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.talker import Talker
@@ -20,6 +25,29 @@ from stretto.models.source import LoadFormat, WeightSource
 from stretto.types import ExpertWeights
 
 EMBEDDING = "thinker.model.embed_tokens."
+
+
+def quantised_formats(
+    quantised: Mapping[str, QuantisedTensor], config: OmniConfig
+) -> dict[str, WeightFormat]:
+    """Of the parts that can stay packed."""
+    thinker, talker = config.thinker.text, config.talker.text
+    return {
+        **decoder_formats(quantised, "thinker", "thinker.model.", thinker),
+        **decoder_formats(quantised, "talker", "talker.model.", talker),
+    }
+
+
+def check_float8(source: Source) -> None:
+    """A second rounding is refused."""
+    names = expert_names("thinker.model.", source.config.thinker.text)
+    for name in names:
+        q = source.quantised().get(name)
+        if q is not None and not (q.format.kind == "float8" and q.format.per_row):
+            raise CheckpointError(
+                f"{q.codes.file}: tensor {q.codes.name}: is {q.format} already; "
+                f"--expert-weights float8 is for wide weights"
+            )
 
 
 class Source(WeightSource[OmniConfig]):
@@ -32,12 +60,14 @@ class Source(WeightSource[OmniConfig]):
         load_format: LoadFormat = "safetensors",
         progress: bool = True,
         expert_weights: ExpertWeights = "full",
+        packed: bool | None = None,
     ) -> Self:
         """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is
         enough.
 
         `expert_weights="float8"` is for the thinker's routed experts alone: decision 0013 says
-        why."""
+        why. `packed`: weights that come quantised stay so, where there is a place for them; None:
+        on a GPU, where memory is what is scarce."""
         config = model if isinstance(model, OmniConfig) else OmniConfig.read(model)
         if expert_weights == "float8":
             config = config.with_float8_experts()
@@ -46,9 +76,16 @@ class Source(WeightSource[OmniConfig]):
                 raise ValueError("weights need a checkpoint directory")
             model = ""
         source = cls.of(config, model, device, dtype, load_format, progress)
-        if load_format == "safetensors":
-            source.files()  # what is wrong with them is found before anything is built
-        return source
+        if load_format == "dummy":
+            return source
+        # what is wrong with the files is found before anything is built
+        found = quantised_formats(source.quantised(), config)
+        if expert_weights == "float8":
+            check_float8(source)
+        if packed is False or (packed is None and source.device.type == "cpu"):
+            return source
+        with_packed = config.with_formats(found)
+        return replace(source, config=with_packed)  # type: ignore[arg-type]
 
     def thinker(self) -> Thinker:
         model = self.module(lambda: Thinker(self.config), "thinker.", "thinker", 1)

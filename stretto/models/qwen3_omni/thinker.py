@@ -39,7 +39,7 @@ from stretto.stage.runner.columns import (
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.types import GREEDY, RequestId, SamplingParams
+from stretto.types import GREEDY, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,13 +247,13 @@ class ThinkerAdapter:
         self.next = torch.zeros(num_rows + 1, dtype=torch.int64, device=model.device)
         # Passes over prompts. They serve once they are captured.
         self.prompts = PrefillGraphs.where_usable(model.model, cache, self.rows, model.accept_layer)
-        self.inputs: dict[RequestId, ThinkerInput] = {}
 
-    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
-        return (self.inputs[id].sampling,)
+    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]:
+        return (request.input.sampling,)
 
-    def join(self, join: RowJoin, request: StageRequest) -> None:
-        state = self.inputs[join.request]
+    def join(self, join: RowJoin) -> None:
+        request = join.request
+        state: ThinkerInput = request.input
         penalised = state.sampling.repetition_penalty != 1.0
         offset = state.first_decode - state.positions.shape[1]
         seen = sorted(set(request.ids)) if penalised else ()
@@ -276,7 +276,8 @@ class ThinkerAdapter:
     def host_input(
         self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[ThinkerExtra]:
-        state, device = self.inputs[request.id], self.model.device
+        state: ThinkerInput = request.input
+        device = self.model.device
         media = (
             MediaRows.joined([m.within(start, stop) for m in state.media]) if state.media else None
         )

@@ -30,7 +30,7 @@ from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
-from stretto.stage.stage import Arrival, Output, ToEngine
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
 
@@ -147,7 +147,7 @@ class EnrollerStage:
     def throttle(self, id: RequestId, on: bool) -> None:
         pass
 
-    def accept(self, arrival: Arrival) -> None:
+    def accept(self, transfer: Transfer) -> None:
         raise Bug("no link ends at the enroller")
 
     def poll(self) -> Sequence[Output]:

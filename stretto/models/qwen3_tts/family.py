@@ -14,6 +14,7 @@ import msgspec
 from stretto.family import LinkSpec, MediaTokens, ModelInfo, PipelineSpec, StageSpec
 from stretto.hub import model_name
 from stretto.models.generation import GenerationFile
+from stretto.models.quantised.placing import weights_of
 from stretto.models.qwen3_tts.config import AUTO, SAMPLE_RATE, TtsConfig
 from stretto.models.qwen3_tts.params import (
     default_voice,
@@ -85,6 +86,7 @@ def open_model(directory: Path) -> Qwen3Tts:
         cloning=clones,
         live_text=True,
         text_chunk=TEXT_CHUNK,
+        weights=weights_of(directory),
     )
     pipeline = CLONES if clones else SPEAKS
     return Qwen3Tts(config, info, pipeline, config.talker.text_vocab, read_residual(file))

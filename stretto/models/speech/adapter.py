@@ -26,7 +26,7 @@ from stretto.stage.runner.columns import SamplingColumns, SamplingMode
 from stretto.stage.runner.prefill_graphs import PrefillGraphs
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.types import RequestId, SamplingParams
+from stretto.types import SamplingParams
 
 if TYPE_CHECKING:
     from stretto.models.speech.fused_frame import FusedFrame
@@ -96,7 +96,6 @@ class SpeechAdapter(Generic[T, I]):
         self.fused = self.frame is not None and model.model.fused is not None
         # Passes over prompts. They serve once they are captured.
         self.prompts = PrefillGraphs.where_usable(model.model, cache, self.rows)
-        self.inputs: dict[RequestId, I] = {}
 
     def prompt_input(
         self, state: I, start: int, stop: int
@@ -109,11 +108,11 @@ class SpeechAdapter(Generic[T, I]):
         or what a family has in its place."""
         return self.begin
 
-    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]:
-        return self.inputs[id].code0, self.inputs[id].residual
+    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]:
+        return request.input.code0, request.input.residual
 
-    def join(self, join: RowJoin, request: StageRequest) -> None:
-        state = self.inputs[join.request]
+    def join(self, join: RowJoin) -> None:
+        state: I = join.request.input
         offset = state.prompt.first_decode - len(state.prompt)
         self.rows.join(
             join.row,
@@ -130,12 +129,13 @@ class SpeechAdapter(Generic[T, I]):
             self.embedding[join.row] = self.before_text(state)
 
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
-        self.inputs[request.id].frames.append(list(row))
+        request.input.frames.append(list(row))
 
     def decode_value(self, request: StageRequest, position: int) -> int:
         """Row prompt + k carries text token k + 2; after the text, its end mark once, then
         padding."""
-        state, c = self.inputs[request.id], self.model.frames
+        state: I = request.input
+        c = self.model.frames
         index = position - len(state.prompt) + 1
         if index < len(state.text):
             return state.text[index]
@@ -154,7 +154,8 @@ class SpeechAdapter(Generic[T, I]):
     def host_input(
         self, request: StageRequest, start: int, stop: int, publish_from: int
     ) -> HostInput[None]:
-        state, device = self.inputs[request.id], self.model.device
+        state: I = request.input
+        device = self.model.device
         length, first = len(state.prompt), state.prompt.first_decode
         parts, places = [], []
         if start < length:

@@ -24,10 +24,11 @@ from stretto.models.speech.talker import FrameTalker
 from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
+from stretto.stage.core_stage import CoreStage
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
-from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
@@ -67,11 +68,9 @@ class PromptPlan:
     length: int = 0  # rows of the whole prompt, where they are known
 
 
-class SpeechStage:
+class SpeechStage(CoreStage[StageCore]):
     name = "talker"
     params: type[FrameParams] = FrameParams
-    cheap = False
-    receives: Mapping[str, type[Payload]] = {}
     sends: Mapping[str, type[Payload]] = {LINK: CodecFrames}
 
     def __init__(
@@ -85,9 +84,8 @@ class SpeechStage:
     ) -> None:
         """`opening_s`: of the first frame, so much is not sounded by the vocoder. `prefill`: a
         stage on the same device whose prompts go before frames."""
-        self.core = core
+        super().__init__(core, clock)
         self.model = model
-        self.clock = clock
         self.requests: dict[RequestId, SpeechOutput] = {}
         self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
         make_timing = FrameTiming.on_cpu if context.device.type == "cpu" else FrameTiming
@@ -95,18 +93,6 @@ class SpeechStage:
         self._frames_added = False  # since the last check
         self._last_check = 0.0
         self._hold = DecodeHold(prefill, clock, core.clock) if prefill is not None else None
-        self._outputs: list[Output] = []  # that `poll` returns next
-
-    def __len__(self) -> int:
-        return len(self.core)
-
-    @property
-    def due_ns(self) -> int | None:
-        return self.core.due_ns
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.core.runner.stream
 
     def admit(self, a: Admit, params: Any, prompt: Prompt) -> None:
         id, p = a.request, params
@@ -154,16 +140,14 @@ class SpeechStage:
         """What tells the prompt's last row, with the first text token in it."""
         raise NotImplementedError
 
-    def accept(self, arrival: Arrival) -> None:
-        raise NotImplementedError
-
     def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
         """More of a text that is read aloud while it is written."""
-        if id not in self.requests:
+        speech = self.requests.get(id)
+        if speech is None:
             return  # it ended meanwhile
         try:
             check_ids(id, len(self.model.text_table), tokens)
-            state = self.core.runner.adapter.inputs[id]
+            state = speech.request.input
             if state.text_ended:
                 raise Invalid("text after its end", "input")
             self._text(id, state, tokens)
@@ -176,23 +160,14 @@ class SpeechStage:
         self.core.cancel(id)
         self._forget(id)
 
-    def finish(self, id: RequestId) -> None:
-        """It ends with its text, which ends by itself."""
-
-    def throttle(self, id: RequestId, on: bool) -> None:
-        if id in self.core.scheduler:
-            self.core.scheduler.set_blocked(id, on)
-
     def poll(self) -> Sequence[Output]:
-        for certain in self.core.poll():
-            self._take(certain)
+        for confirmed in self.core.poll():
+            self.take(confirmed)
         if self._waiting:
             now = self.clock()
             if self._frames_added or now - self._last_check > CHECK_INTERVAL_S:
                 self._send_due(now)
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+        return self.take_outputs()
 
     def launch(self) -> bool:
         hold = None
@@ -219,12 +194,12 @@ class SpeechStage:
             # would cost the vocoder's stream several launches of their own.
             codes = np.array(frames, dtype=np.int32)
             if speech.want_codes:
-                self._outputs.append(ToEngine(Codes(id, first, codes.shape[1]), codes.tobytes()))
+                self.outputs.append(ToEngine(Codes(id, first, codes.shape[1]), codes.tobytes()))
             payload = CodecFrames(Span(first, first + len(frames)), torch.from_numpy(codes))
             speech.pace.packet_sent(len(frames), now)
             speech.frames = []
             del self._waiting[id]
-        self._outputs.append(ToLink(LINK, id, payload, mark))
+        self.outputs.append(Transfer(LINK, id, payload, mark))
         if mark is Mark.MORE:
             self.core.scheduler.set_deadline(id, speech.pace.deadline)
 
@@ -247,25 +222,25 @@ class SpeechStage:
             return
         # Nothing to say: the talker never runs, and silence is the answer.
         self.core.cancel(id)
-        self._outputs.append(ToLink(LINK, id, None, Mark.REQUEST_END))
-        self._outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))
+        self.outputs.append(Transfer(LINK, id, None, Mark.REQUEST_END))
+        self.outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))
         self._forget(id)
 
-    def _take(self, o: CoreOutput) -> None:
+    def take(self, o: CoreOutput) -> None:
         id = o.request.id
         speech = self.requests.get(id)
         if speech is None:
             return
         if o.error is not None:
             self._forget(id)
-            self._outputs.append(ToEngine(failed(id, self.name, o.error)))
+            self.outputs.append(ToEngine(failed(id, self.name, o.error)))
             return
         now = self.clock()
         if o.reason is not None:  # the pick that ends a request is not a frame
             if not speech.prefill_only:
                 self._send(id, speech, now, Mark.REQUEST_END)
-            speech.timings.cached = o.cached
-            self._outputs.append(ToEngine(speech.timings.ended(id, self.name, o.reason)))
+            speech.timings.cached = o.request.num_cached
+            self.outputs.append(ToEngine(speech.timings.ended(id, self.name, o.reason)))
             self._forget(id)
         elif o.token is None:
             speech.timings.mark_chunk(now)
@@ -279,7 +254,7 @@ class SpeechStage:
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         if id in self.requests:
             self.cancel(id)
-            self._outputs.append(ToEngine(failed(id, self.name, error)))
+            self.outputs.append(ToEngine(failed(id, self.name, error)))
 
     def _forget(self, id: RequestId) -> None:
         self.requests.pop(id, None)

@@ -4,7 +4,7 @@ loop thread."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -13,9 +13,10 @@ from stretto.models.speech.params import VocoderParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker_stage import FRAME_S, LINK
 from stretto.preprocess.prompt import Prompt
+from stretto.stage.core_stage import CoreStage
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
-from stretto.stage.stage import Arrival, Output, ToEngine
+from stretto.stage.stage import ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.stage.vocoder import Primer, VocoderCore, VocoderOutput
 from stretto.types import Mark, RequestId
@@ -23,25 +24,15 @@ from stretto.types import Mark, RequestId
 NOTHING = torch.empty(0, 0, dtype=torch.int32)
 
 
-class VocoderStage:
+class VocoderStage(CoreStage[VocoderCore]):
     name = "code2wav"
     params: type[VocoderParams] = VocoderParams
     cheap = True
     receives: Mapping[str, type[Payload]] = {LINK: CodecFrames}
-    sends: Mapping[str, type[Payload]] = {}
-    due_ns: int | None = None
 
     def __init__(self, core: VocoderCore, clock: Clock = time.monotonic) -> None:
-        self.core = core
-        self.clock = clock
+        super().__init__(core, clock)
         self.requests: dict[RequestId, StageTimings] = {}
-
-    def __len__(self) -> int:
-        return len(self.core)
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.core.stream
 
     def admit(self, a: Admit, params: VocoderParams, prompt: Prompt) -> None:
         self.core.open(a.request, self.primer(params))
@@ -55,34 +46,19 @@ class VocoderStage:
         self.core.cancel(id)
         self.requests.pop(id, None)
 
-    def finish(self, id: RequestId) -> None:
-        """It ends with its frames, which end by themselves."""
+    def accept(self, transfer: Transfer) -> None:
+        frames: CodecFrames | None = transfer.payload
+        last = Reason.STOP if transfer.mark is not Mark.MORE else None
+        self.core.push(transfer.request, frames.codes if frames is not None else NOTHING, last)
 
-    def throttle(self, id: RequestId, on: bool) -> None:
-        pass  # upstream stops; what is here is bounded
-
-    def accept(self, arrival: Arrival) -> None:
-        frames: CodecFrames | None = arrival.payload
-        last = Reason.STOP if arrival.mark is not Mark.MORE else None
-        self.core.push(arrival.request, frames.codes if frames is not None else NOTHING, last)
-
-    def poll(self) -> Sequence[Output]:
-        outputs: list[Output] = []
-        for made in self.core.poll():
-            self._take(made, outputs)
-        return outputs
-
-    def launch(self) -> bool:
-        return self.core.launch()
-
-    def _take(self, o: VocoderOutput, outputs: list[Output]) -> None:
+    def take(self, o: VocoderOutput) -> None:
         id = o.request
         timings = self.requests.get(id)
         if timings is None:
             return
         if o.error is not None:
             del self.requests[id]
-            outputs.append(ToEngine(failed(id, self.name, o.error)))
+            self.outputs.append(ToEngine(failed(id, self.name, o.error)))
             return
         if len(o.samples):
             now = self.clock()
@@ -90,7 +66,7 @@ class VocoderStage:
             rate = self.core.model.config.samples_per_frame / FRAME_S
             if o.reason is None and id in self.core:
                 self.core.set_deadline(id, timings.marks[0] + (o.start + len(o.samples)) / rate)
-            outputs.append(ToEngine(Pcm(id, o.start, o.frames), o.samples.tobytes()))
+            self.outputs.append(ToEngine(Pcm(id, o.start, o.frames), o.samples.tobytes()))
         if o.reason is not None:
-            outputs.append(ToEngine(timings.ended(id, self.name, o.reason)))
+            self.outputs.append(ToEngine(timings.ended(id, self.name, o.reason)))
             del self.requests[id]

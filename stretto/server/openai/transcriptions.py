@@ -92,7 +92,7 @@ async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> No
         )  # which may be draining by now
         service.check_model(request.model, engine)
         if engine.info.transcription is None:
-            raise Invalid("this model writes down no speech", "model")
+            raise Invalid("this model cannot transcribe speech", "model")
         words = instruction(engine.info.transcription, request, sound.translate)
         cut, file = await engine.cut(sound.file, WINDOW_S, request_log.sender)
     async with file:
@@ -107,13 +107,7 @@ def instruction(how: Transcription, request: TranscriptionRequest, translate: bo
         raise Invalid("language must be two or three small letters, such as en", "language")
     if language is not None and language not in how.languages:
         raise Invalid(f"language: the model hears {', '.join(how.languages)}", "language")
-    if translate:
-        words = how.translate
-    elif language is None:
-        words = how.transcribe
-    else:
-        words = how.transcribe_language.format(language=how.languages[language])
-    return f"{words} {request.prompt}" if request.prompt else words
+    return how.prompt(language, request.prompt, translate)
 
 
 def most_tokens(seconds: float) -> int:

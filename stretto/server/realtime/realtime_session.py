@@ -103,8 +103,9 @@ class RealtimeSession:
         )  # fmt: skip
         count = self.service.metrics.realtime.transcriptions
         self.transcriber = Transcriber(
-            self.engine_session, self.send_queue.put, lambda: self.responses.audio_started, count
-        )
+            self.engine_session, self.engine.info.transcription, self.send_queue.put,
+            lambda: self.responses.audio_started, count,
+        )  # fmt: skip
 
     @classmethod
     def open(

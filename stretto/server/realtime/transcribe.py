@@ -8,12 +8,14 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import UNSET
 from prometheus_client import Counter
 
 from stretto.engine.events import Finished, TextDelta, Usage
 from stretto.engine.session import Item, Session
+from stretto.family import Transcription as TranscriptionPrompts
 from stretto.params import Params
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import server_events as s
@@ -24,24 +26,26 @@ PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
 MAX_WAITING = 8  # or under way, of one session
 GRACE_S = 0.25  # a client that ends its turns itself asks for the answer in a second message
-TASK = (
-    "Write down word for word what is said in the recording, in the language that is spoken. Write "
-    "nothing else."
-)
+SPOKEN = "(spoken)"
+"""The transcript that clients show where the model cannot transcribe."""
 
 
-def instructions(settings: Transcription) -> str:
-    words = [TASK]
-    if settings.language:
-        words.append(f"The language is {settings.language}.")
-    if settings.prompt:
-        words.append(f"For orientation: {settings.prompt}")
-    return " ".join(words)
+def with_prompt(item: Item, prompt: str) -> Item:
+    """What the user said, and what is to be done with it."""
+    content = [*item.message["content"], {"type": "text", "text": prompt}]
+    return Item(item.id, {**item.message, "content": content})
+
+
+def not_transcribed(entry: Entry, put: Callable[[s.ServerEvent], None]) -> None:
+    """The client shows that something was said; the item's transcript stays empty."""
+    put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
+    usage = usage_of(Usage(0, 0, 0, 0))
+    put(s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=SPOKEN, usage=usage))
 
 
 async def transcribe(
     session: Session,
-    settings: Transcription,
+    prompt: str,
     entry: Entry,
     item: Item,
     seconds: float,
@@ -58,8 +62,7 @@ async def transcribe(
         events = session.respond(
             modalities=("text",),
             params=params,
-            instructions=instructions(settings),
-            items=[item],
+            items=[with_prompt(item, prompt)],
             remember=False,
         )
         async with aclosing(events):
@@ -88,8 +91,19 @@ async def transcribe(
     text = "".join(texts)
     for part in entry.item.content or ():
         part.transcript = text
-    usage = usage or Usage(0, 0, 0, 0)
-    told_usage = {
+    completed = s.TranscriptionCompleted(
+        item_id=entry.id,
+        content_index=0,
+        transcript=text,
+        usage=usage_of(usage or Usage(0, 0, 0, 0)),
+    )
+    completed.logprobs = logprobs_found if logprobs else UNSET
+    put(completed)
+    return True
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
         "type": "tokens",
         "total_tokens": usage.prompt_tokens + usage.text_tokens,
         "input_tokens": usage.prompt_tokens,
@@ -99,12 +113,6 @@ async def transcribe(
             "audio_tokens": usage.audio_prompt_tokens,
         },
     }
-    completed = s.TranscriptionCompleted(
-        item_id=entry.id, content_index=0, transcript=text, usage=told_usage
-    )
-    completed.logprobs = logprobs_found if logprobs else UNSET
-    put(completed)
-    return True
 
 
 async def after_first_sound(
@@ -120,9 +128,10 @@ async def after_first_sound(
 
 @dataclass(slots=True, eq=False)
 class Transcriber:
-    """The transcriptions of one session, each a task."""
+    """The transcriptions of one session, each a task. `how`: None where the model cannot."""
 
     engine_session: Session
+    how: TranscriptionPrompts | None
     put: Callable[[s.ServerEvent], None]
     audio_started: Callable[[], asyncio.Event | None]  # of the answer that is being made
     count: Counter  # by how they ended
@@ -139,6 +148,10 @@ class Transcriber:
         """If the client wants the words of this item."""
         if settings is None:
             return
+        if (how := self.how) is None:
+            not_transcribed(entry, self.put)
+            return
+        prompt = how.prompt(settings.language, settings.prompt)
         if len(self._tasks) >= MAX_WAITING:
             error = s.ErrorInfo(
                 "server_error", "too many transcriptions are waiting", "server_busy"
@@ -151,7 +164,7 @@ class Transcriber:
             try:
                 await after_first_sound(self.audio_started, GRACE_S)
                 succeeded = await transcribe(
-                    self.engine_session, settings, entry, item, seconds, self.put, logprobs
+                    self.engine_session, prompt, entry, item, seconds, self.put, logprobs
                 )
                 outcome = "completed" if succeeded else "failed"
             finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -38,13 +39,11 @@ from stretto.stage.host.stats import record_host
 from stretto.stage.links.endpoints import LinkEndpoints, RequestFault
 from stretto.stage.links.links import Links
 from stretto.stage.stage import (
-    Arrival,
     Output,
     Stage,
     TakesFeatures,
     TakesStepInputs,
-    ToEngine,
-    ToLink,
+    Transfer,
 )
 from stretto.stage.timings import Report, failed
 from stretto.types import Mark, RequestId
@@ -145,17 +144,7 @@ class Host:
     def poll_stage(self, stage: Stage) -> bool:
         """Give a stage what has arrived for it, take what it made, let it launch more. True:
         something happened."""
-        for outlet in self.links.outlets_of(stage.name):
-            for id in outlet.flush():
-                self._set_blocked(stage, id)
-        received = False
-        for inlet in self.links.inlets_of(stage.name):
-            for id, item in inlet.receive():
-                received = True
-                if isinstance(item, Arrival):
-                    self._accept(stage, item)
-                else:
-                    self._fail(id, stage.name, item)
+        received = self._receive(stage)
         made = self._move(stage, stage.poll())
         launched = stage.launch()
         if launched:
@@ -163,33 +152,43 @@ class Host:
             self._move(stage, stage.poll())
         return received or made or launched
 
+    def _receive(self, stage: Stage) -> bool:
+        """Move what waits on links to and from other hosts. True: something came."""
+        received = False
+        for outlet in self.links.outlets.values():
+            if outlet.sender is stage:
+                for id in outlet.flush():
+                    self._set_blocked(stage, id)
+        for inlet in self.links.inlets.values():
+            for item in inlet.receive() if inlet.receiver is stage else ():
+                received = True
+                if isinstance(item, Transfer):
+                    self._accept(stage, item)
+                else:
+                    id, error = item
+                    self._fail(id, stage.name, error)
+        return received
+
     def _move(self, stage: Stage, outputs: Sequence[Output]) -> bool:
         """To the stages behind, and to the engine."""
         for output in outputs:
-            if isinstance(output, ToLink):
+            if isinstance(output, Transfer):
                 self._send(stage, output)
-            else:
-                self._report(stage, output)
+                continue
+            message = output.message
+            if isinstance(message, Ended | Failed):
+                self.links.close(message.request, stage, purge=isinstance(message, Failed))
+            self.report(message, output.blob)
         return bool(outputs)
 
-    def _send(self, stage: Stage, sent: ToLink) -> None:
-        outlet = self.links.outlets[sent.link]
-        if sent.request not in outlet:
-            # it was cancelled while this waited to be sent
-            return
-        if outlet.is_local:
-            outlet.hand(sent)
-            self.receive(sent)
-        elif not outlet.send(sent) and sent.mark is Mark.MORE:
-            self._set_blocked(stage, sent.request)
-
-    def receive(self, sent: ToLink) -> None:
-        """What a stage here is sent, as it is."""
-        arrival = (
-            self.links.inlets[sent.link].take(sent) if sent.link in self.links.inlets else None
-        )
-        if arrival is not None:
-            self._accept(self.links.receivers[sent.link], arrival)
+    def _send(self, stage: Stage, transfer: Transfer) -> None:
+        local = self.links.local.get(transfer.link)
+        if local is None:
+            sent = self.links.outlets[transfer.link].send(transfer)
+            if not sent and transfer.mark is Mark.MORE:
+                self._set_blocked(stage, transfer.request)
+        elif local.hand_over(transfer):
+            self._accept(local.receiver, transfer)
 
     def _poll_links(self) -> bool:
         faults = self.endpoints.poll()
@@ -200,20 +199,14 @@ class Host:
                 self.report(fault, b"")
         return bool(faults)
 
-    def _report(self, stage: Stage, output: ToEngine) -> None:
-        message = output.message
-        if isinstance(message, Ended | Failed):
-            self.links.close(message.request, stage.name, purge=isinstance(message, Failed))
-        self.report(message, output.blob)
-
-    def _accept(self, stage: Stage, arrival: Arrival) -> None:
+    def _accept(self, stage: Stage, transfer: Transfer) -> None:
         try:
-            stage.accept(arrival)
+            stage.accept(transfer)
         except StrettoError as e:
-            self._fail(arrival.request, stage.name, e)
+            self._fail(transfer.request, stage.name, e)
 
     def _set_blocked(self, stage: Stage, id: RequestId) -> None:
-        stage.throttle(id, any(outlet.blocked(id) for outlet in self.links.outlets_of(stage.name)))
+        stage.throttle(id, any(link.blocked(id) for link in self.links.sent_by(stage)))
 
     # -- messages, on the loop thread
 
@@ -236,12 +229,9 @@ class Host:
                 if stage in self.stages:
                     self.stages[stage].finish(id)
             case Throttle(request=id, on=on):
-                for other in self.stages.values():
-                    self._throttle(other, id, on)
+                self._throttle(id, on)
             case Listen() | Connect() | Unlink():
-                answer = self.endpoints.handle(message, self.switches)
-                if answer is not None:
-                    self.report(answer, b"")
+                self._set_up_link(message)
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
                 self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
@@ -257,7 +247,7 @@ class Host:
             for name, stage in reversed(self.stages.items()):
                 if name in a.stages:
                     stage.admit(a, _decoded(a.stages[name], stage), prompt)
-                    self.links.open(a.request, name, {*a.stages, *a.elsewhere})
+                    self.links.open(a.request, stage, {*a.stages, *a.elsewhere})
             self._admitted = True
         except StrettoError as e:
             self._fail(a.request, first, e)
@@ -266,6 +256,17 @@ class Host:
             raise
         except Exception as e:  # noqa: BLE001  what numbers that fit nothing make of the models, numpy and torch
             self._fail(a.request, first, Bug(f"it cannot be taken: {e!r}"))
+
+    def _set_up_link(self, message: Listen | Connect | Unlink) -> None:
+        try:
+            answer = self.endpoints.handle(message, self.switches)
+        except StrettoError as e:
+            if isinstance(message, Unlink):
+                raise
+            self.report(LinkDown(message.link, message.generation, str(e)), b"")
+        else:
+            if answer is not None:
+                self.report(answer, b"")
 
     def _supply(self, m: MediaData, blob: Bytes) -> None:
         stage: object = self.stages.get(m.stage)
@@ -277,14 +278,16 @@ class Host:
             self._fail(m.request, m.stage, e)
 
     def _cancel(self, id: RequestId) -> None:
-        for name, stage in self.stages.items():
+        for stage in self.stages.values():
             stage.cancel(id)
-            self.links.close(id, name, purge=True)
+            self.links.close(id, stage, purge=True)
 
-    def _throttle(self, stage: Stage, id: RequestId, on: bool) -> None:
-        for outlet in self.links.outlets_of(stage.name):
-            outlet.throttle(id, on)
-            self._set_blocked(stage, id)
+    def _throttle(self, id: RequestId, on: bool) -> None:
+        """The request's listener is slow, or no longer."""
+        for stage in self.stages.values():
+            for link in self.links.sent_by(stage):
+                link.throttle(id, on)
+                self._set_blocked(stage, id)
 
     def _fail(self, id: RequestId, where: str, error: StrettoError) -> None:
         """End a request in all stages here, and say why."""
@@ -321,18 +324,9 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
     """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any
     other message: one that is lost would leave a request or a link behind for good, so the host
     cannot go on."""
-
-    def run() -> None:
-        try:
-            host.handle(message, blob)
-        except StrettoError as e:
-            if isinstance(message, Listen | Connect):
-                channel.send(LinkDown(message.link, message.generation, str(e)))
-            else:
-                raise
-
+    spare = CONTROL if isinstance(message, Admit) else 0
     try:
-        host.loop.post(run, CONTROL if isinstance(message, Admit) else 0)
+        host.loop.post(partial(host.handle, message, blob), spare)
     except Gone:
         # it died just now, and all its requests with it: the next read says so
         pass

@@ -31,26 +31,24 @@ def record_host(recorder: Recorder, loop: Loop, stages: Iterable[Stage], links: 
     recorder.number("stretto_host_busy_seconds_total", lambda: loop.age_s - loop.idle_ns / 1e9)
     for stage in stages:
         recorder.number("stretto_stage_requests", stage.__len__, stage=stage.name)
-        outlets, inlets = links.outlets_of(stage.name), links.inlets_of(stage.name)
-        if outlets:
+        if sent := links.sent_by(stage):
             recorder.number(
                 "stretto_stage_outboxes",
-                lambda o=outlets: sum(map(len, o)),  # type: ignore[misc]
+                lambda s=sent: sum(link.num_sending for link in s),  # type: ignore[misc]
                 stage=stage.name,
             )
-        if inlets:
+        if received := links.received_by(stage):
             recorder.number(
                 "stretto_stage_inboxes",
-                lambda i=inlets: sum(map(len, i)),  # type: ignore[misc]
+                lambda r=received: sum(link.num_receiving for link in r),  # type: ignore[misc]
                 stage=stage.name,
             )
-        for outlet in outlets:
-            if outlet.is_local:
-                recorder.number(
-                    "stretto_link_handed_total",
-                    lambda o=outlet: o.local_payloads,  # type: ignore[misc]
-                    link=outlet.link,
-                )
+    for local in links.local.values():
+        recorder.number(
+            "stretto_link_handed_total",
+            lambda o=local: o.num_payloads,  # type: ignore[misc]
+            link=local.name,
+        )
 
 
 def resident() -> int:
@@ -89,10 +87,10 @@ def record_codec(recorder: Recorder, stage: VocoderCore) -> None:
     labels = {"stage": stage.name, "kind": "decode"}
     recorder.number("stretto_stage_steps_total", lambda: s.steps, **labels)
     recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)
-    recorder.histogram("stretto_stage_launch_seconds", s.launch, **labels)
-    recorder.histogram("stretto_stage_device_seconds", s.device, **labels)
+    recorder.histogram("stretto_stage_launch_seconds", s.kinds["decode"].launch, **labels)
+    recorder.histogram("stretto_stage_device_seconds", s.kinds["decode"].device, **labels)
     for name, read in {
-        "stretto_stage_frames_total": lambda: s.frames,
+        "stretto_stage_frames_total": lambda: s.rows,
         "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
         "stretto_stage_slots_available": lambda: stage.num_free,
         "stretto_stage_slots": lambda: stage.config.slots,

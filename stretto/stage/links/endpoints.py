@@ -18,7 +18,7 @@ from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening,
 from stretto.observe.recorder import Recorder
 from stretto.stage.host.stats import record_link
 from stretto.stage.links.copies import HostToDevice
-from stretto.stage.links.links import Inlet, Links, Outlet
+from stretto.stage.links.links import Links
 from stretto.stage.stage import Stage
 from stretto.transport.contract import Endpoint, LinkOptions, OnLink, Receiver, Sender
 from stretto.transport.courier import Incoming, Outgoing
@@ -73,13 +73,9 @@ class LinkEndpoints:
             case Unlink(link=name):
                 self.unlink(name)
                 return None
-            case Listen(link=name, generation=g) if (
-                self._is_remote(self.links.inlets.get(name)) and g >= 0
-            ):
+            case Listen(link=name, generation=g) if name in self.links.inlets and g >= 0:
                 return self.listen(m, switches)
-            case Connect(link=name, generation=g) if (
-                self._is_remote(self.links.outlets.get(name)) and g >= 0
-            ):
+            case Connect(link=name, generation=g) if name in self.links.outlets and g >= 0:
                 return self.connect(m, switches)
             case _:
                 raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
@@ -94,7 +90,7 @@ class LinkEndpoints:
         end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.receiver = receiver
         inlet = self.links.inlets[m.link]
-        stream = self._stream_for(f"{m.link} in", self.links.receivers[m.link], switches)
+        stream = self._stream_for(f"{m.link} in", inlet.receiver, switches)
         uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
         end.incoming = incoming = Incoming(
             receiver,
@@ -105,7 +101,7 @@ class LinkEndpoints:
             copy=uploader.took,
         )
         incoming.start()
-        inlet.remote.attach(incoming)
+        inlet.attach(incoming)
         record_link(self.recorder, m.link, "in", incoming, receiver)
         return Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint))
 
@@ -116,7 +112,7 @@ class LinkEndpoints:
         end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.sender = sender
         outlet = self.links.outlets[m.link]
-        stream = self._stream_for(f"{m.link} out", self.links.senders[m.link], switches)
+        stream = self._stream_for(f"{m.link} out", outlet.sender, switches)
         end.outgoing = outgoing = Outgoing(
             sender,
             m.link,
@@ -126,14 +122,9 @@ class LinkEndpoints:
             recorder=self.recorder,
         )
         outgoing.start()
-        outlet.remote.attach(outgoing)
+        outlet.attach(outgoing)
         record_link(self.recorder, m.link, "out", outgoing, sender)
         return Linked(m.link, m.generation)
-
-    @staticmethod
-    def _is_remote(end: Inlet | Outlet | None) -> bool:
-        """Whether the link's other end is in another host."""
-        return end is not None and not end.is_local
 
     def _stream_for(
         self, end: str, stage: Stage, switches: OverlapSwitches
@@ -166,10 +157,10 @@ class LinkEndpoints:
             return
         self.recorder.forget(link=name)
         if end.outgoing is not None:
-            self.links.outlets[name].remote.detach()
+            self.links.outlets[name].detach()
             end.outgoing.close(drain=False)
         if end.incoming is not None:
-            self.links.inlets[name].remote.detach()
+            self.links.inlets[name].detach()
             end.incoming.close()
 
     def close(self) -> None:

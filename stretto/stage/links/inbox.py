@@ -1,6 +1,7 @@
-"""The chunks that came from another host and were not read yet. An `Inbox` per request keeps one
-link's chunks in order; `Inboxes` keeps those of a link by request, and chunks of requests that are
-not announced yet. Called by `links.Inlet`, on the stage loop's thread.
+"""The receiving end of a link from another host: the chunks that came and were not read yet. An
+`Inbox` per request keeps one link's chunks in order; `Inboxes` keeps those of a link by request,
+and chunks of requests that are not announced yet; an `Inlet` hands them to the host as payloads. On
+the loop thread.
 
 A chunk is accepted if it follows the last one, by `seq` and by span. A repeat is dropped and a gap
 is an error. A chunk of a request that is over is late and ignored. Control messages and chunks take
@@ -10,12 +11,16 @@ and a size."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from stretto.errors import Bug, WireError
+from stretto.errors import Bug, StrettoError, WireError
+from stretto.stage.payload import unpack
+from stretto.stage.stage import Stage, Transfer
 from stretto.transport import wire
 from stretto.transport.contract import Chunk, ChunkHeader, OnLink, PurgedRequests
+from stretto.transport.courier import Incoming
 from stretto.types import Mark, RequestId, Span
 
 
@@ -136,6 +141,10 @@ class Inboxes:
         return request in self._open
 
     @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
     def num_early(self) -> int:
         return self._num_early
 
@@ -200,3 +209,70 @@ class Inboxes:
             for chunk in waiting:
                 chunk.release()
             raise
+
+
+class Inlet:
+    """Which requests are announced, and what comes for them."""
+
+    def __init__(self, name: str, receiver: Stage) -> None:
+        self.name = name
+        self.receiver = receiver
+        self.kind = receiver.receives[name]
+        self._courier: Incoming | None = None
+        self._boxes = Inboxes()
+        # Since the last `receive`: chunks of theirs may have come early.
+        self._announced: list[RequestId] = []
+
+    def attach(self, courier: Incoming) -> None:
+        self._courier = courier
+
+    def detach(self) -> None:
+        self._courier = None
+
+    @property
+    def num_receiving(self) -> int:
+        """Requests that are open, and chunks of those that are not announced yet."""
+        return self._boxes.num_open + self._boxes.num_early
+
+    def start_receiving(self, id: RequestId) -> None:
+        """Announce a request. What came for it early is received next."""
+        self._boxes.announce(id)
+        self._announced.append(id)
+
+    def stop_receiving(self, id: RequestId, purge: bool) -> None:
+        """The request is over. With `purge`, so is what is on its way."""
+        self._boxes.forget(id)
+        if purge and self._courier is not None:
+            self._courier.purge(id)
+
+    def receive(self) -> Iterator[Transfer | tuple[RequestId, StrettoError]]:
+        """What has arrived since the last call, and what went wrong with a request."""
+        announced = self._announced
+        self._announced = []
+        for id in announced:
+            yield from self._take(id)
+        while self._courier is not None and (chunk := self._courier.poll()) is not None:
+            id = chunk.header.request
+            try:
+                self._boxes.push(chunk)
+            except StrettoError as e:
+                yield id, e
+            else:
+                yield from self._take(id)
+
+    def _take(self, id: RequestId) -> Iterator[Transfer | tuple[RequestId, StrettoError]]:
+        """Chunks of one request, each released when the next one is asked for."""
+        if id not in self._boxes:
+            return
+        inbox = self._boxes[id]
+        while (chunk := inbox.pop()) is not None:
+            try:
+                payload = unpack(self.kind, chunk)
+                yield Transfer(self.name, id, payload, chunk.header.mark, chunk.event)
+            except StrettoError as e:
+                yield id, e
+            finally:
+                chunk.release()
+            if inbox.ended and not len(inbox):
+                self._boxes.forget(id)
+                return

@@ -1,8 +1,9 @@
 """What the runner needs of a model: one adapter per autoregressive stage.
 
 The runner knows rows, steps and graphs; an adapter knows what an input row is, how to run the
-model, and how to pick. `device_input`, `forward` without extras, and `pick` make up a decode step:
-fixed shapes, device data only."""
+model, and how to pick. What it needs of a request beside the ids is `StageRequest.input`, which the
+stage gives to `StageCore.submit`. `device_input`, `forward` without extras, and `pick` make up a
+decode step: fixed shapes, device data only."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from stretto.stage.request import StageRequest
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.types import RequestId, SamplingParams
+from stretto.types import SamplingParams
 
 E = TypeVar("E")
 
@@ -57,16 +58,14 @@ class SideRows:
 class ModelAdapter(Protocol[E]):
     rows: DeviceRows
     cache: KVCache
-    # what each request brought; the stage adds and removes
-    inputs: dict[RequestId, Any]
     # of `Picked.tokens`
     columns: int
     # there is a `fused_step`, which serves rows of any sampling parameters
     fused: bool
 
-    def sampling(self, id: RequestId) -> tuple[SamplingParams, ...]: ...
+    def sampling(self, request: StageRequest) -> tuple[SamplingParams, ...]: ...
 
-    def join(self, join: RowJoin, request: StageRequest) -> None:
+    def join(self, join: RowJoin) -> None:
         """A request takes a row: write what the row must hold before its first step."""
         ...
 

@@ -15,7 +15,7 @@ import torch
 from stretto.errors import Bug
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.upload import to_device
-from stretto.stage.request import BlockId, StageRequest
+from stretto.stage.request import BlockId
 from stretto.stage.runner.columns import BiasColumns, MaskColumns
 from stretto.stage.runner.logprobs import Head
 from stretto.stage.scheduler.batch import RowSpan
@@ -72,15 +72,15 @@ class DeviceRows:
             ids = to_device(seen, self.device, torch.int64)
             self.seen[row].index_fill_(0, ids, True)
 
-    def write_guides(self, spans: Sequence[RowSpan], requests: Sequence[StageRequest]) -> None:
+    def write_guides(self, spans: Sequence[RowSpan]) -> None:
         """What guided requests may pick in this step. Their last tokens are known: they run one
         step at a time."""
-        for span, request in zip(spans, requests, strict=True):
-            guide = request.spec.guide
+        for span in spans:
+            guide = span.request.spec.guide
             if guide is None or not span.samples:
                 continue
             if self.masks is None or self.bias is None:
-                raise Bug(f"{request.id}: this stage follows no guide")
+                raise Bug(f"{span.request.id}: this stage follows no guide")
             if (bits := guide.mask()) is not None:
                 self.masks.write(span.row, bits)
             if (pairs := guide.bias()) is not None:

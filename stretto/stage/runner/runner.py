@@ -9,7 +9,7 @@ through the same functions, with the same result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,16 @@ import torch
 
 from stretto.errors import Bug, StageDead, StrettoError
 from stretto.layers.upload import to_device
-from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import ModelAdapter, Picked, SideRows, decode_step
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.logprobs import StepLogprobs, score
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
-from stretto.types import RequestId
 
 DRAWS = 1
 PENALTY = 2
 LOGPROBS = 4
-
-Find = Callable[[RequestId], StageRequest]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +39,6 @@ class _StepPlan:
     spans: Sequence[RowSpan]
     # in the batch
     index: Sequence[int]
-    requests: list[StageRequest]
     # every span goes on from its own last pick
     decodes: bool
 
@@ -78,11 +73,11 @@ class Runner:
             return rows, self.stream.record_event()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, find: Find) -> Step:
+    def launch(self, batch: Batch) -> Step:
         """Put a batch on the device. An error while launching is the step's, not the caller's."""
         with self.on_stream():
             try:
-                return self._launch(batch, find)
+                return self._launch(batch)
             except StrettoError as e:
                 return self._failed(batch, e)
             except torch.cuda.OutOfMemoryError as e:
@@ -102,7 +97,7 @@ class Runner:
         rows: list[list[int]] = step.host.tolist()
         for i, row in zip(step.sampling, rows, strict=True):
             if row[0] < 0:
-                id = step.batch.spans[i].request
+                id = step.batch.spans[i].request.id
                 errors[id] = StageDead(f"{id}: the model's output is not a number")
             tokens[i] = row[0]
         return StepResult(tokens, errors), rows
@@ -111,20 +106,20 @@ class Runner:
         none = torch.empty(0, self.adapter.columns, dtype=torch.int64)
         return Step(batch, [], none, none, None, SideRows(), None, error=error)
 
-    def _launch(self, batch: Batch, find: Find) -> Step:
+    def _launch(self, batch: Batch) -> Step:
         adapter = self.adapter
         for join in batch.joined:
-            adapter.join(join, find(join.request))
+            adapter.join(join)
             mode = SamplingMode.of(adapter.sampling(join.request))
             flags = DRAWS * mode.sampled | PENALTY * mode.penalty
-            if find(join.request).spec.logprobs is not None:
+            if join.request.spec.logprobs is not None:
                 flags |= LOGPROBS
             self._flags[join.row] = flags
         adapter.rows.put_blocks(
             [(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks]
         )
-        plan = self._plan(batch, find)
-        adapter.rows.write_guides(plan.spans, plan.requests)
+        plan = self._plan(batch)
+        adapter.rows.write_guides(batch.spans)
         samples = [i for i, span in enumerate(plan.spans) if span.samples]
         flags = 0
         for i in samples:
@@ -143,23 +138,20 @@ class Runner:
         head = self.adapter.rows.head
         if head is None or picked.hidden is None:
             raise Bug("this stage has no log-probabilities")
-        counts = [(at, plan.requests[i].spec.logprobs) for at, i in enumerate(samples)]
+        counts = [(at, plan.spans[i].request.spec.logprobs) for at, i in enumerate(samples)]
         requested = [(at, count) for at, count in counts if count is not None]
         return score(head, picked.hidden, picked.tokens[:, 0], requested)
 
-    def _plan(self, batch: Batch, find: Find) -> _StepPlan:
+    def _plan(self, batch: Batch) -> _StepPlan:
         if batch.decode_only and all(s.from_device for s in batch.spans):
-            return _StepPlan(
-                batch.spans, range(len(batch.spans)), [find(s.request) for s in batch.spans], True
-            )
+            return _StepPlan(batch.spans, range(len(batch.spans)), True)
 
         def key(i: int) -> tuple[bool, bool]:
             span = batch.spans[i]
             return span.stop - span.start != 1, not span.from_device
 
         order = sorted(range(len(batch.spans)), key=key)
-        spans = [batch.spans[i] for i in order]
-        return _StepPlan(spans, order, [find(s.request) for s in spans], False)
+        return _StepPlan([batch.spans[i] for i in order], order, False)
 
     def _decode(self, plan: _StepPlan, mode: SamplingMode) -> Picked:
         """Every row goes on from its own last pick."""
@@ -175,10 +167,7 @@ class Runner:
     def _device_rows(self, plan: _StepPlan) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
         spans = [s for s in plan.spans if s.from_device]
-        values = [
-            self.adapter.decode_value(r, s.start)
-            for r, s in zip(plan.requests, spans, strict=False)
-        ]
+        values = [self.adapter.decode_value(s.request, s.start) for s in spans]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
     def _mixed(
@@ -192,9 +181,7 @@ class Runner:
             x, positions = adapter.device_input(*to_device(first, self.device, torch.int64))
             xs, places = [x], [positions]
         for i, span in enumerate(plan.spans[row:], start=row):
-            host_input = adapter.host_input(
-                plan.requests[i], span.start, span.stop, span.publish_from
-            )
+            host_input = adapter.host_input(span.request, span.start, span.stop, span.publish_from)
             if host_input.extra is not None:
                 extras.append((plan.index[i], row, host_input.extra))
             xs.append(host_input.x)

@@ -37,6 +37,5 @@ class Step:
     error: StrettoError | None = None
 
     @property
-    def done(self) -> bool:
-        """The host copy of the tokens is there."""
-        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+    def kind(self) -> str:
+        return self.batch.kind

@@ -6,7 +6,9 @@ under the last step that uses it, and comes free when that step retires."""
 
 from __future__ import annotations
 
-from stretto.stage.request import BlockId, RowId, StageRequest
+from collections.abc import Sequence
+
+from stretto.stage.request import BlockId, RowId, StageRequest, State
 from stretto.stage.scheduler.batch import RowJoin
 from stretto.stage.scheduler.blocks import BlockPool
 
@@ -31,6 +33,19 @@ class Allocation:
     def num_blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
 
+    def num_needed(
+        self, head: StageRequest, found: list[BlockId], gone: Sequence[StageRequest] = ()
+    ) -> int:
+        """Blocks with which a new request can be admitted: for all its known rows, beside what the
+        running requests need now (but for those that are `gone`), with a block to spare for each of
+        these. With fewer it would be preempted, or preempt, at once, and a running request that
+        lacks a block could lack it for ever."""
+        needed = self.num_blocks(head.cursor.known) - len(head.blocks) - len(found)
+        for other in self.by_row.values():
+            if other.state is State.RUNNING and other not in gone:
+                needed += 1 + max(0, self.num_blocks(other.cursor.known) - len(other.blocks))
+        return needed
+
     def assign_row(self, request: StageRequest, found: list[BlockId]) -> None:
         """Gives the request a row, and the blocks found for its prefix."""
         cursor, row = request.cursor, self._free_rows.pop()
@@ -47,7 +62,7 @@ class Allocation:
                     payloads.append((index, payload))
         self.joined.append(
             RowJoin(
-                request=request.id,
+                request=request,
                 row=row,
                 blocks=tuple(request.blocks),
                 filled=cursor.filled,
@@ -57,6 +72,7 @@ class Allocation:
         )
         request.row = row
         request.was_admitted = True
+        request.num_cached += cursor.filled - self.joined[-1].reused_from
         request.refresh_limit()
         self.by_row[row] = request
 
@@ -81,7 +97,11 @@ class Allocation:
         dropped = request.blocks[keep:]
         del request.blocks[keep:]
         request.published = min(request.published, keep)
-        self._release(request, dropped)
+        if dropped and request.in_flight:
+            self._deferred_free.setdefault(request.last_step, []).append((dropped, None))
+            self.num_deferred += len(dropped)
+        else:
+            self.pool.release(dropped)
 
     def drop(self, request: StageRequest) -> None:
         """Gives up all blocks."""
@@ -96,15 +116,6 @@ class Allocation:
             if row is not None:
                 self._free_rows.append(row)
 
-    def _release(self, request: StageRequest, blocks: list[BlockId]) -> None:
-        if not blocks:
-            return
-        if request.in_flight:
-            self._deferred_free.setdefault(request.last_step, []).append((blocks, None))
-            self.num_deferred += len(blocks)
-        else:
-            self.pool.release(blocks)
-
     def _undo_join(self, request: StageRequest, row: RowId) -> bool:
         """Takes back a join that no batch has told the runner of. What it reused from the cache
         goes too, or the payload of those rows would be taken for published."""
@@ -116,4 +127,5 @@ class Allocation:
         if join.reused_from < join.filled:
             self.drop(request)
             request.cursor.disown(join.reused_from)
+            request.num_cached -= join.filled - join.reused_from
         return True

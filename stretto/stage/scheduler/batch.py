@@ -22,7 +22,7 @@ from stretto.types import RequestId
 class RowSpan(NamedTuple):
     """What one row computes in one step: positions [start, stop) of its sequence."""
 
-    request: RequestId
+    request: StageRequest
     row: RowId
     start: int
     stop: int
@@ -48,7 +48,7 @@ class RowSpan(NamedTuple):
 class RowJoin(NamedTuple):
     """A row changes hands, before the spans of its batch."""
 
-    request: RequestId
+    request: StageRequest
     row: RowId
     # the whole table so far; `new_blocks` of the same batch come on top
     blocks: tuple[BlockId, ...]
@@ -82,6 +82,13 @@ class Batch:
         """One row per span, all sampling: fits a captured graph of at least `len(spans)` rows."""
         return self.num_decodes == len(self.spans)
 
+    @property
+    def kind(self) -> str:
+        """Of its step, one of `counters.KINDS`."""
+        if self.decode_only:
+            return "decode"
+        return "mixed" if self.num_decodes else "prefill"
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -95,7 +102,7 @@ class StepResult:
     @classmethod
     def failed(cls, batch: Batch, error: StrettoError) -> StepResult:
         """The whole step failed."""
-        return cls([0] * len(batch.spans), {span.request: error for span in batch.spans})
+        return cls([0] * len(batch.spans), {span.request.id: error for span in batch.spans})
 
 
 class Published(NamedTuple):

@@ -43,10 +43,8 @@ class Preemption:
         idle: bool,
         new: Collection[StageRequest],
     ) -> tuple[bool, Sequence[StageRequest]]:
-        """Whether all known rows of `head` fit beside what the running requests need now, with a
-        block to spare for each of those: otherwise it would be preempted, or preempt, at once, and
-        a running request that lacks a block could lack it for ever. Running requests of a lower
-        priority make room for it."""
+        """The blocks that `head` needs to be admitted (`Allocation.num_needed`): running requests
+        of a lower priority give theirs up. Whether it can be admitted now."""
         running = {r for r in self._allocation.by_row.values() if r.state is State.RUNNING}
         victims = self._victims(
             head,
@@ -55,14 +53,9 @@ class Preemption:
             lambda other: other.spec.priority > head.spec.priority and other.order > head.order,
             new,
         )
-        num_blocks = self._allocation.num_blocks
-        own = num_blocks(head.cursor.known) - len(head.blocks) - len(found)
-
-        def need(gone: Sequence[StageRequest]) -> int:
-            stay = running.difference(gone)
-            return own + sum(1 + max(0, num_blocks(r.cursor.known) - len(r.blocks)) for r in stay)
-
-        return self._free_blocks(victims, need)
+        return self._free_blocks(
+            victims, lambda gone: self._allocation.num_needed(head, found, gone)
+        )
 
     def _free_blocks(
         self, victims: Sequence[StageRequest], need: Callable[[Sequence[StageRequest]], int]

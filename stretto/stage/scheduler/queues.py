@@ -7,7 +7,7 @@ longest left out first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 from stretto.stage.request import StageRequest
@@ -17,30 +17,17 @@ by_order = attrgetter("order")
 by_age = attrgetter("since")
 
 
-class Waiting:
-    """Requests in state WAITING. Only the head may leave for a row, so nobody overtakes a request
-    that does not fit yet, and a large one is served as soon as enough others have ended."""
-
-    def __init__(self) -> None:
-        # by arrival
-        self._requests: dict[int, StageRequest] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def push(self, request: StageRequest) -> None:
-        self._requests[request.arrival] = request
-
-    def discard(self, request: StageRequest) -> None:
-        self._requests.pop(request.arrival, None)
-
-    def head(self, step: int, patience: int) -> StageRequest | None:
-        if not self._requests:
-            return None
-        oldest = min(self._requests.values(), key=by_age)
-        if step - oldest.since > patience:
-            return oldest
-        return min(self._requests.values(), key=by_order)
+def next_waiting(
+    waiting: Collection[StageRequest], step: int, patience: int
+) -> StageRequest | None:
+    """The head of the queue. Only the head may leave for a row, so nobody overtakes a request that
+    does not fit yet, and a large one is served as soon as enough others have ended."""
+    if not waiting:
+        return None
+    oldest = min(waiting, key=by_age)
+    if step - oldest.since > patience:
+        return oldest
+    return min(waiting, key=by_order)
 
 
 def aged_first(

@@ -4,13 +4,13 @@ leaves states, queue, rows and blocks in agreement (`tests/stage/invariants.py`)
 
 from __future__ import annotations
 
-from stretto.stage.request import Reason, StageRequest, State
+from stretto.stage.request import BlockId, Reason, StageRequest, State
 from stretto.stage.scheduler.allocation import Allocation
 from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.preemption import Preemption
 from stretto.stage.scheduler.prefix import search
-from stretto.stage.scheduler.queues import Waiting, by_age
+from stretto.stage.scheduler.queues import by_age, next_waiting
 from stretto.types import RequestId
 
 
@@ -19,8 +19,9 @@ class RequestTable:
         self.config = config
         self.pool = pool
         self.allocation = Allocation(pool, config.block_size, config.max_rows)
-        self.waiting = Waiting()
         self.requests: dict[RequestId, StageRequest] = {}
+        # those in state WAITING
+        self.waiting: dict[RequestId, StageRequest] = {}
         # of the batch being made, or of the next
         self.step = 0
         self._preemption = Preemption(config, self.allocation, self.requests)
@@ -29,7 +30,7 @@ class RequestTable:
 
     def add(self, request: StageRequest) -> None:
         self.requests[request.id] = request
-        self.waiting.push(request)
+        self.waiting[request.id] = request
         self.update_state(request)
 
     def update_state(self, request: StageRequest) -> None:
@@ -53,10 +54,10 @@ class RequestTable:
 
     def _move(self, request: StageRequest, state: State) -> None:
         if request.state is State.WAITING:
-            self.waiting.discard(request)
+            del self.waiting[request.id]
         request.move_to(state, self.step)
         if state is State.WAITING:
-            self.waiting.push(request)
+            self.waiting[request.id] = request
 
     # -- rows and blocks
 
@@ -66,18 +67,15 @@ class RequestTable:
         new: set[StageRequest] = set()
         # Two that wait for input right behind what was found for them could else take it from each
         # other for ever.
-        while (head := self.waiting.head(self.step, self.config.patience)) is not None:
+        patience = self.config.patience
+        while (head := next_waiting(self.waiting.values(), self.step, patience)) is not None:
             if head.in_flight or not self._has_row():
                 return
             reuse = self.config.prefix_cache and not head.blocks
             found = search(self.pool, head, self.config.block_size) if reuse else []
             self.pool.hold(found)
-            fits, preempted = self._preemption.free_blocks_for_new(
-                head, found, self.step, idle, new
-            )
-            for victim in preempted:
-                self.update_state(victim)
-            if not fits:
+            enough = self.pool.num_available >= self.allocation.num_needed(head, found)
+            if not enough and not self._preempt_for(head, found, idle, new):
                 self.pool.release(found)
                 return
             self.allocation.assign_row(head, found)
@@ -98,6 +96,15 @@ class RequestTable:
         request.blocks.extend(self.pool.take(min(want, self.pool.num_available)))
         return min(stop, len(request.blocks) * size)
 
+    def _preempt_for(
+        self, head: StageRequest, found: list[BlockId], idle: bool, new: set[StageRequest]
+    ) -> bool:
+        """Whether there are blocks enough for a new request now that others gave up theirs."""
+        fits, preempted = self._preemption.free_blocks_for_new(head, found, self.step, idle, new)
+        for victim in preempted:
+            self.update_state(victim)
+        return fits
+
     def _has_row(self) -> bool:
         """Whether a row is free. If not, the request that has been starved for longest gives up its
         row, but keeps its blocks."""
@@ -107,7 +114,7 @@ class RequestTable:
             starved = [
                 r
                 for r in self.allocation.by_row.values()
-                if r.state is State.STARVED and not r.in_flight and r.id not in new
+                if r.state is State.STARVED and not r.in_flight and r not in new
             ]
             if starved:
                 self.allocation.release_row(min(starved, key=by_age))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from stretto.errors import Bug, Busy, Gone, Invalid, StrettoError, TooLong
 from stretto.stage.request import OPAQUE, BlockId, Reason, RequestSpec, Salt, StageRequest, State
@@ -32,7 +33,7 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, on_drop)
         self._table = RequestTable(config, self.pool)
         self._size = config.block_size
-        self._in_flight: deque[tuple[Batch, list[StageRequest]]] = deque()
+        self._in_flight: deque[Batch] = deque()
         self._arrivals = 0
         # the last batch had to leave ready requests out, so some may be ageing
         self._left_out = False
@@ -80,6 +81,7 @@ class Scheduler:
         spec: RequestSpec,
         prompt: Rows = 0,
         *,
+        adapter_input: Any = None,
         closed: bool = True,
         salts: Sequence[Salt] = (),
         missing: Sequence[Span] = (),
@@ -93,7 +95,7 @@ class Scheduler:
             >= self.config.max_waiting
         ):
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
-        request = StageRequest(spec, self._arrivals, since=self._table.step)
+        request = StageRequest(spec, self._arrivals, adapter_input, since=self._table.step)
         request.refresh_order(self.config.max_preemptions)
         ids = self._fitting(request, prompt, closed)
         request.cursor.append(request.add_input(ids, salts))
@@ -191,7 +193,6 @@ class Scheduler:
             prefills, aged_prefills = aged_first(prefills, self._table.step, self.config.patience)
         self._left_out = False
         spans: list[RowSpan] = []
-        scheduled: list[StageRequest] = []
         num_decodes = 0
         for some_decodes, some_prefills in self._step_choices(decodes, prefills):
             # Decodes may use the whole budget, unless a prefill has been left out for too long.
@@ -201,13 +202,11 @@ class Scheduler:
                 if len(spans) >= budget - reserved:
                     self._left_out = True
                     break
-                self._add_span(request, request.cursor.filled + 1, spans, scheduled)
+                self._add_span(request, request.cursor.filled + 1, spans)
             num_decodes = len(spans)
             if some_prefills:
                 chunk = self.config.prefill_chunk if answering else self.config.lone_prefill_chunk
-                self._add_prefills(
-                    some_prefills, min(budget - num_decodes, chunk), spans, scheduled
-                )
+                self._add_prefills(some_prefills, min(budget - num_decodes, chunk), spans)
             if spans:
                 break
         if not spans:
@@ -223,27 +222,28 @@ class Scheduler:
             joined=tuple(allocation.joined),
         )
         allocation.joined = []
-        self._in_flight.append((batch, scheduled))
+        self._in_flight.append(batch)
         self._table.step += 1
         return batch
 
     def retire(self, batch: Batch, result: StepResult) -> list[Outcome]:
         """Takes in the results of the oldest batch in flight."""
-        if not self._in_flight or self._in_flight[0][0] is not batch:
+        if not self._in_flight or self._in_flight[0] is not batch:
             raise Bug(f"step {batch.step} retired out of order")
         if len(result.tokens) != len(batch.spans):
             raise Bug(
                 f"step {batch.step}: {len(result.tokens)} tokens for {len(batch.spans)} spans"
             )
-        _, requests = self._in_flight.popleft()
+        self._in_flight.popleft()
         outcomes = []
-        for index, (request, span, token) in enumerate(zip(requests, batch.spans, result.tokens)):
+        for index, (span, token) in enumerate(zip(batch.spans, result.tokens)):
+            request = span.request
             request.in_flight -= 1
             if span.epoch != request.epoch:
                 # surplus: the request has stopped, ended or been cut back since this was launched
                 continue
-            if result.errors and span.request in result.errors:
-                outcomes.append(self._fail_span(request, index, result.errors[span.request]))
+            if result.errors and request.id in result.errors:
+                outcomes.append(self._fail_span(request, index, result.errors[request.id]))
             else:
                 outcomes.append(self._confirm(request, index, span, token))
         self._table.allocation.retire(batch.step)
@@ -303,18 +303,15 @@ class Scheduler:
         prefills: list[StageRequest],
         budget: int,
         spans: list[RowSpan],
-        scheduled: list[StageRequest],
     ) -> None:
         wants = [self._num_rows(r) for r in prefills]
         for request, share in zip(prefills, split(budget, wants, self.config.least_share)):
             if share:
-                self._add_span(request, request.cursor.filled + share, spans, scheduled)
+                self._add_span(request, request.cursor.filled + share, spans)
             else:
                 self._left_out = True
 
-    def _add_span(
-        self, request: StageRequest, stop: int, spans: list[RowSpan], scheduled: list[StageRequest]
-    ) -> None:
+    def _add_span(self, request: StageRequest, stop: int, spans: list[RowSpan]) -> None:
         """Puts a request's rows up to `stop` into the batch, or as many of them as get blocks."""
         if request.state is not State.RUNNING:
             # preempted for a more urgent one in this very pass
@@ -335,7 +332,7 @@ class Scheduler:
         assert request.row is not None
         spans.append(
             RowSpan(
-                request.spec.id,
+                request,
                 request.row,
                 start,
                 stop,
@@ -347,7 +344,6 @@ class Scheduler:
                 request.epoch,
             )
         )
-        scheduled.append(request)
         cursor.launch(stop, samples)
         request.device_at = stop if samples else -1
         request.in_flight += 1

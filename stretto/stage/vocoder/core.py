@@ -24,7 +24,6 @@ import torch
 from stretto.errors import Bug, Busy, Gone, StageDead, StrettoError
 from stretto.layers.capture import Captured, capture_graphs
 from stretto.observe.recorder import Recorder
-from stretto.stage.counters import CodecStats
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
 from stretto.stage.steps import StepQueue
@@ -60,18 +59,10 @@ class CodecStep:
     host: torch.Tensor
     copied: torch.cuda.Event | None
     error: StrettoError | None = None
-    # its launch, and on a GPU its end
-    begun_ns: int = 0
-    ended_ns: int = 0
-
-    def end(self) -> None:
-        """The device is done with it. Called by whoever learns of it first, also on another
-        thread."""
-        self.ended_ns = self.ended_ns or time.perf_counter_ns()
 
     @property
-    def done(self) -> bool:
-        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+    def kind(self) -> str:
+        return "decode"
 
 
 class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
@@ -84,24 +75,18 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         recorder: Recorder | None = None,
         name: str = "vocoder",
     ) -> None:
-        """`clock` is what deadlines are told by; `recorder` is given spans."""
-        self.name = name
-        self.recorder = recorder or Recorder()
-        self.model = model
-        self.waiter = waiter
-        self.clock = clock
+        """`clock`: of the streams' deadlines."""
         self.config = c = config or CodecConfig()
-        super().__init__(c.overlap_depth)
         self.state = model.state(c.slots, max(c.frame_sizes))
         self.device = self.state.frames.device
-        self.stream: torch.cuda.Stream | None = None
+        stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             # the listener waits for this stage: its kernels go before all others
-            self.stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.stats = CodecStats()
-        # the device had done all steps that were retired
-        self._free_ns = 0
+            stream = torch.cuda.Stream(self.device, priority=-2)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        super().__init__(name, c.overlap_depth, waiter=waiter, recorder=recorder, stream=stream)
+        self.model = model
+        self.deadline_clock = clock
         self._slots = Slots(c.slots)
         self._streams: dict[RequestId, Stream] = {}
         self._arrivals = 0
@@ -157,6 +142,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self._slots.give_up(stream)
         return True
 
+    def throttle(self, id: RequestId, on: bool) -> None:
+        """What waits here is bounded: it is made though the listener is slow."""
+
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
         self._stream(id).deadline = deadline
 
@@ -174,39 +162,15 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
     # -- steps
 
     def launch(self) -> bool:
-        """Launch one step, if frames wait and fewer than `overlap_depth` are in flight. True: one
-        was launched, or `poll` has one more to retire. On a CPU the launch is the work, so that
-        `poll` returns what came of it at once."""
-        launched = self.has_room and self._launch_next()
+        launched = False
+        if self.has_room:
+            start = self.clock()
+            parts = self.schedule()
+            launched = bool(parts)
+            if parts:
+                frames = sum(n for _, n in parts)
+                self._launched(self._launch(parts), start, frames)
         return launched or self.can_retire
-
-    def _launch_next(self) -> bool:
-        start = time.perf_counter_ns()
-        parts = self.schedule()
-        if not parts:
-            return False
-        self._launch(parts)
-        took = time.perf_counter_ns() - start
-        self.stats.launch.observe(took / 1e9)
-        self.recorder.span("loop", f"launch {self.name}", start, start + took)
-        step = self._steps[-1]
-        step.begun_ns = start + took
-        if step.copied is None:
-            step.begun_ns = start
-            step.ended_ns = start + took
-        return True
-
-    def _record(self, step: CodecStep) -> None:
-        step.end()
-        begun = min(max(step.begun_ns, self._free_ns), step.ended_ns)
-        self._free_ns = step.ended_ns
-        self.stats.device.observe((step.ended_ns - begun) / 1e9)
-        name = (
-            f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames"
-            if self.recorder.trace
-            else ""
-        )
-        self.recorder.span(self.name, name, begun, step.ended_ns)
 
     def schedule(self) -> list[tuple[Stream, int]]:
         """Streams with waiting frames and how many of them this step takes."""
@@ -217,7 +181,7 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         ready = [s for s in self._slots.by_slot.values() if s.num_pending]
         if not ready:
             return []
-        dry = self.clock() + self.config.urgent_s
+        dry = self.deadline_clock() + self.config.urgent_s
         urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
         # A first packet goes out in the smallest step that holds it; then come those that are about
         # to run dry.
@@ -243,7 +207,7 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         return next((f for f in sizes if f >= wanted), sizes[-1])
 
     @torch.inference_mode()
-    def _launch(self, parts: list[tuple[Stream, int]]) -> None:
+    def _launch(self, parts: list[tuple[Stream, int]]) -> CodecStep:
         streams = self._num_streams(len(parts))
         size = self._num_frames(streams, max(n for _, n in parts))
         taken = []
@@ -265,11 +229,7 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
                 step = CodecStep(
                     taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}")
                 )
-        self._steps.append(step)
-        self.stats.steps += 1
-        self.stats.frames += sum(n for _, n in parts)
-        if self.waiter is not None and step.copied is not None:
-            self.waiter.watch(step.copied, step.end)
+        return step
 
     def run(self, streams: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """One step on what was staged."""
@@ -290,14 +250,6 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         return host, copied
 
     def _retire(self, step: CodecStep) -> None:
-        start = time.perf_counter_ns()
-        self._record(step)
-        self._take_step(step)
-        done = time.perf_counter_ns()
-        self.stats.retire_ns += done - start
-        self.recorder.span("loop", f"retire {self.name}", start, done)
-
-    def _take_step(self, step: CodecStep) -> None:
         wav = step.host.numpy()
         for i, (stream, before, n) in enumerate(step.parts):
             stream.in_flight -= 1
@@ -308,6 +260,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
                 self._pass_on(stream, NOTHING, stream.done, Reason.FAILED, step.error)
             else:
                 self._take_samples(stream, before, n, wav[i])
+
+    def _describe(self, step: CodecStep) -> str:
+        return f"{len(step.parts)} streams of {max(n for _, _, n in step.parts)} frames"
 
     def _take_samples(
         self, stream: Stream, before: int, n: int, wav: npt.NDArray[np.float32]

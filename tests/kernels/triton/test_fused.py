@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.kernels.formats import FLOAT8_ROWS
 from stretto.kernels.reference.sampling import SamplingRows
 from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
@@ -34,7 +35,7 @@ MOE = dataclasses.replace(
     moe=MoeConfig(8, 2, 32, True, None),
 )
 SHARED = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, 64))
-FLOAT8 = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, None, float8=True))
+FLOAT8 = dataclasses.replace(MOE, moe=MoeConfig(8, 2, 32, True, None, FLOAT8_ROWS))
 
 
 def filled(module: torch.nn.Module, device: torch.device, seed: int) -> None:

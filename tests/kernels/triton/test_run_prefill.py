@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stretto.kernels.formats import FLOAT8_ROWS
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.config import DecoderConfig, MoeConfig
 from stretto.layers.decoder import Decoder, PagedPass
@@ -45,7 +46,7 @@ def config(
 MOE = MoeConfig(num_experts=8, top_k=2, expert_size=24, norm_topk=True, shared_size=None)
 SHARED = MoeConfig(num_experts=8, top_k=3, expert_size=32, norm_topk=True, shared_size=40)
 FLOAT8 = MoeConfig(
-    num_experts=8, top_k=2, expert_size=32, norm_topk=True, shared_size=None, float8=True
+    num_experts=8, top_k=2, expert_size=32, norm_topk=True, shared_size=None, format=FLOAT8_ROWS
 )
 
 

@@ -158,7 +158,7 @@ def test_a_prompt_of_its_own_is_not_held_back(polite: Polite) -> None:
     assert not polite.round()
     polite.text("new", 1, 3)
     assert polite.round()
-    assert RequestId("new") in {s.request for s in polite.device.launches[-1].batch.spans}
+    assert RequestId("new") in {s.request.id for s in polite.device.launches[-1].batch.spans}
     polite.until = None
     polite.finish()
 

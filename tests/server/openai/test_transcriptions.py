@@ -10,7 +10,8 @@ import openai
 import pytest
 import soundfile
 
-from tests.server.conftest import Running
+from tests.server.conftest import Running, serve
+from tests.server.scripted_engine import ScriptedEngine
 
 RATE = 16_000
 FEW = {"max_tokens": 8}  # random weights find no end
@@ -37,6 +38,7 @@ def test_the_stock_client_transcribes_and_translates(real_server: Running) -> No
     }
     answer = client.audio.transcriptions.create(file=sound(1.5, "FLAC"), **options)
     assert answer.text
+    assert client.models.list().data[0].to_dict()["transcribes"]
     again = client.audio.transcriptions.create(
         file=sound(1.5, "FLAC"), response_format="text", **options
     )
@@ -87,6 +89,17 @@ def test_mistakes_are_named(real_server: Running, change: dict[str, Any], param:
         )
     assert caught.value.status_code in (400, 404)
     assert caught.value.body["param"] == param  # type: ignore[index]
+
+
+@pytest.mark.parametrize("route", ["transcriptions", "translations"])
+def test_a_model_that_cannot_transcribe_refuses(route: str) -> None:
+    with serve(ScriptedEngine(transcription=None)) as running:
+        client = running.client()
+        assert not client.models.list().data[0].to_dict()["transcribes"]
+        with pytest.raises(openai.BadRequestError) as caught:
+            getattr(client.audio, route).create(file=sound(0.5), model="default")
+    body: Any = caught.value.body
+    assert (body["message"], body["param"]) == ("this model cannot transcribe speech", "model")
 
 
 def test_what_is_no_sound_is_a_400(real_server: Running) -> None:

@@ -75,7 +75,7 @@ def tone(size: int, seed: int) -> Float:
 
 def plain(ask: Ask) -> Sequence[Event]:
     """An answer that depends on what was asked, so that memory shows."""
-    if "Write down" in ask.texts[0]:
+    if "Transcribe the" in ask.texts[0]:
         return say("what was said", 0)
     return say(f"I know {len(ask.messages)} messages so far.", 1.0)
 

@@ -55,7 +55,7 @@ def test_an_example_hears_and_is_heard(
     def script(ask: Ask) -> list:  # type: ignore[type-arg]
         return (
             say("what was said", 0)
-            if "Write down" in ask.texts[0]
+            if "Transcribe the" in ask.texts[0]
             else say("Good day to you.", 1.0)
         )
 
@@ -78,7 +78,7 @@ def test_an_example_hears_and_is_heard(
     assert done.returncode == 0, done.stdout + done.stderr
     with wave.open(str(answer)) as file:
         assert abs(file.getnframes() / 24_000 - 1.0) < 0.1, done.stdout + done.stderr
-    asked = [a for a in engine.asks if "Write down" not in a.texts[0]]
+    asked = [a for a in engine.asks if "Transcribe the" not in a.texts[0]]
     assert asked[-1].texts[0] == "system: You are a friendly assistant. Be brief."
     assert "[" in asked[-1].texts[1]
 
@@ -91,7 +91,7 @@ def test_a_framework_in_a_whole_conversation(
     python = python_with(DRIVERS[name])
 
     def script(ask: Ask) -> list:  # type: ignore[type-arg]
-        if "Write down" in ask.texts[0]:
+        if "Transcribe the" in ask.texts[0]:
             return say("what was said", 0)
         if ask.messages[-1]["role"] == "tool":
             return say("It is sunny.", 1.0)
@@ -112,7 +112,7 @@ def test_a_framework_in_a_whole_conversation(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fine" in done.stdout
-    last = [a for a in engine.asks if "Write down" not in a.texts[0]][-1]
+    last = [a for a in engine.asks if "Transcribe the" not in a.texts[0]][-1]
     roles = [t.partition(":")[0] for t in last.texts]
     assert (roles[0], roles[-1], roles.count("user"), roles.count("tool")) == (
         "system",

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from stretto.engine.events import TextDelta, TokenLogprob
+from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import endpoint, items, options, transcribe
@@ -425,7 +426,13 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
     async def main() -> list[Any]:
         told: list[Any] = []
         count = Running.__new__(Running)  # never asked
-        transcriber = transcribe.Transcriber(None, told.append, lambda: None, count)  # type: ignore[arg-type]
+        transcriber = transcribe.Transcriber(
+            None,
+            TRANSCRIPTION,
+            told.append,
+            lambda: None,
+            count,  # type: ignore[arg-type]
+        )
         for i in range(2 * transcribe.MAX_WAITING):
             entry = items.Entry(items.Item(f"i{i}", "message"))
             transcriber.begin(ce.Transcription(), entry, None, 1.0)  # type: ignore[arg-type]
@@ -445,7 +452,7 @@ def test_log_probabilities_of_a_transcription(
     word = TokenLogprob(1, "what", b"what", -0.25)
 
     def script(ask: Ask) -> Any:
-        if "Write down" not in ask.texts[0]:
+        if "Transcribe the" not in ask.texts[0]:
             return plain(ask)
         assert ask.given["params"].logprobs == (0 if asked else None)
         return [TextDelta((1,), "what", (word,) if asked else ())]

@@ -435,10 +435,26 @@ def test_transcription(running: Running, engine: TalkEngine) -> None:
         kept = c.until("conversation.item.retrieved")["item"]["content"][0]
         assert kept == {"type": "input_audio", "transcript": "what was said"}
     asked = engine.asks[-1]
-    assert "The language is en." in asked.texts[0]
+    assert asked.texts[0].endswith("Transcribe the English audio into text.")
     assert asked.given["modalities"] == ("text",)
     assert asked.given["remember"] is False
     assert asked.given["params"].priority > 0
+
+
+def test_a_model_that_cannot_transcribe(running: Running, engine: TalkEngine) -> None:
+    """The client shows that something was said; the model is asked for the answer alone."""
+    engine.transcription = None
+    with talk(running) as c:
+        c.update(audio={"input": {"transcription": {}}})
+        c.append(TURN)
+        done = c.until("conversation.item.input_audio_transcription.completed")
+        assert done["transcript"] == "(spoken)"
+        assert done["usage"]["total_tokens"] == 0
+        c.until("response.done")
+        c.send("conversation.item.retrieve", item_id=done["item_id"])
+        kept = c.until("conversation.item.retrieved")["item"]["content"][0]
+        assert kept.get("transcript") is None
+    assert len(engine.asks) == 1
 
 
 def test_a_transcription_waits_for_the_answer_s_first_sound(

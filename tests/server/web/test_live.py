@@ -70,7 +70,7 @@ def test_impatient_clicks_leave_no_microphone_open(talker: Browser) -> None:
 
 def test_a_live_conversation(talker: Browser) -> None:
     def script(ask: Ask) -> list:  # type: ignore[type-arg]
-        if "Write down" in ask.texts[0]:
+        if "Transcribe the" in ask.texts[0]:
             return say("what was said", 0)
         spoken = sum(m["role"] == "user" for m in ask.messages)
         return say("Good day to you.", 0.5) if spoken != 2 else say("word " * 60, 60.0, 60)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from stretto.models.speech.payloads import CodecFrames
-from stretto.stage.links.links import Links, Outlet
+from stretto.stage.links.links import Links
+from stretto.stage.links.outbox import Outlet
 from stretto.stage.payload import Payload
-from stretto.stage.stage import ToLink
+from stretto.stage.stage import Transfer
 from stretto.transport.contract import Chunk
 from stretto.types import Mark, RequestId, Span
 
@@ -43,23 +44,25 @@ class End:
         self.receives, self.sends = receives, sends
 
 
-def frame(n: int, mark: Mark = Mark.MORE) -> ToLink:
-    return ToLink(
+def frame(n: int, mark: Mark = Mark.MORE) -> Transfer:
+    return Transfer(
         LINK, ID, CodecFrames(Span(n, n + 1), torch.zeros(1, 16, dtype=torch.int32)), mark
     )
 
 
-def links_of(*names: str) -> Links:
-    stages: dict[str, Any] = {"a": End({}, {LINK: CodecFrames}), "b": End({LINK: CodecFrames}, {})}
-    return Links({name: stages[name] for name in names})
+def links_of(*names: str) -> tuple[Links, dict[str, Any]]:
+    """The links of these stages, and the stages."""
+    ends: dict[str, Any] = {"a": End({}, {LINK: CodecFrames}), "b": End({LINK: CodecFrames}, {})}
+    stages = {name: ends[name] for name in names}
+    return Links(stages), stages
 
 
 def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> None:
     """Preemption in the link must not set a request going whose listener is slow, nor the other way
     round."""
-    link, courier = Outlet(LINK, CodecFrames), Courier()
-    link.remote.attach(courier)  # type: ignore[arg-type]
-    link.open(ID)
+    link, courier = Outlet(LINK, End({}, {})), Courier()  # type: ignore[arg-type]
+    link.attach(courier)  # type: ignore[arg-type]
+    link.start_sending(ID)
     assert not link.blocked(ID)
     assert not link.send(frame(0))
     assert link.blocked(ID)
@@ -79,61 +82,73 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
 
 
 def test_the_last_chunks_of_a_request_wait_for_room_though_its_stage_is_done_with_it() -> None:
-    link, courier = Outlet(LINK, CodecFrames), Courier()
-    link.remote.attach(courier)  # type: ignore[arg-type]
-    link.open(ID)
+    link, courier = Outlet(LINK, End({}, {})), Courier()  # type: ignore[arg-type]
+    link.attach(courier)  # type: ignore[arg-type]
+    link.start_sending(ID)
     assert not link.send(frame(0, Mark.REQUEST_END))
-    link.close(ID, purge=False)
-    assert ID in link
+    link.stop_sending(ID, purge=False)
+    assert link.num_sending == 1
     courier.room = True
     assert link.flush() == [ID]
-    assert not len(link)
+    assert not link.num_sending
 
 
 def test_nothing_is_remembered_of_a_request_that_is_over() -> None:
-    link = Outlet(LINK, CodecFrames)
-    link.open(ID)
+    link = Outlet(LINK, End({}, {}))  # type: ignore[arg-type]
+    link.start_sending(ID)
     link.throttle(ID, True)
-    link.close(ID, purge=True)
+    link.stop_sending(ID, purge=True)
     link.throttle(ID, True)  # was on its way
     assert not link.blocked(ID)
-    assert not len(link)
+    assert not link.num_sending
 
 
 def test_within_a_host_the_payload_itself_is_handed_over() -> None:
-    links = links_of("a", "b")
-    outlet, inlet = links.outlets[LINK], links.inlets[LINK]
-    for stage in "ab":
+    links, stages = links_of("a", "b")
+    link = links.local[LINK]
+    for stage in stages.values():
         links.open(ID, stage, {"a", "b"})
-    first, end = frame(0), ToLink(LINK, ID, None, Mark.REQUEST_END)
-    taken = []
-    for sent in (first, end):
-        outlet.hand(sent)
-        taken.append(inlet.take(sent))
-    assert [(t.payload, t.mark) for t in taken if t] == [
-        (first.payload, Mark.MORE),
-        (None, Mark.REQUEST_END),
-    ]
-    assert outlet.local_payloads == 2
-    assert not len(outlet)
-    assert not len(inlet)
+    assert (link.num_sending, link.num_receiving) == (1, 1)
+    assert link.hand_over(frame(0))
+    assert link.hand_over(Transfer(LINK, ID, None, Mark.REQUEST_END))
+    assert link.num_payloads == 2
+    assert (link.num_sending, link.num_receiving) == (0, 0)
+    assert not link.hand_over(frame(1)), "the request is over"
 
 
 def test_what_comes_for_a_request_that_is_not_here_is_dropped() -> None:
-    links = links_of("a", "b")
-    links.open(ID, "a", {"a", "b"})
-    assert links.inlets[LINK].take(frame(0)) is None
-    links.open(ID, "b", {"a", "b"})
-    assert links.inlets[LINK].take(frame(1)) is not None
-    links.close(ID, "b", purge=True)
-    assert links.inlets[LINK].take(frame(2)) is None
+    links, stages = links_of("a", "b")
+    link = links.local[LINK]
+    links.open(ID, stages["a"], {"a", "b"})
+    assert not link.hand_over(frame(0))
+    links.open(ID, stages["b"], {"a", "b"})
+    assert link.hand_over(frame(1))
+    links.close(ID, stages["b"], purge=True)
+    assert not link.hand_over(frame(2))
+    links.close(ID, stages["a"], purge=True)
+    assert not link.hand_over(frame(3))
+
+
+def test_a_request_with_a_slow_listener_rests_within_a_host_too() -> None:
+    links, stages = links_of("a", "b")
+    link = links.local[LINK]
+    link.throttle(ID, True)
+    assert not link.blocked(ID), "it is not here"
+    links.open(ID, stages["a"], {"a", "b"})
+    link.throttle(ID, True)
+    assert link.blocked(ID)
+    link.throttle(ID, False)
+    assert not link.blocked(ID)
+    link.throttle(ID, True)
+    links.close(ID, stages["a"], purge=False)
+    assert not link.blocked(ID)
 
 
 def test_a_link_is_open_for_requests_that_have_both_of_its_stages_on_their_way() -> None:
     for way, uses in (({"a"}, 0), ({"a", "b"}, 1), ({"b"}, 0), ({"a", "c"}, 0)):
-        links = links_of("a")
-        links.open(ID, "a", way)
-        assert len(links.outlets[LINK]) == uses
-    away = links_of("b")  # its sender is in another host
-    away.open(ID, "b", {"a", "b"})
-    assert len(away.inlets[LINK]) == 1
+        links, stages = links_of("a")
+        links.open(ID, stages["a"], way)
+        assert links.outlets[LINK].num_sending == uses
+    away, stages = links_of("b")  # its sender is in another host
+    away.open(ID, stages["b"], {"a", "b"})
+    assert away.inlets[LINK].num_receiving == 1

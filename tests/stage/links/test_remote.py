@@ -9,18 +9,19 @@ import random
 import threading
 from collections import defaultdict
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from stretto.config.engine import OverlapSwitches
-from stretto.errors import StrettoError
 from stretto.models.qwen3_omni.payloads import ThinkerRows
 from stretto.models.speech.payloads import CodecFrames
 from stretto.stage.links.copies import HostToDevice
-from stretto.stage.links.links import Inlet, Outlet
-from stretto.stage.stage import Arrival, ToLink
+from stretto.stage.links.inbox import Inlet
+from stretto.stage.links.outbox import Outlet
+from stretto.stage.stage import Transfer
 from stretto.transport.contract import LinkOptions
 from stretto.transport.courier import Incoming, Outgoing
 from stretto.transport.registry import Registry
@@ -63,34 +64,35 @@ class Link:
         )
         up = HostToDevice(DEVICE, switches, kind.HOST)
         self.into = Incoming(receiver, "a-b", wake, uploader=up, capacity=4)
-        self.outlet, self.inlet = Outlet("a>b", kind), Inlet("a>b", kind)
+        sides: Any = SimpleNamespace(receives={"a>b": kind})
+        self.outlet, self.inlet = Outlet("a>b", sides), Inlet("a>b", sides)
         self.sent: dict[RequestId, int] = defaultdict(int)
         self.got: dict[RequestId, list[Any]] = defaultdict(list)
         self.ended: dict[RequestId, Mark] = {}
         self.out.start()
         self.into.start()
-        self.outlet.remote.attach(self.out)
-        self.inlet.remote.attach(self.into)
+        self.outlet.attach(self.out)
+        self.inlet.attach(self.into)
 
     def send(self, id: RequestId, payload: Any, mark: Mark = Mark.MORE, event: Any = None) -> None:
         self.sent[id] = payload.span.stop
-        self.outlet.send(ToLink("a>b", id, payload, mark, event))
+        self.outlet.send(Transfer("a>b", id, payload, mark, event))
 
-    def _read(self, arrival: Arrival) -> None:
-        id = arrival.request
-        arrival.adopt()
-        if arrival.payload is not None:
-            self.got[id].append(arrival.payload)
-        if arrival.mark is not Mark.MORE:
-            self.ended[id] = arrival.mark
+    def _read(self, transfer: Transfer) -> None:
+        id = transfer.request
+        transfer.adopt()
+        if transfer.payload is not None:
+            self.got[id].append(transfer.payload)
+        if transfer.mark is not Mark.MORE:
+            self.ended[id] = transfer.mark
 
     def run(self, requests: list[RequestId]) -> None:
         """Rounds of both loops until all of these have ended: sleep until woken, then take and send
         what there is."""
         while True:
-            for _, came in self.inlet.receive():
-                if isinstance(came, StrettoError):
-                    raise came
+            for came in self.inlet.receive():
+                if not isinstance(came, Transfer):
+                    raise came[1]
                 self._read(came)
             self.outlet.flush()
             assert not self.out.faults()
@@ -101,8 +103,8 @@ class Link:
     def close(self) -> None:
         self.out.close()
         self.into.close()
-        assert not len(self.outlet)
-        assert not len(self.inlet)
+        assert not self.outlet.num_sending
+        assert not self.inlet.num_receiving
         assert self.out.metrics.bytes == self.into.metrics.bytes
 
 
@@ -119,16 +121,16 @@ def test_codec_frames(connector: str, switches: OverlapSwitches) -> None:
     lengths = [rng.randrange(1, STEPS + 1) for _ in REQUESTS]
     link = Link(connector, switches, CodecFrames)
     for request in REQUESTS:
-        link.outlet.open(request)
+        link.outlet.start_sending(request)
     for request in REQUESTS[1:]:
-        link.inlet.open(request)
+        link.inlet.start_receiving(request)
     for step in range(STEPS):
         for i, length in enumerate(lengths):
             if step < length:
                 frame = CodecFrames(Span(step, step + 1), codes[step, i : i + 1])
                 link.send(REQUESTS[i], frame, Mark.REQUEST_END if step + 1 == length else Mark.MORE)
     link.run(REQUESTS[1:])
-    link.inlet.open(REQUESTS[0])
+    link.inlet.start_receiving(REQUESTS[0])
     link.run(REQUESTS)
     for i, request in enumerate(REQUESTS):
         assert [frame.span.start for frame in link.got[request]] == list(range(lengths[i]))
@@ -151,8 +153,8 @@ def test_thinker_rows(connector: str, switches: OverlapSwitches, slot_bytes: int
     whole = ThinkerRows(Span(0, 120), ids, media, hidden)
     link = Link(connector, switches, ThinkerRows, slot_bytes)
     id = REQUESTS[0]
-    link.outlet.open(id)
-    link.inlet.open(id)
+    link.outlet.start_sending(id)
+    link.inlet.start_receiving(id)
     for stop in (60, 100, *range(101, 121)):  # prefill chunks, then tokens
         rows = whole.part(Span(link.sent[id], stop))
         event = (
@@ -182,21 +184,21 @@ def test_a_request_that_ends_while_its_link_is_full_loses_nothing(connector: str
     link = Link(connector, OverlapSwitches(), CodecFrames)
     full, other = REQUESTS[:2]
     for request in (full, other):
-        link.outlet.open(request)
-        link.inlet.open(request)
+        link.outlet.start_sending(request)
+        link.inlet.start_receiving(request)
     assert link.outlet.send(
-        ToLink("a>b", other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END)
+        Transfer("a>b", other, CodecFrames(Span(0, 1), codes[:1]), Mark.REQUEST_END)
     )
-    link.outlet.close(other, purge=False)
-    assert len(link.outlet) == 1, "one that has left is forgotten"
+    link.outlet.stop_sending(other, purge=False)
+    assert link.outlet.num_sending == 1, "one that has left is forgotten"
     for at in range(100):  # nobody takes any
         frame = CodecFrames(Span(at, at + 1), codes[at : at + 1])
         sent = link.outlet.send(
-            ToLink("a>b", full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE)
+            Transfer("a>b", full, frame, Mark.REQUEST_END if at == 99 else Mark.MORE)
         )
     assert not sent
-    link.outlet.close(full, purge=False)
-    assert len(link.outlet) == 1, "it still has something to send"
+    link.outlet.stop_sending(full, purge=False)
+    assert link.outlet.num_sending == 1, "it still has something to send"
     link.run([full, other])
     assert torch.equal(torch.cat([frame.codes for frame in link.got[full]]), codes)
     link.close()
@@ -205,13 +207,13 @@ def test_a_request_that_ends_while_its_link_is_full_loses_nothing(connector: str
 def test_a_request_that_is_cancelled_while_its_link_is_full_leaves_nothing() -> None:
     link = Link("shm", OverlapSwitches(), CodecFrames)
     full = REQUESTS[0]
-    link.outlet.open(full)
+    link.outlet.start_sending(full)
     for at in range(100):
         frame = CodecFrames(Span(at, at + 1), torch.zeros(1, CODEBOOKS, dtype=torch.int32))
-        sent = link.outlet.send(ToLink("a>b", full, frame))
+        sent = link.outlet.send(Transfer("a>b", full, frame))
     assert not sent
-    link.outlet.close(full, purge=True)
-    assert not len(link.outlet)
+    link.outlet.stop_sending(full, purge=True)
+    assert not link.outlet.num_sending
     assert not link.outlet.blocked(full)
     link.out.close(drain=False)
     link.into.close()

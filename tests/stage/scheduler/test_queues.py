@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from stretto.stage.request import RequestSpec, StageRequest
-from stretto.stage.scheduler.queues import Waiting, aged_first, split
+from stretto.stage.scheduler.queues import aged_first, next_waiting, split
 from stretto.types import RequestId
 
 
@@ -38,22 +38,18 @@ def test_a_short_prompt_passes_beside_a_long_one() -> None:
 
 
 def test_the_head_is_the_most_urgent_until_someone_has_waited_too_long() -> None:
-    waiting = Waiting()
-    assert waiting.head(0, 5) is None
+    assert next_waiting([], 0, 5) is None
     old, low, urgent = (
         request(0, since=3, priority=2),
         request(1, since=0, priority=1),
         request(2, since=4),
     )
-    for made in (old, low, urgent):
-        waiting.push(made)
-    assert waiting.head(5, 5) is urgent
-    assert waiting.head(6, 5) is low
-    waiting.discard(low)
-    waiting.discard(low)
-    assert waiting.head(6, 5) is urgent
-    assert waiting.head(9, 5) is old
-    assert len(waiting) == 2
+    waiting = [old, low, urgent]
+    assert next_waiting(waiting, 5, 5) is urgent
+    assert next_waiting(waiting, 6, 5) is low
+    waiting.remove(low)
+    assert next_waiting(waiting, 6, 5) is urgent
+    assert next_waiting(waiting, 9, 5) is old
 
 
 def test_the_longest_left_out_go_first() -> None:

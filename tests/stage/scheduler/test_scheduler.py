@@ -36,7 +36,7 @@ def config(**changes: Any) -> SchedulerConfig:
 
 def spans(batch: Batch | None) -> dict[str, tuple[int, int]]:
     assert batch is not None
-    return {span.request: (span.start, span.stop) for span in batch.spans}
+    return {span.request.id: (span.start, span.stop) for span in batch.spans}
 
 
 def turn(driver: Driver) -> Batch | None:
@@ -48,7 +48,7 @@ def turn(driver: Driver) -> Batch | None:
 
 
 def joins(driver: Driver, id: str) -> list[Any]:
-    return [join for batch in driver.batches for join in batch.joined if join.request == id]
+    return [join for batch in driver.batches for join in batch.joined if join.request.id == id]
 
 
 # -- the oracles
@@ -215,7 +215,7 @@ def test_decodes_go_first_and_prefill_is_bounded_beside_them() -> None:
     batch = driver.launch()
     assert spans(batch) == {"talk": (2, 3), "long": (126, 142)}
     assert batch is not None
-    assert [span.request for span in batch.spans] == ["talk", "long"]
+    assert [span.request.id for span in batch.spans] == ["talk", "long"]
     assert (batch.num_decodes, batch.num_tokens, batch.decode_only) == (1, 17, False)
     driver.drain()
     assert driver.batches[-1].decode_only
@@ -240,7 +240,7 @@ def test_when_decodes_exceed_the_budget_the_nearest_deadlines_go() -> None:
         driver.scheduler.set_deadline(RequestId(name), deadline)
     batch = driver.launch()
     assert batch is not None
-    assert [span.request for span in batch.spans] == ["e", "d", "c"], (
+    assert [span.request.id for span in batch.spans] == ["e", "d", "c"], (
         "first packets, then the least buffered"
     )
     driver.retire()
@@ -248,7 +248,7 @@ def test_when_decodes_exceed_the_budget_the_nearest_deadlines_go() -> None:
     driver.scheduler.set_deadline(RequestId("e"), 9.0)
     batch = driver.launch()
     assert batch is not None
-    assert [span.request for span in batch.spans] == ["a", "d", "c"]
+    assert [span.request.id for span in batch.spans] == ["a", "d", "c"]
 
 
 @pytest.mark.parametrize("patience", [0, 3, 20])
@@ -291,7 +291,7 @@ def test_a_request_that_does_not_fit_is_not_overtaken() -> None:
     while "first" in driver.live:
         assert set(spans(turn(driver))) == {"first"}
     driver.drain()
-    order = [join.request for batch in driver.batches for join in batch.joined]
+    order = [join.request.id for batch in driver.batches for join in batch.joined]
     assert order == ["first", "large", "small"]
 
 

@@ -22,7 +22,7 @@ from stretto.stage.ar import StageCore
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import RequestSpec
-from stretto.stage.stage import Arrival
+from stretto.stage.stage import Transfer
 from stretto.stage.timings import Clock, StageTimings
 from stretto.transport.contract import Corrupt
 from stretto.types import Mark
@@ -80,12 +80,13 @@ class TalkerStage(SpeechStage):
         last = len(state.prompt)
         return row_ids(state, last - 1, last)
 
-    def accept(self, arrival: Arrival) -> None:
-        id = arrival.request
-        if id not in self.requests:
+    def accept(self, transfer: Transfer) -> None:
+        id = transfer.request
+        speech = self.requests.get(id)
+        if speech is None:
             return  # it is over
-        state: TalkerInput = self.core.runner.adapter.inputs[id]
-        rows: ThinkerRows | None = arrival.payload
+        state: TalkerInput = speech.request.input
+        rows: ThinkerRows | None = transfer.payload
         if rows is not None:
             if rows.media:
                 if rows.hidden.shape[1] != self.config.talker.thinker_hidden_size:
@@ -93,10 +94,10 @@ class TalkerStage(SpeechStage):
                         f"media rows {tuple(rows.hidden.shape)} are not the thinker's", request=id
                     )
                 with self.core.runner.on_stream():
-                    arrival.adopt()
+                    transfer.adopt()
                     state.media.append(rows.hidden.to(self.model.device))
                 self.core.scheduler.set_missing(id, state.missing)
-            first = max(self.requests[id].num_prompt - rows.span.start, 0)
+            first = max(speech.num_prompt - rows.span.start, 0)
             if first < len(rows.span):
                 tokens: list[int] = rows.ids[first:].tolist()
                 # On the device they are looked up unseen: one that is not in the table would end
@@ -104,5 +105,5 @@ class TalkerStage(SpeechStage):
                 if min(tokens) < 0 or max(tokens) >= len(self.model.text_table):
                     raise Corrupt(f"text {tokens} is not of this vocabulary", request=id)
                 self._text(id, state, tokens)
-        if arrival.mark is not Mark.MORE:
+        if transfer.mark is not Mark.MORE:
             self._end_text(id, state)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stretto.errors import Bug, StrettoError
+from stretto.errors import StrettoError
 from stretto.messages.requests import Admit, Text, Working
 from stretto.models.qwen3_omni.family import open_grammars
 from stretto.models.qwen3_omni.params import ThinkerParams
@@ -30,13 +30,14 @@ from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.prompt import Piece, Prompt
 from stretto.stage.ar import CoreOutput, StageCore
+from stretto.stage.core_stage import CoreStage
 from stretto.stage.guide import Grammars
 from stretto.stage.host.context import StageContext
 from stretto.stage.media_rows import MediaOutput
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
-from stretto.stage.stage import Arrival, Output, ToEngine, ToLink
+from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
@@ -66,26 +67,22 @@ class TextOutput:
         )
 
 
-class ThinkerStage:
+class ThinkerStage(CoreStage[StageCore]):
     name = "thinker"
     params = ThinkerParams
-    cheap = False
-    receives: Mapping[str, type[Payload]] = {}
     sends: Mapping[str, type[Payload]] = {LINK: ThinkerRows}
 
     def __init__(
         self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic
     ) -> None:
-        self.core = core
+        super().__init__(core, clock)
         self.model = model
-        self.clock = clock
         self.config = model.config
         self.requests: dict[RequestId, TextOutput] = {}
         grammars = Grammars(partial(open_grammars, Path(context.model)))
         self.compiling = Compiling(grammars, context.wake, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
         self.encoders = Encoders(model, core, context)
-        self._outputs: list[Output] = []  # that `poll` returns next
 
     def __len__(self) -> int:
         return len(self.requests) + len(self.compiling.waiting)
@@ -94,10 +91,6 @@ class ThinkerStage:
     def due_ns(self) -> int | None:
         parts = self.core.due_ns, self.encoders.due_ns, self.compiling.due_ns
         return min((at for at in parts if at is not None), default=None)
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        return self.core.runner.stream
 
     def admit(self, a: Admit, params: ThinkerParams, prompt: Prompt) -> None:
         c = self.config
@@ -162,9 +155,6 @@ class ThinkerStage:
         self.core.cancel(id)
         self.requests.pop(id, None)
 
-    def accept(self, arrival: Arrival) -> None:
-        raise Bug("no link ends at the thinker")
-
     def finish(self, id: RequestId) -> None:
         """End the answer where it is: the talker speaks what it has."""
         output = self.requests.pop(id, None)
@@ -176,41 +166,42 @@ class ThinkerStage:
         self.core.cancel(id)
         if output.speak:
             self._forward(request, output, len(request.ids), Mark.REQUEST_END, None)
-        self._outputs.append(ToEngine(output.timings.ended(id, self.name, Reason.STOP)))
-
-    def throttle(self, id: RequestId, on: bool) -> None:
-        if id in self.core.scheduler:
-            self.core.scheduler.set_blocked(id, on)
+        self.outputs.append(ToEngine(output.timings.ended(id, self.name, Reason.STOP)))
 
     def poll(self) -> Sequence[Output]:
-        for pending, made in self.compiling.done() if self.compiling.waiting else ():
+        if self.compiling.waiting:
+            self._submit_compiled()
+        return super().poll()
+
+    def _submit_compiled(self) -> None:
+        """Requests whose grammar is there; and say of the others that they are being worked on."""
+        for pending, made in self.compiling.done():
             try:
                 self._submit(pending, made.result())
             except StrettoError as error:
                 self._fail(pending.admit.request, error)
-        self._outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
-        for certain in self.core.poll():
-            self._take(certain)
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+        self.outputs += [ToEngine(Working(id, self.name)) for id in self.compiling.working()]
 
     def launch(self) -> bool:
-        """A part of the media that are due, and a step."""
+        if self.encoders.requests:
+            self._encode()
+        return super().launch()
+
+    def _encode(self) -> None:
+        """A part of the media that are due."""
         encoded, reports, failures = self.encoders.run_due()
-        self._outputs += map(ToEngine, reports)
+        self.outputs += map(ToEngine, reports)
         for id, error in failures:
             self._fail(id, error)
         for id in encoded:
             if id in self.requests:
                 self.requests[id].timings.encoded_at = self.clock()
-        return self.core.launch() or bool(self._outputs)
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
         self.cancel(id)
-        self._outputs.append(ToEngine(failed(id, self.name, error)))
+        self.outputs.append(ToEngine(failed(id, self.name, error)))
 
-    def _take(self, o: CoreOutput) -> None:
+    def take(self, o: CoreOutput) -> None:
         request, reason = o.request, o.reason
         id = request.id
         output = self.requests.get(id)
@@ -223,7 +214,7 @@ class ThinkerStage:
             if o.logprobs is not None:
                 output.logprobs.append(o.logprobs)
             if len(timings.marks) == 1:
-                timings.cached = o.cached
+                timings.cached = request.num_cached
                 timings.encoded = self.encoders.proven(id)
         elif reason is None:
             timings.mark_chunk(now)
@@ -248,13 +239,13 @@ class ThinkerStage:
         if reason is not None:
             del self.requests[id]
             self.encoders.drop(id)
-            self._outputs.append(ToEngine(timings.ended(id, self.name, reason)))
+            self.outputs.append(ToEngine(timings.ended(id, self.name, reason)))
         elif id in self.core.scheduler and (deadline := timings.deadline(FRAME_S)) is not None:
             self.core.scheduler.set_deadline(id, deadline)
 
     def _report_text(self, id: RequestId, output: TextOutput, now: float) -> None:
         if output.tokens:
-            self._outputs.append(ToEngine(Text(id, tuple(output.tokens), tuple(output.logprobs))))
+            self.outputs.append(ToEngine(Text(id, tuple(output.tokens), tuple(output.logprobs))))
             output.left = output.left + len(output.tokens)
             output.left_at = now
             output.tokens = []
@@ -278,4 +269,4 @@ class ThinkerStage:
                 runs, hidden = runs_of([p for p in media.places if start <= p < ready]), media.rows
             rows = ThinkerRows(Span(start, ready), ids, tuple(runs), hidden)
             output.sent = ready
-        self._outputs.append(ToLink(LINK, request.id, rows, mark, media.event if media else None))
+        self.outputs.append(Transfer(LINK, request.id, rows, mark, media.event if media else None))

@@ -1,0 +1,1 @@
+"""Checkpoints whose weights come quantised."""
