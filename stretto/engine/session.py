@@ -185,6 +185,20 @@ class Session:
         part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.add({"role": "user", "content": [part]}, id=id)
 
+    async def draft(self) -> Item:
+        """What was appended since the last commit, as far as it is; not part of the
+        conversation."""
+        self._check()
+        if not self.pending:
+            raise Invalid("there is no sound yet", "audio")
+        data: AudioClip | npt.NDArray[np.float32]
+        if self._hearing is not None:
+            data = await asyncio.to_thread(self._hearing.fork().finish)
+        else:
+            data = np.concatenate(self._whole)
+        part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
+        return await self.item({"role": "user", "content": [part]})
+
     async def reopen(self, id: str) -> None:
         """The turn of this item, the last commit, was not over: more of its sound follows. Nothing
         of it is computed again. Whoever has begun an answer to it has ended that before."""

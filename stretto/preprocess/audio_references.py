@@ -1,5 +1,5 @@
-"""References to earlier spoken answers in a conversation: found by the server, which knows the
-answers' texts, and replaced by these where the prompt is built. Pure; imports no torch."""
+"""References to earlier answers in a conversation: found by the server, which knows what they said,
+and replaced by that where the prompt is built. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ from typing import Any
 
 from stretto.errors import Invalid
 
-AUDIO_ID = re.compile(rb"audio_[0-9a-f]{32}")  # how the server names spoken answers
+# how the server names spoken answers, and items of responses
+ANSWER_ID = re.compile(rb"(audio|msg|fc)_[0-9a-f]{32}")
 MAX_REFERENCES = 1024  # they fit into a datagram
 
 
 def references(data: bytes | memoryview) -> tuple[str, ...]:
     """Ids of earlier answers that JSON may refer to."""
     found: dict[str, None] = {}
-    for match in AUDIO_ID.finditer(data):
+    # these have ids where they are sent whole, too: the last ones count
+    items: dict[str, None] = {}
+    for match in ANSWER_ID.finditer(data):
+        if match[1] != b"audio":
+            items.pop(id := match[0].decode(), None)
+            items[id] = None
+            if len(items) > MAX_REFERENCES:
+                del items[next(iter(items))]
+            continue
         found[match[0].decode()] = None
         if len(found) > MAX_REFERENCES:
             raise Invalid(
                 f"the messages refer to over {MAX_REFERENCES} earlier answers", "messages"
             )
-    return tuple(found)
+    room = MAX_REFERENCES - len(found)
+    return (*found, *list(items)[max(0, len(items) - room) :])
 
 
 def recall(messages: Any, recalled: Mapping[str, str]) -> Any:

@@ -7,7 +7,7 @@ import io
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -18,9 +18,12 @@ from stretto._validation import NOT_JSON, not_json, read_json
 from stretto.errors import Invalid
 from stretto.preprocess.audio_references import recall
 from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.response_items import Translation, chat_tools
 from stretto.preprocess.template import Tokenizer, check_variables, each_string, well_formed
 
 Json = bytes | memoryview
+Form = Literal["chat", "responses"]
+"""Messages and tools of a chat, or input items and tools of a response."""
 
 
 class Builder(Protocol):
@@ -51,12 +54,30 @@ def build_conversation(
     audio_in_video: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """A prompt of messages from the network: they name no local files."""
+    """A prompt of messages from the network, as `read_messages` gave them: they name no local
+    files."""
     declared = decode(tools, "tools") if tools is not None else None
     more: dict[str, Any] = {"variables": check_variables(dict(variables))} if variables else {}
-    return builder.build(
-        recall(messages, recalled), declared or None, audio_in_video, allow_paths=False, **more
-    )
+    if not isinstance(messages, Translation):
+        plain = recall(messages, recalled)
+        return builder.build(plain, declared or None, audio_in_video, allow_paths=False, **more)
+    tools_of_chat = chat_tools(declared) or None
+    try:
+        return builder.build(
+            messages.messages, tools_of_chat, audio_in_video, allow_paths=False, **more
+        )
+    except Invalid as e:
+        raise messages.blame(e) from None
+
+
+def read_messages(
+    data: Json, form: Form, instructions: Json | None, recalled: Mapping[str, str]
+) -> Any:
+    """Messages as `build_conversation` takes them."""
+    if form == "chat":
+        return decode(data, "messages")
+    words = decode(instructions, "instructions") if instructions is not None else None
+    return Translation.of(decode(data, "input"), words, recalled)
 
 
 def read_aloud(
@@ -119,6 +140,8 @@ def encode(value: Any, name: str) -> bytes:
 
 def has_media(messages: Any) -> bool:
     """Is there anything but text in them? Then a prompt takes longer than a moment."""
+    if isinstance(messages, Translation):
+        messages = messages.messages
     if not isinstance(messages, list):
         return False
     contents = [m.get("content") for m in messages if isinstance(m, dict)]

@@ -35,6 +35,7 @@ from stretto.server.openai.generating_route import GeneratingRoute
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from stretto.server.openai.live_speech import LiveSpeech
 from stretto.server.openai.openapi import document
+from stretto.server.openai.responses import answer_responses, read_responses
 from stretto.server.openai.schema import Health, ModelCard, ModelList, Version, VoiceDeleted
 from stretto.server.openai.speech import answer_speech, read_speech
 from stretto.server.openai.transcriptions import answer_sound, reader
@@ -46,7 +47,7 @@ from stretto.server.realtime.endpoint import Realtime
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import OpenEngine, Service
 
-POSTS = ("/v1/chat/completions", "/v1/audio/speech", VOICES, *FORMS)
+POSTS = ("/v1/chat/completions", "/v1/responses", "/v1/audio/speech", VOICES, *FORMS)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{
@@ -57,9 +58,7 @@ DEFAULTS = {
     "max_audio_frames": "max_frames",
 }
 """Fields of a request whose defaults are the checkpoint's, and what `Params` calls them."""
-OTHERS = dict.fromkeys(
-    ("/v1/responses", "/v1/completions", "/responses", "/completions"), "/v1/chat/completions"
-)
+OTHERS = dict.fromkeys(("/v1/completions", "/completions"), "/v1/chat/completions")
 """Routes of OpenAI's that are not here, and the one that does the same."""
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -141,7 +140,10 @@ class Routes:
             GeneratingRoute(self.service, route, largest, reader(translate), answer_sound)
             for route, translate in (("transcriptions", False), ("translations", True))
         ]
-        posts: list[ASGIApp] = [chat, speech, voices, *transcriptions]
+        responses = GeneratingRoute(
+            self.service, "responses", largest, read_responses, answer_responses
+        )
+        posts: list[ASGIApp] = [chat, responses, speech, voices, *transcriptions]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),

@@ -249,6 +249,11 @@ class RealtimeMetrics:
             ["how"],
             registry=r,
         )
+        self.partial_transcripts = Counter(
+            "stretto_partial_transcripts",
+            "Times that a turn was written down while it was being spoken",
+            registry=r,
+        )
 
 
 HELP = {

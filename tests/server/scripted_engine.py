@@ -15,6 +15,7 @@ from stretto.engine.events import (
     EngineState,
     Event,
     Finished,
+    FinishReason,
     Message,
     Progress,
     TextDelta,
@@ -51,6 +52,7 @@ class ScriptedEngine:
     ledger: Ledger = field(default_factory=Ledger)
     numbers: Mapping[str, float] = field(default_factory=dict)
     closed: bool = False
+    end: FinishReason = "stop"  # of the text
     defaults: Params = field(default_factory=Params)
     live_text: bool = False
     transcription: Transcription | None = TRANSCRIPTION
@@ -144,7 +146,7 @@ class ScriptedEngine:
             usage = Usage(length, len(self.pieces), len(self.packets) if spoken else 0, samples)
             self.ledger.finished += 1
             yield Finished(
-                "stop", "stop" if spoken else None, usage, params.seed or 0, self.timeline
+                self.end, "stop" if spoken else None, usage, params.seed or 0, self.timeline
             )
         finally:
             self.ledger.close(name)

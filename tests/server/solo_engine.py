@@ -39,6 +39,7 @@ from stretto.preprocess.pool.jobs import Conversation, Outlined
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.threads import InThreads
 from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.response_items import Translation, chat_tools
 from stretto.preprocess.template import TextStream
 from stretto.types import RequestId
 
@@ -92,9 +93,12 @@ def decoded(messages: Any, tools: Any = None) -> tuple[Any, Any]:
     """Messages and tools as plain data, however the server passed them on."""
     if not isinstance(messages, Conversation):
         return messages, list(tools) if tools else None
-    given, declared = messages.parts()
+    given, declared, instructions = messages.parts()
     tools = work.decode(declared, "tools") if declared is not None else None
-    return work.recall(work.decode(given, "messages"), messages.recalled), tools
+    plain = work.read_messages(given, messages.form, instructions, messages.recalled)
+    if isinstance(plain, Translation):
+        return plain.messages, chat_tools(tools)
+    return work.recall(plain, messages.recalled), tools
 
 
 class SoloEngine:

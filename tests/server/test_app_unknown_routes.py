@@ -21,7 +21,7 @@ def running() -> Iterator[Running]:
     [
         ("/chat/completions", "POST /v1/chat/completions"),
         ("/audio/speech", "POST /v1/audio/speech"),
-        ("/v1/responses", "POST /v1/chat/completions"),
+        ("/responses", "POST /v1/responses"),
         ("/v1/chat/completion", "POST /v1/chat/completions"),
         ("/v1/v1/chat/completions", "POST /v1/chat/completions"),
         ("/v1/embeddings", None),

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import Bug, Invalid, StrettoError
+from stretto.preprocess.build import Form
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.types import Wire
@@ -44,6 +45,8 @@ class Build(Wire, frozen=True, tag="build"):
     variables: dict[str, bool | int | float | str | None] = msgspec.field(
         default_factory=dict
     )  # of the chat template
+    form: Form = "chat"
+    instructions: ByteRange | None = None  # of a response
 
 
 class Continue(Wire, frozen=True, tag="continue"):
@@ -177,6 +180,8 @@ class Conversation:
     sender: str = ""  # whose turn it is when many ask at once
     close: Callable[[], None] = lambda: None  # gives the body's memory back
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
+    form: Form = "chat"
+    instructions: ByteRange | None = None  # of a response
 
     @classmethod
     def of(cls, messages: bytes, tools: bytes | None = None, **more: Any) -> Conversation:
@@ -194,12 +199,14 @@ class Conversation:
 
         return [replace(self, close=close) for _ in range(count)]
 
-    def parts(self) -> tuple[memoryview, memoryview | None]:
-        """Messages and tools."""
+    def parts(self) -> tuple[memoryview, memoryview | None, memoryview | None]:
+        """Messages, tools and instructions."""
         data = self.body.view() if isinstance(self.body, MemFile) else memoryview(self.body)
-        return data[slice(*self.messages)], data[
-            slice(*self.tools)
-        ] if self.tools is not None else None
+        tools, instructions = (
+            data[slice(*span)] if span is not None else None
+            for span in (self.tools, self.instructions)
+        )
+        return data[slice(*self.messages)], tools, instructions
 
 
 encode = msgspec.msgpack.Encoder().encode

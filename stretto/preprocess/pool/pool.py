@@ -155,7 +155,14 @@ class PromptPool:
             files = [body if isinstance(body, MemFile) else owned.enter_context(MemFile.of(body))]
             if talk.recalled:
                 files.append(owned.enter_context(MemFile.of(msgspec.json.encode(talk.recalled))))
-            work = Build(talk.messages, talk.tools, audio_in_video, talk.variables)
+            work = Build(
+                talk.messages,
+                talk.tools,
+                audio_in_video,
+                talk.variables,
+                talk.form,
+                talk.instructions,
+            )
             return _built(*await self._do(Built, work, files, talk.sender))
 
     async def build_for(

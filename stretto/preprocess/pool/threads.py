@@ -97,9 +97,9 @@ class InThreads:
 
     async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt:
         def run() -> PackedPrompt:
-            messages, tools = talk.parts()
+            messages, tools, instructions = talk.parts()
             given = (
-                work.decode(messages, "messages"),
+                work.read_messages(messages, talk.form, instructions, talk.recalled),
                 tools,
                 talk.recalled,
                 audio_in_video,

@@ -17,7 +17,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -140,9 +139,15 @@ def do(
     data = files[0].view()
     match job:
         case Build():
-            messages = work.decode(_part(data, job.messages), "messages")
+            recalled: dict[str, str] = {}
+            if len(files) > 1:
+                recalled = msgspec.json.decode(files[1].view(), type=dict[str, str])
+            words = _part(data, job.instructions) if job.instructions is not None else None
+            messages = work.read_messages(_part(data, job.messages), job.form, words, recalled)
             if not (only_text and work.has_media(messages)):
-                return _build(builder, job, messages, files)
+                tools = _part(data, job.tools) if job.tools is not None else None
+                more = recalled, job.audio_in_video, job.variables
+                return pack(work.build_conversation(builder, messages, tools, *more))
         case Continue():
             return _continue(builder, job, data)
         case Read():
@@ -153,15 +158,6 @@ def do(
         case Cut() if not only_text:
             return do_cut(data, job.seconds)
     return NeedsProcess(), None
-
-
-def _build(builder: Builder, job: Build, messages: Any, files: list[MemFile]) -> Packed:
-    tools = _part(files[0].view(), job.tools) if job.tools is not None else None
-    recalled: dict[str, str] = {}
-    if len(files) > 1:
-        recalled = msgspec.json.decode(files[1].view(), type=dict[str, str])
-    more = job.audio_in_video, job.variables
-    return pack(work.build_conversation(builder, messages, tools, recalled, *more))
 
 
 def _continue(builder: Builder, job: Continue, data: memoryview) -> Packed:

@@ -143,7 +143,7 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
         recalled=service.memory.recall(references(messages), request_log.owner),
         sender=request_log.sender,
         close=body.close,
-        variables=variables(request),
+        variables=variables(request.chat_template_kwargs),
     )
     return ChatInput(request, talk, await _grammar(service, request, used, request_log))
 
@@ -163,7 +163,7 @@ async def _read_large(
     recalled = service.memory.recall(outlined.references, request_log.owner)
     talk = Conversation(
         file, outlined.long["messages"], span, recalled, request_log.sender, body.close,
-        variables(request)
+        variables(request.chat_template_kwargs)
     )  # fmt: skip
     stated = None
     if span is not None and calls_required(request):

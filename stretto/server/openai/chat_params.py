@@ -60,9 +60,8 @@ def check_schema_size(size: int, at: str) -> None:
         )
 
 
-def variables(request: ChatRequest) -> dict[str, Any]:
+def variables(given: Raw) -> dict[str, Any]:
     """Read the variables of the chat template."""
-    given = request.chat_template_kwargs
     if given == ABSENT:
         return {}
     try:

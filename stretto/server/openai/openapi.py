@@ -10,6 +10,13 @@ import msgspec
 from stretto import __version__
 from stretto.preprocess.messages import Tool
 from stretto.server.openai.error_body import Failure
+from stretto.server.openai.response_schema import (
+    Completed,
+    Incomplete,
+    Response,
+    ResponsesRequest,
+    TextDelta,
+)
 from stretto.server.openai.schema import (
     ChatChunk,
     ChatRequest,
@@ -55,6 +62,11 @@ def document() -> dict[str, Any]:
         Tool,
         ChatResponse,
         ChatChunk,
+        ResponsesRequest,
+        Response,
+        TextDelta,
+        Completed,
+        Incomplete,
         SpeechRequest,
         SpeechDelta,
         SpeechDone,
@@ -66,6 +78,8 @@ def document() -> dict[str, Any]:
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
+    parts["ResponsesRequest"]["properties"] |= _undecoded_response()
+    parts["ResponsesRequest"]["required"] = ["input"]
     parts["VoiceRequest"]["properties"]["audio"] = {"type": "string", "contentEncoding": "base64"}
     parts["VoiceRequest"]["required"] = ["name", "audio"]
     parts["TranscriptionForm"] = _form(parts.pop("TranscriptionRequest"))
@@ -91,6 +105,10 @@ def _paths() -> dict[str, Any]:
         **_as_json("ChatResponse"),
         "text/event-stream": {"schema": _event("ChatChunk", "Failure")},
     }
+    response = {
+        **_as_json("Response"),
+        "text/event-stream": {"schema": _event("TextDelta", "Completed", "Incomplete", "Failure")},
+    }
     either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}
     heard = {
         "application/json": {"schema": either},
@@ -109,6 +127,7 @@ def _paths() -> dict[str, Any]:
     plain = {"text/plain": {"schema": {"type": "string"}}}
     return {
         "/v1/chat/completions": {"post": _post("Answer a conversation", "ChatRequest", chat)},
+        "/v1/responses": {"post": _post("Answer a conversation", "ResponsesRequest", response)},
         "/v1/audio/speech": {"post": _post("Read a text aloud", "SpeechRequest", speech)},
         "/v1/audio/voices": {
             "post": _voice_post(),
@@ -188,6 +207,29 @@ def _undecoded() -> dict[str, Any]:
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, _named_tool()]},
         "chat_template_kwargs": {"anyOf": [{"type": "object", "maxProperties": 16}, nothing]},
         "metadata": {"anyOf": [{"type": "object"}, nothing]},
+    }
+
+
+def _undecoded_response() -> dict[str, Any]:
+    """The same of a response."""
+    text = {"type": "string"}
+    items = {"type": "array", "minItems": 1, "maxItems": 4096, "items": {"type": "object"}}
+    function = {
+        "type": "object",
+        "required": ["type", "name"],
+        "properties": {"type": {"const": "function"}, "name": text, "description": text,
+                       "parameters": {"type": "object"}},
+    }  # fmt: skip
+    nothing = {"type": "null"}
+    tools = {"type": "array", "maxItems": 256, "items": function}
+    return {
+        "input": {"anyOf": [text, items]},
+        "instructions": {"anyOf": [text, nothing]},
+        "tools": {"anyOf": [tools, nothing]},
+        "tool_choice": {
+            "anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]
+        },
+        "chat_template_kwargs": {"anyOf": [{"type": "object", "maxProperties": 16}, nothing]},
     }
 
 

@@ -54,6 +54,7 @@ class Format(Struct):
 class Transcription(Struct):
     model: Name | None = None
     language: Name | None = None
+    languages: Annotated[list[Name], Meta(max_length=16)] | None = None
     prompt: Annotated[str, Meta(max_length=4096)] | None = None
 
 
@@ -128,9 +129,39 @@ class Common(Sampling):
 
 
 class SessionFields(Common):
-    type: Literal["realtime"] | UnsetType | None = UNSET
+    type: Literal["realtime", "transcription"] | UnsetType | None = UNSET
     truncation: str | Truncation | UnsetType | None = UNSET
     include: Annotated[list[Name], Meta(max_length=16)] | UnsetType | None = UNSET
+
+
+class TranscriptionFields(Struct):
+    """A transcription session as clients of the beta write it."""
+
+    input_audio_format: Literal["pcm16", "g711_ulaw", "g711_alaw"] | UnsetType | None = UNSET
+    input_audio_transcription: Transcription | UnsetType | None = UNSET
+    input_audio_noise_reduction: NoiseReduction | UnsetType | None = UNSET
+    turn_detection: TurnDetection | UnsetType | None = UNSET
+    include: Annotated[list[Name], Meta(max_length=16)] | UnsetType | None = UNSET
+
+    def session(self) -> SessionFields:
+        """The same as a session of today."""
+        format: Format | UnsetType | None = UNSET
+        if self.input_audio_format is None or isinstance(self.input_audio_format, str):
+            format = Format(BETA_FORMATS[self.input_audio_format or "pcm16"])
+        audio = AudioInput(
+            format,
+            self.input_audio_transcription,
+            self.input_audio_noise_reduction,
+            self.turn_detection,
+        )
+        return SessionFields(type="transcription", include=self.include, audio=Audio(audio))
+
+
+BETA_FORMATS: dict[str, FormatName] = {
+    "pcm16": "audio/pcm",
+    "g711_ulaw": "audio/pcmu",
+    "g711_alaw": "audio/pcma",
+}
 
 
 # ---- items
@@ -173,6 +204,12 @@ class ClientEvent(Struct, tag_field="type", kw_only=True):
 
 class SessionUpdate(ClientEvent, tag="session.update"):
     session: SessionFields
+
+
+class TranscriptionUpdate(ClientEvent, tag="transcription_session.update"):
+    """Of the beta."""
+
+    session: TranscriptionFields
 
 
 class Append(ClientEvent, tag="input_audio_buffer.append"):
@@ -220,6 +257,7 @@ class OutputClear(ClientEvent, tag="output_audio_buffer.clear"):
 
 Event = (
     SessionUpdate
+    | TranscriptionUpdate
     | Append
     | Commit
     | Clear

@@ -15,13 +15,16 @@ from urllib.parse import parse_qs
 
 from starlette.types import Receive, Scope, Send
 
+from stretto.engine.protocol import EngineClient
 from stretto.errors import Invalid, StrettoError
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.error_body import respond
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
+from stretto.server.realtime.options import Kind
 from stretto.server.realtime.realtime_session import RealtimeSession
 from stretto.server.realtime.send_queue import SendQueue, SlowClient
+from stretto.server.realtime.transcribe import check_transcribes
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import Holding
@@ -65,15 +68,19 @@ class Realtime:
         request_log.route = "realtime"
         try:
             engine = self.service.engine()
-            model = self.service.check_model(_query(scope, "model"), engine)
+            kind = _kind(scope)
+            model = self._model(engine, kind, _query(scope, "model"))
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
             with self.service.sessions.slot(request_log.sender):
                 held = Holding(self.service.sessions.memory, request_log.sender)
                 send_queue = SendQueue(self.service.config.send_timeout, held)
-                session = RealtimeSession.open(self.service, engine, send_queue, request_log, model)
+                session = RealtimeSession.open(
+                    self.service, engine, send_queue, request_log, model, kind
+                )
+                beta = (b"openai-beta", b"realtime=v1") in scope.get("headers", ())
                 connection = RealtimeConnection(
-                    self.service, session, send_queue, receive, send, request_log.owner
+                    self.service, session, send_queue, receive, send, request_log.owner, beta
                 )
                 try:
                     await connection.run(
@@ -87,6 +94,14 @@ class Realtime:
             request_log.ended = type(e).__name__
             await respond(e)(scope, receive, send)
 
+    def _model(self, engine: EngineClient, kind: Kind, name: str | None) -> str:
+        """The name of the model for this session. Clients that want transcripts name a model of
+        OpenAI's for them."""
+        if kind == "transcription":
+            check_transcribes(engine.info)
+            return self.service.model_names(engine)[0]
+        return self.service.check_model(name, engine)
+
 
 @dataclass(slots=True)
 class RealtimeConnection:
@@ -96,6 +111,7 @@ class RealtimeConnection:
     receive: Receive
     send: Send
     owner: str = ""
+    beta: bool = False  # the client speaks the dialect of the beta
     ending: Ending = LEFT
     last_received: float = field(default_factory=time.monotonic)
 
@@ -106,7 +122,7 @@ class RealtimeConnection:
         except OSError:
             return
         metrics.sessions.inc()
-        self.session.greet()
+        self.session.greet(self.beta)
         work = [asyncio.create_task(w) for w in (self._read(), self._write(), self.watch())]
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -222,6 +238,13 @@ class RealtimeConnection:
                 return DRAINING
             elif now - self.last_received > config.realtime_idle:
                 return IDLE
+
+
+def _kind(scope: Scope) -> Kind:
+    intent = _query(scope, "intent")
+    if intent not in (None, "conversation", "transcription"):
+        raise Invalid("intent must be conversation or transcription", "intent")
+    return "transcription" if intent == "transcription" else "realtime"
 
 
 def _query(scope: Scope, name: str) -> str | None:

@@ -30,6 +30,7 @@ from stretto.server.realtime.turn_detection import Pauses
 log = logging.getLogger("stretto.realtime")
 
 Modality = Literal["text", "audio"]
+Kind = Literal["realtime", "transcription"]
 VadType = Literal["server_vad", "semantic_vad"]
 SEMANTIC_PAUSE_MS = {"low": 1600, "medium": 800, "auto": 800, "high": 400}
 MAX_TEXT_BYTES = (
@@ -222,6 +223,7 @@ class SessionState:
     model: str
     expires_at: int
     answers: Options
+    kind: Kind = "realtime"
     input_format: FormatName = "audio/pcm"
     transcription: c.Transcription | None = None
     noise_reduction: c.NoiseReduction | None = None
@@ -251,6 +253,8 @@ class SessionState:
         if "format" in audio:
             changes["input_format"] = _format(audio["format"], "audio.input.format")
         changes |= {k: audio[k] for k in ("transcription", "noise_reduction") if k in audio}
+        if changes.get("transcription", self.transcription) is None and self.kind != "realtime":
+            changes["transcription"] = c.Transcription()
         if "turn_detection" in audio:
             patch = audio["turn_detection"]
             changes["turns"] = None if patch is None else _turns(self.turns, patch)
@@ -259,6 +263,8 @@ class SessionState:
     def to_wire(self, before: SessionState | None = None) -> dict[str, Any]:
         """All of it, as events tell it. `before`: what the client knows; of that, long instructions
         and tools are left out."""
+        if self.kind == "transcription":
+            return self._transcription_to_wire()
         a = self.answers
         known = before.answers if before is not None else None
         long: dict[str, Any] = {}
@@ -270,12 +276,6 @@ class SessionState:
             long["instructions"] = a.instructions
         if known is None or a.tools != known.tools or tools_size(a.tools) <= SHORT_TEXT_BYTES:
             long["tools"] = [t.written for t in a.tools]
-        transcription = None
-        if self.transcription is not None:
-            settings = {
-                k: v for k, v in msgspec.to_builtins(self.transcription).items() if v is not None
-            }
-            transcription = {"model": self.model, **settings}
         return {
             "type": "realtime",
             "object": "realtime.session",
@@ -291,18 +291,52 @@ class SessionState:
             "prompt": None,
             "include": [LOGPROBS] if self.logprobs else None,
             "audio": {
-                "input": {
-                    "format": format_to_wire(self.input_format),
-                    "transcription": transcription,
-                    "noise_reduction": msgspec.to_builtins(self.noise_reduction),
-                    "turn_detection": self.turns.to_wire() if self.turns else None,
-                },
+                "input": self._input_to_wire(),
                 "output": {
                     "format": format_to_wire(a.output_format),
                     "voice": a.voice,
                     "speed": 1.0,
                 },
             },
+        }
+
+    def _transcription_to_wire(self) -> dict[str, Any]:
+        return {
+            "type": "transcription",
+            "object": "realtime.transcription_session",
+            "id": self.id,
+            "expires_at": self.expires_at,
+            "include": [LOGPROBS] if self.logprobs else None,
+            "audio": {"input": self._input_to_wire()},
+        }
+
+    def to_beta(self) -> dict[str, Any]:
+        """A transcription session, for clients of the beta."""
+        heard = self._input_to_wire()
+        formats = {format: name for name, format in c.BETA_FORMATS.items()}
+        return {
+            "object": "realtime.transcription_session",
+            "id": self.id,
+            "expires_at": self.expires_at,
+            "input_audio_format": formats[self.input_format],
+            "input_audio_transcription": heard["transcription"],
+            "input_audio_noise_reduction": heard["noise_reduction"],
+            "turn_detection": heard["turn_detection"],
+            "include": [LOGPROBS] if self.logprobs else None,
+        }
+
+    def _input_to_wire(self) -> dict[str, Any]:
+        transcription = None
+        if self.transcription is not None:
+            settings = {
+                k: v for k, v in msgspec.to_builtins(self.transcription).items() if v is not None
+            }
+            transcription = {"model": self.model, **settings}
+        return {
+            "format": format_to_wire(self.input_format),
+            "transcription": transcription,
+            "noise_reduction": msgspec.to_builtins(self.noise_reduction),
+            "turn_detection": self.turns.to_wire() if self.turns else None,
         }
 
 

@@ -9,13 +9,12 @@ and the session goes on."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from stretto.engine.events import Message
+from msgspec import UNSET
+
 from stretto.engine.protocol import EngineClient
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.engine.session import Item as EngineItem
@@ -25,20 +24,25 @@ from stretto.server.realtime import client_events as c
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.audio_formats import seconds_of
 from stretto.server.realtime.audio_input import SAMPLE_BYTES, AudioInput, Turn, to_ms
+from stretto.server.realtime.item_reader import ItemReader, Problem, named
 from stretto.server.realtime.items import (
     Conversation,
     DuplicateItem,
     Entry,
     NoSuchItem,
-    media_bytes,
     new_id,
-    read_item,
 )
-from stretto.server.realtime.options import Function, Options, SessionState, read_tool, split_tools
+from stretto.server.realtime.options import (
+    Kind,
+    Options,
+    SessionState,
+)
+from stretto.server.realtime.partial_transcripts import PartialTranscripts
 from stretto.server.realtime.response import ResponseTask, SpeechEnd, clock
 from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND, ResponseManager
 from stretto.server.realtime.send_queue import SendQueue
-from stretto.server.realtime.transcribe import Transcriber
+from stretto.server.realtime.tool_reader import ToolReader
+from stretto.server.realtime.transcribe import Dictation, Transcriber, check_transcribes
 from stretto.server.realtime.turn_detection import Signal
 from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
@@ -47,21 +51,8 @@ from stretto.server.shares import Holding
 log = logging.getLogger("stretto.realtime")
 
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
-THREAD_BYTES = 64 << 10
-# of an item, that are converted on the event loop: each has a resampler of its own
-MAX_INLINE_SOUNDS = 4
-TOOLS_AT_ONCE = 16 << 10  # bytes of tools that are read before others have a turn
 MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
-
-
-class Problem(Exception):
-    """What a client is told in an `error` event."""
-
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.param = param
 
 
 @dataclass(slots=True, eq=False)
@@ -77,14 +68,14 @@ class RealtimeSession:
     audio_input: AudioInput = field(init=False)
     responses: ResponseManager = field(init=False)
     transcriber: Transcriber = field(init=False)
+    partials: PartialTranscripts = field(init=False)
+    tool_reader: ToolReader = field(init=False)
+    item_reader: ItemReader = field(init=False)
     _item_id: str = ""  # of the turn that is being spoken
     _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
     _closed: bool = False
-    _tools_read: tuple[bytes, tuple[Function, ...]] = (
-        b"",
-        (),
-    )  # the last ones that were read, by their digest
     _idle_from: int | None = None  # position in the sound at which waiting for the user began
+    _transcribed: str | None = None  # the last item that was no part of a conversation
 
     def __post_init__(self) -> None:
         self.held = Holding(self.service.sessions.memory, self.sender)
@@ -101,11 +92,20 @@ class RealtimeSession:
             on_begin=self._on_response_begin, on_end=self._on_response_end,
             on_release=self._count_memory,
         )  # fmt: skip
-        count = self.service.metrics.realtime.transcriptions
+        self.tool_reader = ToolReader(self.service.turns)
+        self.item_reader = ItemReader(
+            self.service, self.engine_session, self.conversation, self.sender, self._reserve
+        )
+        metrics = self.service.metrics.realtime
         self.transcriber = Transcriber(
-            self.engine_session, self.engine.info.transcription, self.send_queue.put,
-            lambda: self.responses.audio_started, count,
-        )  # fmt: skip
+            self.engine_session,
+            self.send_queue.put,
+            lambda: self.responses.audio_started,
+            metrics.transcriptions,
+        )
+        self.partials = PartialTranscripts(
+            self.engine_session, self.send_queue.put, metrics.partial_transcripts
+        )
 
     @classmethod
     def open(
@@ -115,19 +115,34 @@ class RealtimeSession:
         send_queue: SendQueue,
         request_log: RequestLog,
         model: str,
+        kind: Kind = "realtime",
     ) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
-        state = SessionState(new_id("sess"), model, expires, Options(engine.info.default_voice))
+        transcription = c.Transcription() if kind == "transcription" else None
+        options = Options(engine.info.default_voice)
+        state = SessionState(
+            new_id("sess"), model, expires, options, kind, transcription=transcription
+        )
         engine_session = engine.session(owner=request_log.owner, sender=request_log.sender)
-        return cls(service, engine, engine_session, send_queue, request_log.sender, state)
+        session = cls(service, engine, engine_session, send_queue, request_log.sender, state)
+        session._expect()
+        return session
 
     @property
     def busy(self) -> bool:
         """Something is being said, or is about to be."""
         return self.responses.busy
 
-    def greet(self) -> None:
-        self.send_queue.put(s.SessionCreated(session=self.state.to_wire()))
+    @property
+    def transcribes(self) -> bool:
+        """It writes down what it hears, and nothing else."""
+        return self.state.kind == "transcription"
+
+    def greet(self, beta: bool = False) -> None:
+        if beta and self.transcribes:
+            self.send_queue.put(s.TranscriptionSessionCreated(session=self.state.to_beta()))
+        else:
+            self.send_queue.put(s.SessionCreated(session=self.state.to_wire()))
 
     async def close(self) -> None:
         """End all that runs. The engine's session goes too. Once is enough, twice does no harm."""
@@ -135,6 +150,7 @@ class RealtimeSession:
             return
         self._closed = True
         try:
+            await self.partials.end()
             await asyncio.gather(self.responses.close(), self.transcriber.close())
             await self.engine_session.close()
         finally:
@@ -175,6 +191,10 @@ class RealtimeSession:
         self.send_queue.put(s.Error(error=s.ErrorInfo(kind, message[:2000], code, param, named)))
 
     async def _handle(self, event: c.Event) -> None:
+        if self.transcribes and isinstance(event, c.ItemCreate | c.ResponseCreate):
+            raise Problem(
+                "invalid_event", "a transcription session has no conversation and no responses"
+            )
         if not isinstance(event, c.Append | c.ItemRetrieve | c.ResponseCancel | c.OutputClear):
             await self.responses.cancel_speculative()  # it was made without knowing of this
         match event:
@@ -183,10 +203,16 @@ class RealtimeSession:
             case c.Commit():
                 await self._commit_by_client()
             case c.Clear():
+                await self.partials.end()
                 await self.audio_input.clear()
                 self.send_queue.put(s.Cleared())
             case c.SessionUpdate():
+                before = self.state
                 await self._update(event.session)
+                self.send_queue.put(s.SessionUpdated(session=self.state.to_wire(before=before)))
+            case c.TranscriptionUpdate():
+                await self._update(event.session.session())
+                self.send_queue.put(s.TranscriptionSessionUpdated(session=self.state.to_beta()))
             case c.ItemCreate():
                 await self._create_item(event)
             case c.ItemTruncate():
@@ -209,42 +235,45 @@ class RealtimeSession:
                 pass  # there is no buffer of output here
 
     async def _update(self, fields: c.SessionFields) -> None:
-        tools = await self._read_tools(fields)
-        state = self.state.updated(fields, self.engine.info, tools)
+        tools = await self.tool_reader.read(fields)
+        state = self._of_kind(fields).updated(fields, self.engine.info, tools)
         more = max(0, state.answers.num_bytes - self.state.answers.num_bytes)
         self._reserve(more, "session_full", "session")
         if self.responses.voice_locked:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
-        before = self.state
         self.state = state
-        answers = state.answers
-        # so that sound is read ahead behind the same words as the answer's prompt begins with
-        self.engine_session.expect(
-            modalities=("text", "audio") if answers.has_audio else ("text",),
-            instructions=answers.instructions or None,
-            tools=answers.chat_tools(),
-        )
+        self._expect()
         self.audio_input.configure(state.turns, state.input_format)
-        self.send_queue.put(s.SessionUpdated(session=state.to_wire(before=before)))
 
-    async def _read_tools(self, fields: c.Common) -> tuple[Function, ...] | None:
-        """The tools of an update, in turns of the event loop; those of the update before, if they
-        are the same."""
-        if bytes(fields.tools) in (b"", b"null"):
-            return None
-        digest = hashlib.blake2b(fields.tools).digest()
-        if digest != self._tools_read[0]:
-            tools = []
-            size = 0
-            for part in split_tools(fields.tools):
-                size += len(memoryview(part))
-                if size > TOOLS_AT_ONCE:
-                    await self.service.turns.take()
-                    size = len(memoryview(part))
-                if (tool := read_tool(part)) is not None:
-                    tools.append(tool)
-            self._tools_read = digest, tuple(tools)
-        return self._tools_read[1]
+    def _of_kind(self, fields: c.SessionFields) -> SessionState:
+        """The session as it is, or as one that transcribes from now on."""
+        if fields.type in (UNSET, None, self.state.kind):
+            return self.state
+        if self.transcribes:
+            raise Invalid("a transcription session stays one", "session.type")
+        check_transcribes(self.engine.info)
+        if self.conversation.entries or self.engine_session.pending or self.busy:
+            raise Invalid(
+                "only a session without a conversation can become one for transcription",
+                "session.type",
+            )
+        return replace(
+            self.state,
+            kind="transcription",
+            transcription=self.state.transcription or c.Transcription(),
+        )
+
+    def _expect(self) -> None:
+        """Have sound read ahead behind the same words as the prompt will begin with."""
+        answers = self.state.answers
+        if self.transcribes:
+            self.engine_session.expect(modalities=("text",))
+        else:
+            self.engine_session.expect(
+                modalities=("text", "audio") if answers.has_audio else ("text",),
+                instructions=answers.instructions or None,
+                tools=answers.chat_tools(),
+            )
 
     # -- sound
 
@@ -254,7 +283,12 @@ class RealtimeSession:
         coming = int(seconds_of(data, self.state.input_format) * INPUT_RATE) * SAMPLE_BYTES
         self._reserve(coming, "input_audio_buffer_full", "audio")
         await self.audio_input.append(data, self._on_signal)
-        await self._check_idle()
+        if self.transcribes:
+            if self.state.turns is None and self.partials.item_id is None:
+                self.partials.begin(new_id("item"), self._dictation())
+            self.partials.wake()
+        else:
+            await self._check_idle()
 
     async def _on_signal(self, signal: Signal) -> None:
         turn = self.audio_input.turn
@@ -268,12 +302,15 @@ class RealtimeSession:
                 self.send_queue.put(
                     s.SpeechStarted(audio_start_ms=turn.start_ms, item_id=self._item_id)
                 )
-                if turns.interrupt_response:
+                if self.transcribes:
+                    self.partials.begin(self._item_id, self._dictation())
+                elif turns.interrupt_response:
                     await self.responses.interrupt("turn_detected")
             case Signal.PAUSED:
                 if (
                     self.service.config.realtime_speculate
                     and turns.create_response
+                    and not self.transcribes
                     and not self.busy
                 ):
                     await self.responses.start_speculative(self._item_id)
@@ -290,6 +327,9 @@ class RealtimeSession:
         self.send_queue.put(
             s.SpeechStopped(audio_end_ms=turn.stop_ms, item_id=self._item_id, vad_wait_s=wait)
         )
+        if self.transcribes:
+            await self._write_down(self._item_id, turn.stop - turn.start)
+            return
         speculative_item = await self.responses.speculative_item()
         item = (
             speculative_item
@@ -305,27 +345,43 @@ class RealtimeSession:
         self._transcribe(entry, item, seconds)
 
     def _transcribe(self, entry: Entry, item: EngineItem, seconds: float) -> None:
-        self.transcriber.begin(self.state.transcription, entry, item, seconds, self.state.logprobs)
+        if self.state.transcription is not None:
+            self.transcriber.begin(self._dictation(), entry, item, seconds)
+
+    def _dictation(self) -> Dictation:
+        settings = self.state.transcription or c.Transcription()
+        return Dictation(self.engine.info, settings, self.state.logprobs)
+
+    async def _write_down(self, id: str, samples: int) -> None:
+        """The turn is over, of a session without a conversation: the engine forgets it when it is
+        written down."""
+        sent = await self.partials.end()
+        item = await self.engine_session.commit(id)
+        await self.engine_session.remove(id)
+        previous = self._transcribed
+        self._transcribed = id
+        entry = self._tell_audio_item(id, previous)
+        self.transcriber.begin_alone(self._dictation(), entry, item, samples / INPUT_RATE, sent)
 
     def _add_audio_item(self, id: str, engine_item: EngineItem, seconds: float) -> Entry:
         """What was said is part of the conversation: the engine's item is there already."""
-        previous = self.conversation.last_id
-        item = s.Item(
-            id,
-            "message",
-            status="completed",
-            role="user",
-            content=[s.Part("input_audio", transcript=None)],
-        )
-        entry = Entry(item, engine_item.id, size=int(seconds * INPUT_RATE) * SAMPLE_BYTES)
+        entry = self._tell_audio_item(id, self.conversation.last_id)
+        entry.engine_id = engine_item.id
+        entry.size = int(seconds * INPUT_RATE) * SAMPLE_BYTES
         self.conversation.append(entry)
+        return entry
+
+    def _tell_audio_item(self, id: str, previous: str | None) -> Entry:
+        content = [s.Part("input_audio", transcript=None)]
+        item = s.Item(id, "message", status="completed", role="user", content=content)
         self.send_queue.put(s.Committed(previous_item_id=previous, item_id=id))
         self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=item))
         self.send_queue.put(s.ItemDone(previous_item_id=previous, item=item))
-        return entry
+        return Entry(item)
 
     async def _commit_by_client(self) -> None:
         id = self._item_id if self.audio_input.turn is not None else new_id("item")
+        id = self.partials.item_id or id
         await self.audio_input.finish()
         samples = self.engine_session.pending
         if samples < MIN_COMMIT:
@@ -336,6 +392,9 @@ class RealtimeSession:
                 f"of audio, but buffer "
                 f"only has {ms}ms of audio.",
             )
+        if self.transcribes:
+            await self._write_down(id, samples)
+            return
         item = await self.engine_session.commit(id)
         self._committed = SpeechEnd(clock())
         entry = self._add_audio_item(id, item, samples / INPUT_RATE)
@@ -376,8 +435,8 @@ class RealtimeSession:
             self.conversation.check_new(event.item.id)
             if self.audio_input.turn is not None and event.item.id == self._item_id:
                 raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
-            async with self._conversion(event.item):
-                entry, message = await self._read(event.item)
+            async with self.item_reader.conversion(event.item):
+                entry, message = await self.item_reader.read(event.item, self.state.input_format)
                 self._reserve(entry.size, "conversation_full", "item")
                 await self.conversation.insert(entry, message, event.previous_item_id)
             try:
@@ -390,29 +449,17 @@ class RealtimeSession:
         except NoSuchItem as e:
             raise Problem("item_create_invalid_previous_item_id", str(e), e.param) from None
         except Invalid as e:
-            raise _named(e, "item") from None
+            raise named(e, "item") from None
         previous = self.conversation.before(entry)
         self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=entry.item))
         self.send_queue.put(s.ItemDone(previous_item_id=previous, item=entry.item))
-
-    async def _read(self, fields: c.Item) -> tuple[Entry, Message | None]:
-        if _has_many_sounds(fields):
-            return await asyncio.to_thread(read_item, fields, self.state.input_format)
-        return read_item(fields, self.state.input_format)
-
-    def _conversion(self, fields: c.Item) -> AbstractAsyncContextManager[None]:
-        """A turn for what is done with an item's sounds in threads. Pictures are decoded in other
-        processes, which have turns of their own."""
-        pictures = any(p.image_url for p in fields.content or ())
-        if pictures or not _has_many_sounds(fields):
-            return nullcontext()
-        return self.service.thread_turns.turn(self.sender)
 
     @property
     def _size(self) -> int:
         """Bytes that it holds, about. What waits to be sent counts by itself."""
         settings = self.state.answers.num_bytes + self.responses.held_bytes
-        return self.audio_input.held_bytes + self.conversation.size + settings
+        held = self.audio_input.held_bytes + self.transcriber.held_bytes
+        return held + self.conversation.size + settings
 
     def _count_memory(self) -> None:
         if not self._closed:
@@ -464,14 +511,16 @@ class RealtimeSession:
     async def _create_response(self, stated: c.ResponseFields | None) -> None:
         fields = stated or c.ResponseFields()
         options = self.state.answers.updated(
-            fields, self.engine.info, await self._read_tools(fields)
+            fields, self.engine.info, await self.tool_reader.read(fields)
         )
         options.check_choice()
         self._reserve(options.num_bytes, "conversation_full", "response")
         items = None
         size = 0
         if isinstance(fields.input, list):
-            items, size = await self._input(fields.input, options.num_bytes)
+            items, size = await self.item_reader.read_input(
+                fields.input, options.num_bytes, self.state.input_format
+            )
         out_of_band = fields.conversation == "none"
         if (active := self.responses.active) is not None and not out_of_band:
             message = f"Conversation already has an active response in progress: {active.id}"
@@ -495,34 +544,6 @@ class RealtimeSession:
         else:
             self.responses.start_response(response)
 
-    async def _input(self, items: list[c.Item], beside: int) -> tuple[list[EngineItem], int]:
-        """What is answered instead of the conversation, and its bytes, for which there is room with
-        so many `beside` them."""
-        size = 0
-        out = []
-        for number, fields in enumerate(items):
-            if fields.type == "item_reference":
-                entry = next((e for e in self.conversation.entries if e.id == fields.id), None)
-                found = self.conversation.engine_item(entry) if entry is not None else None
-                if found is None:
-                    raise Invalid(f"there is no item {fields.id!r}", "response.input")
-                out.append(found)
-            else:
-                place = f"response.input[{number}]"
-                async with self._conversion(fields):
-                    entry, message = await self._read(fields)
-                    if message is None:
-                        continue
-                    self._reserve(beside + size + entry.size, "conversation_full", place)
-                    try:
-                        item = await self.engine_session.item(message, id=entry.id)
-                    except Invalid as e:
-                        raise _named(e, place) from None
-                size += max(entry.size, entry.text_size + media_bytes(item.message))
-                self._reserve(beside + size, "conversation_full", place)
-                out.append(item)
-        return out, size
-
     # -- what the speaker tells
 
     def _on_response_begin(self) -> None:
@@ -531,16 +552,3 @@ class RealtimeSession:
     def _on_response_end(self, response: ResponseTask) -> None:
         """Waiting for the user begins when all of it was heard."""
         self._idle_from = self.audio_input.position + int(response.playback.lead * INPUT_RATE)
-
-
-def _has_many_sounds(fields: c.Item) -> bool:
-    sizes = [len(p.audio) for p in fields.content or () if p.audio]
-    return sum(sizes) > THREAD_BYTES or len(sizes) > MAX_INLINE_SOUNDS
-
-
-def _named(error: Invalid, place: str) -> Invalid:
-    """The same error with the item's place in the event, where the engine names a message."""
-    message, param = (
-        said and said.replace("messages[0]", place, 1) for said in (str(error), error.param)
-    )
-    return Invalid(message or "", param)

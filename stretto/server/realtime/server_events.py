@@ -138,6 +138,18 @@ class SessionUpdated(ServerEvent, tag="session.updated"):
     session: dict[str, Any]
 
 
+class TranscriptionSessionCreated(ServerEvent, tag="transcription_session.created"):
+    """Of the beta."""
+
+    session: dict[str, Any]
+
+
+class TranscriptionSessionUpdated(ServerEvent, tag="transcription_session.updated"):
+    """Of the beta."""
+
+    session: dict[str, Any]
+
+
 class Error(ServerEvent, tag="error"):
     error: ErrorInfo
 

@@ -1,70 +1,86 @@
-"""The words of what the user said, by the model itself: a request of its own beside the
-conversation, for text alone and behind all others in line. It does not delay the answer: it begins
-when the answer's first sound is made."""
+"""The words of what the user said, by the model itself: a request of its own, for text alone.
+
+In a conversation it waits behind answers, so that it does not delay them: it begins when the
+answer's first sound is made. In a session that only transcribes, it begins at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec import UNSET
 from prometheus_client import Counter
 
-from stretto.engine.events import Finished, TextDelta, Usage
+from stretto.engine.events import Event, Finished, TextDelta, Usage
 from stretto.engine.session import Item, Session
-from stretto.family import Transcription as TranscriptionPrompts
+from stretto.errors import Invalid
+from stretto.family import ModelInfo
 from stretto.params import Params
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import Transcription
-from stretto.server.realtime.items import Entry
+from stretto.server.realtime.items import Entry, media_bytes
 
 PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
 MAX_WAITING = 8  # or under way, of one session
 GRACE_S = 0.25  # a client that ends its turns itself asks for the answer in a second message
+CANNOT = "this model cannot transcribe speech"
 SPOKEN = "(spoken)"
-"""The transcript that clients show where the model cannot transcribe."""
+"""The transcript that clients show in a conversation where the model cannot transcribe."""
 
 
-def with_prompt(item: Item, prompt: str) -> Item:
-    """What the user said, and what is to be done with it."""
-    content = [*item.message["content"], {"type": "text", "text": prompt}]
-    return Item(item.id, {**item.message, "content": content})
+def check_transcribes(info: ModelInfo) -> None:
+    if info.transcription is None:
+        raise Invalid(CANNOT, "model")
 
 
-def not_transcribed(entry: Entry, put: Callable[[s.ServerEvent], None]) -> None:
-    """The client shows that something was said; the item's transcript stays empty."""
-    put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
-    usage = usage_of(Usage(0, 0, 0, 0))
-    put(s.TranscriptionCompleted(item_id=entry.id, content_index=0, transcript=SPOKEN, usage=usage))
+@dataclass(frozen=True, slots=True)
+class Dictation:
+    """How the words are asked for."""
+
+    info: ModelInfo
+    settings: Transcription
+    logprobs: bool = False
+
+    @property
+    def text(self) -> str:
+        how = self.info.transcription
+        if how is None:
+            raise Invalid(CANNOT, "model")
+        stated = self.settings.language or next(iter(self.settings.languages or ()), "")
+        return how.prompt(stated.partition("-")[0].lower(), self.settings.prompt)
+
+    def ask(
+        self, session: Session, item: Item, seconds: float, priority: int
+    ) -> AsyncGenerator[Event]:
+        """The model's answer about this item's sound, which lasts so many seconds."""
+        content = [*item.message["content"], {"type": "text", "text": self.text}]
+        most = LEAST_TOKENS + int(TOKENS_A_SECOND * seconds)
+        return session.respond(
+            modalities=("text",),
+            params=Params(
+                priority=priority, max_text_tokens=most, logprobs=0 if self.logprobs else None
+            ),
+            items=[Item(item.id, {**item.message, "content": content})],
+            remember=False,
+        )
 
 
 async def transcribe(
-    session: Session,
-    prompt: str,
+    events: AsyncGenerator[Event],
     entry: Entry,
-    item: Item,
-    seconds: float,
     put: Callable[[s.ServerEvent], None],
     logprobs: bool = False,
+    sent: str = "",
 ) -> bool:
-    """Whether it worked; the client is told either way."""
-    logprobs_found: list[s.TranscriptLogprob] = []
-    texts: list[str] = []
+    """Whether it worked; the client is told either way. `sent`: the words that it has already."""
+    found: list[s.TranscriptLogprob] = []
+    text = ""
     usage: Usage | None = None
-    most = LEAST_TOKENS + int(TOKENS_A_SECOND * seconds)
-    params = Params(priority=PRIORITY, max_text_tokens=most, logprobs=0 if logprobs else None)
     try:
-        events = session.respond(
-            modalities=("text",),
-            params=params,
-            items=[with_prompt(item, prompt)],
-            remember=False,
-        )
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TextDelta):
@@ -73,11 +89,12 @@ async def transcribe(
                         for t in event.logprobs
                         if t.said
                     ]
-                    logprobs_found += new
-                    if event.text:
-                        texts.append(event.text)
+                    found += new
+                    before = max(len(text), len(sent))
+                    text += event.text
+                    if text.startswith(sent) and len(text) > before:
                         delta = s.TranscriptionDelta(
-                            item_id=entry.id, content_index=0, delta=event.text
+                            item_id=entry.id, content_index=0, delta=text[before:]
                         )
                         delta.logprobs = new if logprobs else UNSET
                         put(delta)
@@ -88,21 +105,18 @@ async def transcribe(
         error = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
         put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
         return False
-    text = "".join(texts)
     for part in entry.item.content or ():
         part.transcript = text
     completed = s.TranscriptionCompleted(
-        item_id=entry.id,
-        content_index=0,
-        transcript=text,
-        usage=usage_of(usage or Usage(0, 0, 0, 0)),
+        item_id=entry.id, content_index=0, transcript=text, usage=_to_wire(usage)
     )
-    completed.logprobs = logprobs_found if logprobs else UNSET
+    completed.logprobs = found if logprobs else UNSET
     put(completed)
     return True
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
+def _to_wire(usage: Usage | None) -> dict[str, object]:
+    usage = usage or Usage(0, 0, 0, 0)
     return {
         "type": "tokens",
         "total_tokens": usage.prompt_tokens + usage.text_tokens,
@@ -128,51 +142,77 @@ async def after_first_sound(
 
 @dataclass(slots=True, eq=False)
 class Transcriber:
-    """The transcriptions of one session, each a task. `how`: None where the model cannot."""
+    """The transcriptions of one session, each a task."""
 
     engine_session: Session
-    how: TranscriptionPrompts | None
     put: Callable[[s.ServerEvent], None]
     audio_started: Callable[[], asyncio.Event | None]  # of the answer that is being made
     count: Counter  # by how they ended
+    held_bytes: int = 0  # of the sounds that wait, where the conversation does not have them
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
 
-    def begin(
-        self,
-        settings: Transcription | None,
-        entry: Entry,
-        item: Item,
-        seconds: float,
-        logprobs: bool = False,
+    def begin(self, dictation: Dictation, entry: Entry, item: Item, seconds: float) -> None:
+        """Write down an item of the conversation, when the answer to it is heard."""
+        if dictation.info.transcription is None:
+            self._tell_spoken(entry)
+            return
+
+        async def run() -> bool:
+            await after_first_sound(self.audio_started, GRACE_S)
+            events = dictation.ask(self.engine_session, item, seconds, PRIORITY)
+            return await transcribe(events, entry, self.put, dictation.logprobs)
+
+        self._run(run, dictation, entry, 0)
+
+    def begin_alone(
+        self, dictation: Dictation, entry: Entry, item: Item, seconds: float, sent: str
     ) -> None:
-        """If the client wants the words of this item."""
-        if settings is None:
-            return
-        if (how := self.how) is None:
-            not_transcribed(entry, self.put)
-            return
-        prompt = how.prompt(settings.language, settings.prompt)
+        """Write down a sound that is part of no conversation, now. `sent`: the words that the
+        client has already."""
+
+        async def run() -> bool:
+            events = dictation.ask(self.engine_session, item, seconds, 0)
+            return await transcribe(events, entry, self.put, dictation.logprobs, sent)
+
+        self._run(run, dictation, entry, media_bytes(item.message))
+
+    def _run(
+        self,
+        work: Callable[[], Coroutine[None, None, bool]],
+        dictation: Dictation,
+        entry: Entry,
+        size: int,
+    ) -> None:
         if len(self._tasks) >= MAX_WAITING:
-            error = s.ErrorInfo(
-                "server_error", "too many transcriptions are waiting", "server_busy"
-            )
+            words = "too many transcriptions are waiting"
+            error = s.ErrorInfo("server_error", words, "server_busy")
             self.put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
             return
 
         async def run() -> None:
             outcome = "cancelled"
             try:
-                await after_first_sound(self.audio_started, GRACE_S)
-                succeeded = await transcribe(
-                    self.engine_session, prompt, entry, item, seconds, self.put, logprobs
-                )
-                outcome = "completed" if succeeded else "failed"
+                outcome = "completed" if await work() else "failed"
             finally:
                 self.count.labels(outcome).inc()
 
+        def end(_: asyncio.Task[None]) -> None:
+            self._tasks.pop(entry.id, None)
+            self.held_bytes -= size
+
         task = self._tasks[entry.id] = asyncio.create_task(run(), name="transcription")
+        self.held_bytes += size
         # Not in `run`: a task that is cancelled before its first step never runs.
-        task.add_done_callback(lambda _: self._tasks.pop(entry.id, None))
+        task.add_done_callback(end)
+
+    def _tell_spoken(self, entry: Entry) -> None:
+        """The client shows that something was said; the item's transcript stays empty."""
+        self.put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
+        self.put(
+            s.TranscriptionCompleted(
+                item_id=entry.id, content_index=0, transcript=SPOKEN, usage=_to_wire(None)
+            )
+        )
 
     def cancel(self, id: str) -> None:
         if (task := self._tasks.get(id)) is not None:

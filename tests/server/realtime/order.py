@@ -43,6 +43,7 @@ class Order:
     turn: str | None = None  # that is being spoken
     expected: tuple[str, str] | None = None  # the very next event of the conversation, and its item
     heard: dict[str, str] = field(default_factory=dict)  # transcriptions so far
+    transcribes: bool = False  # words come while they are spoken, and no item is in a conversation
 
     def see(self, event: Json) -> None:
         kind = event["type"]
@@ -161,6 +162,8 @@ class Order:
 
     def _words(self, what: str, event: Json) -> None:
         id = event["item_id"]
+        if self.transcribes:
+            return
         assert id in self.items
         if what == "delta":
             self.heard[id] = self.heard.get(id, "") + event["delta"]

@@ -134,6 +134,10 @@ class ScriptedSession:
         _check_media(message)
         return Item(id or f"own_{secrets.token_hex(6)}", message)
 
+    async def draft(self) -> Item:
+        self._check()
+        return await self.item({"role": "user", "content": [audio(np.concatenate(self._open))]})
+
     async def reopen(self, id: str) -> None:
         self._check()
         assert self._before is not None

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from stretto.engine.events import TextDelta, TokenLogprob
-from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import endpoint, items, options, transcribe
@@ -41,6 +40,7 @@ from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import Ask, ScriptedSession, TalkEngine, plain
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
 
 ITEM = "conversation.item.create"
 
@@ -223,7 +223,7 @@ def test_what_an_update_does_not_change_is_not_read_and_not_told_again(
         read.append(1)
         return options.read_tool(written)
 
-    monkeypatch.setattr("stretto.server.realtime.realtime_session.read_tool", read_tool)
+    monkeypatch.setattr("stretto.server.realtime.tool_reader.read_tool", read_tool)
     with talk(running) as c:
         first = c.manual(tools=big_tools("a"), instructions="Be kind. " * 1000)
         assert first["tools"] == big_tools("a")
@@ -314,7 +314,7 @@ def test_many_sounds_are_converted_in_a_thread(
         on_loop.append(threading.current_thread() is running.thread)
         return items.read_item(*args)
 
-    monkeypatch.setattr("stretto.server.realtime.realtime_session.read_item", read_item)
+    monkeypatch.setattr("stretto.server.realtime.item_reader.read_item", read_item)
     sound = {"type": "input_audio", "audio": base64.b64encode(bytes(480)).decode()}
     with talk(running) as c:
         for count in (1, 5, MAX_PARTS):
@@ -426,16 +426,11 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
     async def main() -> list[Any]:
         told: list[Any] = []
         count = Running.__new__(Running)  # never asked
-        transcriber = transcribe.Transcriber(
-            None,
-            TRANSCRIPTION,
-            told.append,
-            lambda: None,
-            count,  # type: ignore[arg-type]
-        )
+        transcriber = transcribe.Transcriber(None, told.append, lambda: None, count)  # type: ignore[arg-type]
         for i in range(2 * transcribe.MAX_WAITING):
             entry = items.Entry(items.Item(f"i{i}", "message"))
-            transcriber.begin(ce.Transcription(), entry, None, 1.0)  # type: ignore[arg-type]
+            dictation = transcribe.Dictation(ScriptedEngine().info, ce.Transcription())
+            transcriber.begin(dictation, entry, None, 1.0)  # type: ignore[arg-type]
             transcriber.cancel(f"i{i}")
             await asyncio.sleep(0)
             await asyncio.sleep(0)

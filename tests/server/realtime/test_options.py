@@ -149,7 +149,7 @@ def test_what_stock_clients_send_unasked_is_taken() -> None:
         {"tools": "all"},
         {"tool_choice": "perhaps"},
         {"max_output_tokens": 0},
-        {"type": "transcription"},
+        {"type": "translation"},
     ],
 )
 def test_wrong_values_are_refused(session: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def respond(work: Callable[[ResponseTask, list[Json], TalkEngine], Awaitable[Non
             "conv",
         )
 
-        def start(on_prompt: Any) -> Any:
+        async def start(on_prompt: Any) -> Any:
             return session.respond(modalities=("text", "audio"), params=Params())
 
         send_queue = SendQueue(5.0, Holding(Shares(1 << 20), "me"))

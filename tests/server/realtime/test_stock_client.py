@@ -257,6 +257,31 @@ def test_engines_of_tests_keep_the_same_promises() -> None:
     assert public <= set(dir(ScriptedSession))
 
 
+def test_a_transcription_session_on_the_real_engine(real: Served) -> None:
+    async def talk() -> None:
+        client = AsyncOpenAI(base_url=f"{real.running.url}/v1", api_key="none")
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            client.realtime.connect(extra_query={"intent": "transcription"}) as connection,
+        ):
+            heard: Any = {"transcription": {"model": "whisper-1", "language": "en"}}
+            await connection.session.update(
+                session={"type": "transcription", "audio": {"input": heard}}
+            )
+            assert (await until(connection, "session.updated")).session.type == "transcription"
+            await append(connection, pcm(silence(0.3), speech(1.5), silence(0.8)))
+            stopped = await until(connection, "input_audio_buffer.speech_stopped")
+            completed = await until(
+                connection, "conversation.item.input_audio_transcription.completed"
+            )
+            assert completed.item_id == stopped.item_id
+            assert completed.transcript
+            assert completed.usage.input_token_details.audio_tokens > 0
+        await client.close()
+
+    run(talk())
+
+
 def test_a_function_is_called_where_that_is_required(real: Served) -> None:
     """The weights are random: only the grammar can make it call."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}},
