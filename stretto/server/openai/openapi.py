@@ -13,9 +13,9 @@ from stretto.server.openai.error_body import Failure
 from stretto.server.openai.response_schema import (
     Completed,
     Incomplete,
-    Response,
+    OutputTextDelta,
+    ResponseObject,
     ResponsesRequest,
-    TextDelta,
 )
 from stretto.server.openai.schema import (
     ChatChunk,
@@ -63,8 +63,8 @@ def document() -> dict[str, Any]:
         ChatResponse,
         ChatChunk,
         ResponsesRequest,
-        Response,
-        TextDelta,
+        ResponseObject,
+        OutputTextDelta,
         Completed,
         Incomplete,
         SpeechRequest,
@@ -106,8 +106,10 @@ def _paths() -> dict[str, Any]:
         "text/event-stream": {"schema": _event("ChatChunk", "Failure")},
     }
     response = {
-        **_as_json("Response"),
-        "text/event-stream": {"schema": _event("TextDelta", "Completed", "Incomplete", "Failure")},
+        **_as_json("ResponseObject"),
+        "text/event-stream": {
+            "schema": _event("OutputTextDelta", "Completed", "Incomplete", "Failure")
+        },
     }
     either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}
     heard = {

@@ -119,28 +119,28 @@ class FunctionCall(Struct, frozen=True):
 OutputItem = OutputMessage | FunctionCall
 
 
-class InputDetails(Struct, frozen=True):
+class InputTokensDetails(Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputDetails(Struct, frozen=True):
+class OutputTokensDetails(Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(Struct, frozen=True):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     total_tokens: int
-    output_tokens_details: OutputDetails = OutputDetails()
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
 
 
 class IncompleteDetails(Struct, frozen=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class Response(Struct, frozen=True):
+class ResponseObject(Struct, frozen=True):
     id: str
     created_at: int
     model: str
@@ -175,62 +175,66 @@ class ResponseEvent(Struct, frozen=True, tag_field="type", kw_only=True):
 
 
 class Created(ResponseEvent, frozen=True, tag="response.created"):
-    response: Response
+    response: ResponseObject
 
 
 class InProgress(ResponseEvent, frozen=True, tag="response.in_progress"):
-    response: Response
+    response: ResponseObject
 
 
 class Completed(ResponseEvent, frozen=True, tag="response.completed"):
-    response: Response
+    response: ResponseObject
 
 
 class Incomplete(ResponseEvent, frozen=True, tag="response.incomplete"):
-    response: Response
+    response: ResponseObject
 
 
-class ItemAdded(ResponseEvent, frozen=True, tag="response.output_item.added"):
+class ResponseItemAdded(ResponseEvent, frozen=True, tag="response.output_item.added"):
     output_index: int
     item: OutputItem
 
 
-class ItemDone(ResponseEvent, frozen=True, tag="response.output_item.done"):
+class ResponseItemDone(ResponseEvent, frozen=True, tag="response.output_item.done"):
     output_index: int
     item: OutputItem
 
 
-class InItem(ResponseEvent, frozen=True):
+class ResponseItemEvent(ResponseEvent, frozen=True):
     item_id: str
     output_index: int
 
 
-class PartAdded(InItem, frozen=True, tag="response.content_part.added"):
+class OutputPartAdded(ResponseItemEvent, frozen=True, tag="response.content_part.added"):
     part: OutputText
     content_index: int = 0
 
 
-class PartDone(InItem, frozen=True, tag="response.content_part.done"):
+class OutputPartDone(ResponseItemEvent, frozen=True, tag="response.content_part.done"):
     part: OutputText
     content_index: int = 0
 
 
-class TextDelta(InItem, frozen=True, tag="response.output_text.delta"):
+class OutputTextDelta(ResponseItemEvent, frozen=True, tag="response.output_text.delta"):
     delta: str
     logprobs: list[ContentLogprob] = []
     content_index: int = 0
 
 
-class TextDone(InItem, frozen=True, tag="response.output_text.done"):
+class OutputTextDone(ResponseItemEvent, frozen=True, tag="response.output_text.done"):
     text: str
     logprobs: list[ContentLogprob] = []
     content_index: int = 0
 
 
-class ArgumentsDelta(InItem, frozen=True, tag="response.function_call_arguments.delta"):
+class CallArgumentsDelta(
+    ResponseItemEvent, frozen=True, tag="response.function_call_arguments.delta"
+):
     delta: str
 
 
-class ArgumentsDone(InItem, frozen=True, tag="response.function_call_arguments.done"):
+class CallArgumentsDone(
+    ResponseItemEvent, frozen=True, tag="response.function_call_arguments.done"
+):
     name: str
     arguments: str

@@ -3,8 +3,8 @@ out; text, pictures, sound and video in.
 
 The input's items become messages where the prompt is built (`preprocess/response_items.py`). The
 engine's events become output items and, in a stream, the events that clients are built for
-(`ResponseWriter`). Responses are not stored: a client sends the conversation. Only the items of an
-answer can be referred to for a while, as some clients do without being asked to."""
+(`ResponseObjectWriter`). Responses are not stored: a client sends the conversation. Only the items
+of an answer can be referred to for a while, as some clients do without being asked to."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ async def answer_responses(service: Service, given: ResponseInput, exchange: Exc
         **{name: getattr(request, name) for name in _SAME},
     )
     params = to_params(chat, engine.info.defaults, service.config.packets, given.grammar)
-    shown = r.Response(
+    shown = r.ResponseObject(
         id=f"resp_{secrets.token_hex(16)}",
         created_at=int(time.time()),
         model=model,
@@ -277,7 +277,7 @@ async def answer_responses(service: Service, given: ResponseInput, exchange: Exc
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},
     )
-    writer = ResponseWriter(
+    writer = ResponseObjectWriter(
         service,
         exchange,
         shown,
@@ -300,18 +300,18 @@ async def answer_responses(service: Service, given: ResponseInput, exchange: Exc
 
 def usage_to_wire(usage: Usage) -> r.ResponseUsage:
     total = usage.prompt_tokens + usage.text_tokens
-    cached = r.InputDetails(usage.cached_tokens)
+    cached = r.InputTokensDetails(usage.cached_tokens)
     return r.ResponseUsage(usage.prompt_tokens, cached, usage.text_tokens, total)
 
 
 @dataclass(slots=True)
-class ResponseWriter:
+class ResponseObjectWriter:
     """Writes one response: whole, or event by event. A message item is open from its first words
     to the first function's call or the end."""
 
     service: Service
     exchange: Exchange
-    response: r.Response
+    response: r.ResponseObject
     stream: bool
     keep: bool  # its items, for references
     timeline: bool
@@ -359,13 +359,13 @@ class ResponseWriter:
         if self._message is None:
             self._message = f"msg_{secrets.token_hex(16)}"
             added = r.OutputMessage(self._message, "in_progress", [])
-            await self._item(r.ItemAdded, added)
-            await self._in_item(r.PartAdded, self._message, part=r.OutputText(""))
+            await self._item(r.ResponseItemAdded, added)
+            await self._in_item(r.OutputPartAdded, self._message, part=r.OutputText(""))
         self._text += text
         logprobs = logprobs_of(self._unsent).content
         self._unsent = []
         self._logprobs += logprobs
-        await self._in_item(r.TextDelta, self._message, delta=text, logprobs=logprobs)
+        await self._in_item(r.OutputTextDelta, self._message, delta=text, logprobs=logprobs)
 
     async def _close(self, status: r.Status) -> None:
         """The end of the message that is open, if one is."""
@@ -374,8 +374,8 @@ class ResponseWriter:
         id = self._message
         self._logprobs += logprobs_of(self._unsent).content
         part = r.OutputText(self._text, logprobs=self._logprobs)
-        await self._in_item(r.TextDone, id, text=part.text, logprobs=part.logprobs)
-        await self._in_item(r.PartDone, id, part=part)
+        await self._in_item(r.OutputTextDone, id, text=part.text, logprobs=part.logprobs)
+        await self._in_item(r.OutputPartDone, id, part=part)
         self._message = None
         self._text = ""
         self._logprobs = []
@@ -386,13 +386,13 @@ class ResponseWriter:
         id = f"fc_{secrets.token_hex(16)}"
         status: r.Status = "completed" if call.complete else "incomplete"
         item = r.FunctionCall(id, "in_progress", call_id(), call.name, "")
-        await self._item(r.ItemAdded, item)
-        await self._in_item(r.ArgumentsDelta, id, delta=call.arguments)
-        await self._in_item(r.ArgumentsDone, id, name=call.name, arguments=call.arguments)
+        await self._item(r.ResponseItemAdded, item)
+        await self._in_item(r.CallArgumentsDelta, id, delta=call.arguments)
+        await self._in_item(r.CallArgumentsDone, id, name=call.name, arguments=call.arguments)
         await self._end(r.FunctionCall(id, status, item.call_id, call.name, call.arguments))
 
     async def _end(self, item: r.OutputItem) -> None:
-        await self._item(r.ItemDone, item)
+        await self._item(r.ResponseItemDone, item)
         self.output.append(item)
         if self.keep:
             owner = self.exchange.request_log.owner
@@ -423,12 +423,14 @@ class ResponseWriter:
 
     # -- events
 
-    async def _item(self, kind: type[r.ItemAdded | r.ItemDone], item: r.OutputItem) -> None:
+    async def _item(
+        self, kind: type[r.ResponseItemAdded | r.ResponseItemDone], item: r.OutputItem
+    ) -> None:
         await self._send(
             kind(sequence_number=self._number, output_index=len(self.output), item=item)
         )
 
-    async def _in_item(self, kind: type[r.InItem], id: str, **fields: Any) -> None:
+    async def _in_item(self, kind: type[r.ResponseItemEvent], id: str, **fields: Any) -> None:
         place = len(self.output)
         await self._send(
             kind(sequence_number=self._number, item_id=id, output_index=place, **fields)
