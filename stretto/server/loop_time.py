@@ -4,6 +4,8 @@ these per server.
 `LoopTurns`: work of a millisecond or more on the loop itself, such as reading a large request or a
 large event of a realtime session. One such piece is done in each pass of the loop, in the order in
 which turns were asked for, so that everything else that is ready is served between two of them.
+With a rest between two turns, such work never has the whole of the loop, nor of a core that it may
+share with a stage.
 
 `ThreadTurns`: Python's work in threads, such as converting an item of many sounds. The loop waits
 for the interpreter a millisecond for each thread that has some to do, so only a few may."""
@@ -22,13 +24,14 @@ HEAVY = 8 << 10  # bytes; what is shorter is read in a fraction of a millisecond
 
 @dataclass(slots=True)
 class LoopTurns:
+    rest_s: float = 0.0  # before each turn; 0: until the next pass of the loop
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def take(self) -> None:
         """Wait for a turn: what the caller does until it next waits is the heavy work of this pass
         of the loop."""
         async with self._lock:
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.rest_s)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from stretto.engine.protocol import EngineClient
 from stretto.errors import StrettoError
 from stretto.server.admission import Admission
 from stretto.server.heap import Trimmer, map_large_blocks
+from stretto.server.http.body import TURN_REST_S
 from stretto.server.keys import Keys
 from stretto.server.loop_time import LoopTurns, ThreadTurns
 from stretto.server.metrics import Metrics
@@ -44,6 +45,7 @@ class Service:
     bodies: Shares  # bytes
     sessions: SessionSlots
     turns: LoopTurns = field(default_factory=LoopTurns)
+    body_turns: LoopTurns = field(default_factory=lambda: LoopTurns(TURN_REST_S))
     thread_turns: ThreadTurns = field(default_factory=ThreadTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened

@@ -36,7 +36,11 @@ class Served:
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """On the engine's loop, with patience."""
-        return asyncio.run_coroutine_threadsafe(work, self.running.loop).result(240)
+        return asyncio.run_coroutine_threadsafe(work, self.running.loop).result()
+
+
+async def started(start: asyncio.Task[None]) -> None:
+    await start
 
 
 @contextmanager
@@ -58,5 +62,5 @@ def served(
 
     with Running(open_engine, drain_timeout=1.0, **settings) as running:
         it = Served(running, engines[0], settings.get("api_key", ()))
-        it.do(asyncio.wait_for(starts[0], 240))
+        it.do(started(starts[0]))
         yield it

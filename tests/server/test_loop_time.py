@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stretto.server.app import metrics_of
 from stretto.server.http import exchange
-from stretto.server.http.body import ON_THE_LOOP
+from stretto.server.http.body import ON_THE_LOOP, TURN_BYTES, Body
 from stretto.server.http.exchange import SMALL
 from stretto.server.loop_time import HEAVY, LoopTurns, ThreadTurns
 from stretto.server.metrics import PAGE_S, Metrics
-from stretto.server.openai import chat
+from stretto.server.openai import chat, transcriptions, voices
 from stretto.server.openai import chat_params as chatparams
 from stretto.server.openai.chat_params import LONGEST, MAX_SCHEMA
+from stretto.server.shares import Shares
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -254,6 +257,85 @@ def test_threads_work_for_one_client_once_and_for_two_at_most() -> None:
             pass
 
     asyncio.run(main())
+
+
+def test_large_bodies_are_read_in_turns(running: Running) -> None:
+    taken: list[int] = []
+
+    class Counted(LoopTurns):
+        async def take(self) -> None:
+            taken.append(1)
+            await super().take()
+
+    assert running.server.service.body_turns.rest_s > 0
+    running.server.service.body_turns = Counted()
+    assert running.ask(CHAT, json.dumps(ASK).encode() + b" " * (ON_THE_LOOP // 2)).status == 200
+    assert not taken
+    assert running.ask(CHAT, json.dumps(ASK).encode() + b" " * (4 * TURN_BYTES)).status == 200
+    assert taken
+
+
+FORM = (
+    b'--m\r\nContent-Disposition: form-data; name="%s"\r\n\r\nv\r\n'
+    b'--m\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nsound\r\n--m--\r\n'
+)
+READERS: dict[str, Any] = {
+    "transcription": (transcriptions.reader(False), transcriptions, "part_of", b"model"),
+    "voice": (voices.read_voice, voices, "_message", b"name"),
+}
+
+
+@pytest.mark.parametrize("which", READERS)
+def test_a_client_has_one_thread_at_a_time(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forms are to be cut: one client's one after the other, another client's at once."""
+    read, module, name, field = READERS[which]
+    copy = getattr(module, name)
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+    go_on = threading.Event()
+
+    def slow(*given: Any) -> Any:
+        begun.put(1)
+        go_on.wait()
+        return copy(*given)
+
+    monkeypatch.setattr(module, name, slow)
+    service: Any = SimpleNamespace(
+        thread_turns=ThreadTurns(),
+        engine=lambda: SimpleNamespace(info=SimpleNamespace(cloning=True)),
+    )
+
+    async def form(sender: str) -> None:
+        log: Any = SimpleNamespace(sender=sender, content_type="multipart/form-data; boundary=m")
+        with Body(Shares(1 << 20), sender) as body:
+            body.add(FORM % field)
+            made = await read(service, body, log)
+        (made.file if which == "transcription" else made).close()
+
+    async def main() -> None:
+        waiting = [asyncio.create_task(form(sender)) for sender in "aab"]
+        for _ in range(2):  # "a" and "b"
+            await asyncio.to_thread(begun.get)
+        for _ in range(10):  # a third thread would have begun by now
+            await asyncio.to_thread(int)
+        assert begun.empty()
+        go_on.set()
+        await asyncio.gather(*waiting)
+        assert begun.get() == 1
+        assert begun.empty()
+
+    asyncio.run(main())
+
+
+def test_a_clip_is_refused_before_it_is_cut() -> None:
+    class Uncut(ScriptedEngine):
+        async def outline(self, *_: Any) -> Any:
+            raise AssertionError("nobody needs its fields")
+
+    body = b'{"name":"v","audio":"' + b"A" * (1 << 20) + b'"}'
+    with serve(Uncut()) as running:
+        answer = running.ask("/v1/audio/voices", body)
+    assert answer.status == 400
+    assert answer.error["param"] == "model"
 
 
 def test_many_readers_of_metrics_get_one_page(running: Running, engine: ScriptedEngine) -> None:

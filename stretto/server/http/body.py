@@ -15,6 +15,8 @@ from stretto.server.shares import Shares
 ON_THE_LOOP = (
     256 << 10
 )  # bytes that are cut into fields on the event loop, in a millisecond at worst
+TURN_BYTES = 256 << 10  # of large bodies that are read in one turn of the loop: half a millisecond
+TURN_REST_S = 0.001  # between two such turns, so that uploads have a third of the loop at most
 
 
 @dataclass(slots=True, eq=False)

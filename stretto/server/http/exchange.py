@@ -17,7 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from stretto._validation import NOT_JSON, not_json, read_json, wrong_field
 from stretto.config.server import ServerConfig
 from stretto.errors import Gone, Invalid
-from stretto.server.http.body import Body
+from stretto.server.http.body import TURN_BYTES, Body
+from stretto.server.loop_time import LoopTurns
 from stretto.server.openai.error_body import Refused, describe, respond
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 
@@ -53,10 +54,10 @@ class Exchange:
 
     # ---- in
 
-    async def read_body(self, body: Body, limit: int) -> None:
+    async def read_body(self, body: Body, limit: int, turns: LoopTurns) -> None:
         """All of the request's body. Refuses while reading, not after: a header may lie about the
         length, and a client that sends a byte a second would hold what it has sent for as long as
-        it likes."""
+        it likes. All large bodies take `turns`."""
         headers = Headers(scope=self.scope)
         stated = headers.get("content-length", "")
         if stated.isascii() and stated.isdigit() and int(stated) > limit:
@@ -67,7 +68,7 @@ class Exchange:
         rate = self.config.min_body_kb_s * 1024
         try:
             async with asyncio.timeout(self.config.body_timeout) as deadline:
-                more = True
+                more, untimed = True, 0
                 while more:
                     # What has come may have taken this long at the lowest rate allowed, and a
                     # start-up time.
@@ -78,6 +79,10 @@ class Exchange:
                         await self._linger(body.size + len(part), limit)
                         raise self._too_large(limit)
                     body.add(part)
+                    untimed += len(part)
+                    if more and body.memfile is not None and untimed >= TURN_BYTES:
+                        await turns.take()
+                        untimed = 0
         except TimeoutError:
             raise Refused(
                 408, "the request took too long to arrive", code="timeout", headers=CLOSE

@@ -57,7 +57,7 @@ class GeneratingRoute(Generic[R]):
             self.service.engine()  # before a long body is read for nothing
             self.service.admission.check(request_log.sender)
             with Body(self.service.bodies, request_log.sender) as body:
-                await exchange.read_body(body, self.max_bytes)
+                await exchange.read_body(body, self.max_bytes, self.service.body_turns)
                 await exchange.run(self._work(body, exchange), self.service.cut)
         except Left:
             # nobody listens: there is nothing to say

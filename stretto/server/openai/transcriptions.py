@@ -58,9 +58,12 @@ def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[S
     async def read(service: Service, body: Body, request_log: RequestLog) -> Sound:
         mark = boundary(request_log.content_type)
         source = body.data if body.memfile is None else body.memfile
-        return await in_thread(
-            source, lambda s: _of_form(s, mark, translate), lambda sound: sound.file.close()
-        )
+        async with service.thread_turns.turn(request_log.sender):
+            return await in_thread(
+                source,
+                lambda s: _of_form(s, mark, translate),
+                lambda sound: sound.file.close_in_thread(),
+            )
 
     return read
 

@@ -9,6 +9,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -95,24 +96,27 @@ class Clip:
         return self.names.get(param, param)
 
     def close(self) -> None:
-        self.message.close()
+        self.message.close_in_thread()
 
 
 async def read_voice(service: Service, body: Body, request_log: RequestLog) -> Clip:
+    if not service.engine().info.cloning:  # before a long clip is cut and copied for nothing
+        raise Invalid("this model has no voices but its own", "model")
     source = body.data if body.memfile is None else body.memfile
+    turn = partial(service.thread_turns.turn, request_log.sender)
     if is_form(request_log.content_type):
         mark = boundary(request_log.content_type)
-        return await in_thread(source, lambda s: _of_form(s, mark), Clip.close)
+        async with turn():
+            return await in_thread(source, lambda s: _of_form(s, mark), Clip.close)
     if isinstance(source, bytes):
         request = decode(source, _decoder)
         return _of_json(request, bytes(request.audio), (0, len(memoryview(request.audio))))
     outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, request_log.sender)
-    try:
+    async with file:
         request = decode(file.read(0, outlined.short), _decoder)
         span = outlined.long.get("audio", (0, 0))
-        return await in_thread(file, lambda s: _of_json(request, s, span), Clip.close)
-    finally:
-        file.close()
+        async with turn():
+            return await in_thread(file, lambda s: _of_json(request, s, span), Clip.close)
 
 
 def _of_json(request: VoiceRequest, source: Source, audio: ByteRange) -> Clip:
@@ -201,8 +205,6 @@ async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
     engine = service.engine()
     owner = exchange.request_log.owner
     service.check_model(request.model, engine)
-    if not engine.info.cloning:
-        raise Invalid("this model has no voices but its own", "model")
     service.voices.check(owner, request.name, engine.info)
     try:
         talk = Conversation(

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from stretto.config.server import ServerConfig
 from stretto.preprocess.pool import split as cuts
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.server.http import exchange
-from stretto.server.http.body import ON_THE_LOOP, Body
+from stretto.server.http.body import ON_THE_LOOP, TURN_BYTES, TURN_REST_S, Body
 from stretto.server.http.exchange import Exchange
+from stretto.server.loop_time import LoopTurns
 from stretto.server.openai import chat
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
@@ -29,6 +30,7 @@ from tests.preprocess.test_pool import BUILDER, picture, sound
 from tests.server.conftest import PATIENCE_S, Running
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_http import ASK, CHAT, SPEECH
+from tests.virtual import run_virtual
 
 HEAVY = {"messages": [{"role": "user", "content": [picture(6000)] * 8}]}  # seconds of work
 
@@ -273,9 +275,8 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
     parts: list[bytes] = []
     config = ServerConfig(body_grace=120.0, min_body_kb_s=1.0, body_timeout=limit_s)
     with Body(Shares(1 << 31), "me") as body:
-        work = Exchange({"type": "http", "headers": []}, receive, receive, config).read_body(
-            body, 1 << 30
-        )  # type: ignore[arg-type]
+        exchange = Exchange({"type": "http", "headers": []}, receive, receive, config)  # type: ignore[arg-type]
+        work = exchange.read_body(body, 1 << 30, LoopTurns())
         with contextlib.closing(loop):
             if late:
                 with pytest.raises(Refused, match="too long to arrive"):
@@ -283,6 +284,35 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
             else:
                 loop.run_until_complete(work)
                 assert body.size == 10 * size << 10
+
+
+def test_large_bodies_leave_the_loop_time() -> None:
+    """What has come is there at once; all of it would be read in one go. Two at a time: one reads
+    as much as a turn allows, then nobody for a while."""
+    read: list[str] = []
+
+    def upload(name: str, parts: int) -> Coroutine[Any, Any, None]:
+        left = parts
+
+        async def receive() -> dict[str, Any]:
+            nonlocal left
+            left -= 1
+            read.append(name)
+            return {"type": "http.request", "body": b" " * TURN_BYTES, "more_body": left > 0}
+
+        exchange = Exchange({"type": "http", "headers": []}, receive, receive, ServerConfig())  # type: ignore[arg-type]
+        return exchange.read_body(Body(Shares(1 << 31), name), 1 << 30, turns)
+
+    async def main() -> float:
+        start = asyncio.get_running_loop().time()
+        await asyncio.gather(upload("a", 10), upload("b", 10))
+        await upload("small", 2)  # it is large with its last part alone
+        return asyncio.get_running_loop().time() - start
+
+    turns = LoopTurns(TURN_REST_S)
+    seconds = run_virtual(lambda _: main())
+    assert seconds == pytest.approx(16 * TURN_REST_S), "one rest for each part of a large body"
+    assert "".join(read[:20]) == "aabb" + 8 * "ab"
 
 
 def test_a_body_gives_back_what_it_held() -> None:
