@@ -313,12 +313,14 @@ def test_a_client_has_one_thread_at_a_time(which: str, monkeypatch: pytest.Monke
 
     async def main() -> None:
         waiting = [asyncio.create_task(form(sender)) for sender in "aab"]
-        for _ in range(2):  # "a" and "b"
-            await asyncio.to_thread(begun.get)
-        for _ in range(10):  # a third thread would have begun by now
-            await asyncio.to_thread(int)
-        assert begun.empty()
-        go_on.set()
+        try:
+            for _ in range(2):  # "a" and "b"
+                await asyncio.to_thread(begun.get)
+            for _ in range(10):  # a third thread would have begun by now
+                await asyncio.to_thread(int)
+            assert begun.empty()
+        finally:
+            go_on.set()
         await asyncio.gather(*waiting)
         assert begun.get() == 1
         assert begun.empty()
