@@ -10,7 +10,8 @@ types, sizes that Triton specialises by or alignment is a variant. Each is compi
 for each card. It must have no more shared memory than one block may have there, and its registers
 must fit a multiprocessor. Exit status 1: some do not.
 
-Of the stages thinker and talker of Qwen3-Omni, with the settings of `serve`."""
+Of the stages thinker and talker of Qwen3-Omni with wide and with quantised weights, with the
+settings of `serve`."""
 
 from __future__ import annotations
 
@@ -47,9 +48,10 @@ from stretto.models.qwen3_omni.talker import TalkerAdapter
 from stretto.models.qwen3_omni.thinker import ThinkerAdapter
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import sizes_for
-from stretto.testing.qwen3_omni import released_config
+from stretto.testing.qwen3_omni import released_config, released_formats
 
-STAGES = ("thinker", "talker")
+STAGES = ("thinker", "talker", "thinker int4", "talker int4-talker", "thinker fp8", "talker fp8")
+"""Stages of the released model, and how their weights are stored where they are not wide."""
 ROWS, CONTEXT, BLOCKS, BLOCK = 128, 4096, 16, 16
 REGISTERS = 64 << 10  # of a multiprocessor, on all of these cards
 SHOWN = ("BM", "BN", "BK", "M", "N", "K", "S", "SPLITS", "num_warps", "num_stages")
@@ -109,7 +111,7 @@ def record(stage: str) -> list[Variant]:
     JITFunction.run = lambda kernel, *a, **o: recorder.run(kernel, *a, **o)  # type: ignore[method-assign,assignment]
     weights.fill_dummy = lambda model, seed, prefix: None  # type: ignore[assignment]
     try:
-        tasks = tasks_of(stage, sizes_for(ROWS), prefill_graphs.SIZES)
+        tasks = tasks_of(stage.split()[0], sizes_for(ROWS), prefill_graphs.SIZES)
         run_tasks(small_stage(stage), tasks)
     finally:
         JITFunction.run = launch  # type: ignore[method-assign]
@@ -117,7 +119,10 @@ def record(stage: str) -> list[Variant]:
 
 
 def small_stage(stage: str) -> StageModel:
-    config = small(parse(released_config()))
+    stage, _, weights_format = stage.partition(" ")
+    config = small(parse(released_config())).with_formats(
+        released_formats(weights_format or "bf16")
+    )
     source = Source(config, None, torch.device("meta"), torch.bfloat16, progress=False)
     if stage == "thinker":
         thinker = source.thinker()
@@ -218,7 +223,7 @@ def main(given: Sequence[str]) -> int:
             bad = [f for f in found if f["problem"]]
             problems += len(bad)
             most = max((f.get("shared_bytes", 0) for f in found), default=0)
-            print(f"{card:7} {stage:8} {len(found):4} variants, {len(bad)} with a problem; at most "
+            print(f"{card:7} {stage:18} {len(found):4} variants, {len(bad)} with a problem; most: "
                   f"{most:,} bytes of shared memory", flush=True)  # fmt: skip
             for f in bad:
                 print(f"  {f['kernel']} {f['launch']}: {f['problem']}")

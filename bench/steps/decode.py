@@ -4,6 +4,7 @@ reads need.
     python -m bench steps --trace --out bench/results/steps_h200.json                        # 1 min
     python -m bench steps --stages thinker --expert-weights float8 --out
     bench/results/steps_h200_float8.json
+    python -m bench steps --weights int4 --batches 1 8 32 128 --prompts 16 100 500 2000
 
 Captured graphs of the full-size model with random weights. The rows hold different random tokens,
 so that they choose different experts. Every step is timed by CUDA events around its graph, in two
@@ -34,7 +35,7 @@ from stretto.models.qwen3_omni.thinker import Thinker, ThinkerAdapter
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
-from stretto.testing.qwen3_omni import released_config, tiny_config
+from stretto.testing.qwen3_omni import FORMATS, released_config, released_formats, tiny_config
 from stretto.types import GREEDY, SamplingParams
 
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
@@ -94,20 +95,23 @@ class Routes:
         self.decoder, self.distinct = decoder, []
 
     def count(self, run: Any) -> float:
-        from stretto.kernels.triton import experts_many
+        from stretto.kernels.triton import experts_choice, experts_many, packed_experts
 
-        plain, found = experts_many.route, self.distinct
+        plain, found = experts_choice.route, self.distinct
+        users: tuple[Any, ...] = (experts_many, packed_experts)
 
         def route(*args: Any, **kwargs: Any) -> Any:
             parts = plain(*args, **kwargs)
             found.append(parts.sum(0))
             return parts
 
-        experts_many.route = route
+        for user in users:
+            user.route = route
         try:
             run()
         finally:
-            experts_many.route = plain
+            for user in users:
+                user.route = plain
         moe = self.decoder.config.moe
         assert moe is not None
         if not found:  # one row is routed inside its kernel
@@ -122,7 +126,7 @@ def bytes_read(model: Thinker | Talker, distinct: float, batch: int, context: in
     def decoder(d: Decoder) -> float:
         total = 0.0
         for layer in d.layers:
-            for name, p in layer.named_parameters():
+            for name, p in (*layer.named_parameters(), *layer.named_buffers()):
                 total += p.nbytes * (distinct / p.shape[0] if ".experts." in name else 1.0)
         return total
 
@@ -234,6 +238,36 @@ def measure(
     }
 
 
+def measure_prompts(model: Thinker, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Passes over whole prompts of random words, as captured graphs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    longest, found = max(sizes), []
+    blocks = -(-longest // BLOCK)
+    cache = filled_cache(model, blocks)
+    adapter = ThinkerAdapter(model, cache, 1, blocks * BLOCK)
+    assert adapter.prompts is not None, "kernels are switched off"
+    adapter.prompts.capture(stream)
+    vocabulary = model.config.thinker.text.vocab_size
+    for size in sizes:
+        with torch.cuda.stream(stream):
+            x = model.embed(torch.randint(0, vocabulary, (size,), device="cuda"))
+            positions = torch.arange(size, device="cuda").float().expand(3, -1)
+            paging = cache.page([(list(range(blocks)), 0, size)])
+            marks = []
+            for _ in range(30):
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                adapter.prompts.run(x, positions, paging)
+                stop.record()
+                marks.append((start, stop))
+            stream.synchronize()
+        times = [a.elapsed_time(b) for a, b in marks[10:]]
+        found.append({"tokens": size, "p50_ms": quantile(times, 0.5), "raw_ms": times})
+        print(f"prompt of {size:5} tokens: p50 {found[-1]['p50_ms']:6.3f} ms", flush=True)
+    return found
+
+
 def add_step_arguments(p: argparse.ArgumentParser, batches: Sequence[int]) -> None:
     p.add_argument(
         "--batches", type=int, nargs="+", default=batches, help="rows (default: %(default)s)"
@@ -241,17 +275,22 @@ def add_step_arguments(p: argparse.ArgumentParser, batches: Sequence[int]) -> No
     p.add_argument(
         "--expert-weights", choices=["full", "float8"], default="full", help="of the thinker"
     )
+    p.add_argument(
+        "--weights", choices=FORMATS, default="bf16", help="how they are stored, as in checkpoints"
+    )
     p.add_argument("--tiny", action="store_true", help="the tiny model, to try the program")
 
 
 def opened(args: argparse.Namespace) -> tuple[Source, dict[str, Any]]:
     """The models to measure, and the result to fill."""
     config = parse(tiny_config() if args.tiny else released_config())
+    config = config.with_formats(released_formats(args.weights))
     source = Source.open(config, "cuda", torch.bfloat16, "dummy", False, args.expert_weights)
     return source, {
         "env": describe(),
         "arguments": arguments(args),
         "expert_weights": args.expert_weights,
+        "weights": args.weights,
     }
 
 
@@ -264,6 +303,7 @@ def main(given: Sequence[str]) -> int:
     )
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens, for the thinker")
     p.add_argument(
         "--trace", action="store_true", help="also record when each kernel of a step ran"
     )
@@ -289,6 +329,9 @@ def main(given: Sequence[str]) -> int:
                     flush=True,
                 )
                 write(args.out, result)
+        if isinstance(model, Thinker) and args.prompts:
+            result["prompts"] = measure_prompts(model, args.prompts)
+            write(args.out, result)
         del model
         torch.cuda.empty_cache()
     return 0

@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from stretto.kernels.triton import MAX_ROWS, attention, experts, experts_many
+from stretto.kernels.reference.packed import Weight
+from stretto.kernels.triton import (
+    MAX_ROWS,
+    attention,
+    experts,
+    experts_many,
+    packed,
+    packed_experts,
+)
 from stretto.kernels.triton.linear import COUNTERS, Gained, normalise, project, project_onto
+from stretto.kernels.triton.packed_experts import PackedExpertWeights
 from stretto.layers.config import DecoderConfig
-from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack
-from stretto.layers.linear import FusedLinear, Linear
-from stretto.layers.mlp import DenseMLP, Experts, MoeMLP
+from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack, RMSNorm
+from stretto.layers.mlp import DenseMLP, MoeMLP, PackedExperts
 
 if TYPE_CHECKING:
     from stretto.kernels.reference.paged import KVCache, Paging
@@ -31,9 +39,9 @@ def fits(c: DecoderConfig) -> bool:
     def power(n: int) -> bool:
         return n & (n - 1) == 0
 
-    if c.packed:
-        return False
     if not power(c.hidden_size) or c.hidden_size < 64 or not power(c.head_dim) or c.head_dim < 16:
+        return False
+    if not packed_fits(c):
         return False
     if c.moe is None:
         return c.dense_size is not None and c.dense_size % 16 == 0
@@ -42,14 +50,33 @@ def fits(c: DecoderConfig) -> bool:
     return power(m.num_experts) and m.expert_size % 32 == 0 and even_shared
 
 
+def packed_fits(c: DecoderConfig) -> bool:
+    """The same of packed weights."""
+    hidden, form = c.hidden_size, c.attention_format
+    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    even = packed.fits_sizes
+    if form is not None and not (
+        even(form.kind, form.group, heads + 2 * kv, hidden)
+        and even(form.kind, form.group, hidden, heads)
+    ):
+        return False
+    m = c.moe
+    if m is None or m.format is None or m.float8:
+        return True
+    form, size = m.format, m.expert_size
+    if m.shared_size is not None and size & (size - 1) and size % 128:
+        return False
+    return even(form.kind, form.group, size, hidden) and even(form.kind, form.group, hidden, size)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     input_norm: tuple[torch.Tensor, float]
-    qkv: torch.Tensor
+    qkv: Weight
     gains: tuple[torch.Tensor, torch.Tensor, float]
-    o: torch.Tensor
+    o: Weight
     mlp_norm: tuple[torch.Tensor, float]
-    experts: experts.ExpertWeights | None
+    experts: experts.ExpertWeights | PackedExpertWeights | None
     # if dense
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -58,30 +85,17 @@ class _Layer:
 def _layer(layer: nn.Module) -> _Layer:
     assert isinstance(layer, DecoderLayer)
     attn, mlp, after = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-    assert isinstance(attn.qkv, FusedLinear)
-    assert isinstance(attn.o_proj, Linear)
-    chosen = None
+    chosen: experts.ExpertWeights | PackedExpertWeights | None = None
+    gate_up: torch.Tensor
+    down: torch.Tensor
     if isinstance(mlp, MoeMLP):
-        assert isinstance(mlp.experts, Experts)
-        gate_up, down = mlp.experts.gate_up, mlp.experts.down
-        shared, own_gate = mlp.shared_expert, mlp.shared_expert_gate
-        chosen = experts.ExpertWeights(
-            gain=after.weight,
-            eps=after.eps,
-            router=mlp.gate.weight
-            if own_gate is None
-            else torch.cat((mlp.gate.weight, own_gate.weight)),
-            gate_up=gate_up,
-            down=down,
-            top_k=mlp.top_k,
-            norm_topk=mlp.norm,
-            shared_gate_up=None if shared is None else shared.gate_up.weight,
-            shared_down=None if shared is None else shared.down_proj.weight,
-            scales=mlp.experts.scales,
-        )
+        chosen = _experts(mlp, after)
+        gate_up = mlp.gate.weight  # nobody reads these
+        down = mlp.gate.weight
     else:
         assert isinstance(mlp, DenseMLP)
-        gate_up, down = mlp.gate_up.weight, mlp.down_proj.weight
+        gate_up = mlp.gate_up.weight
+        down = mlp.down_proj.weight
     return _Layer(
         input_norm=(layer.input_layernorm.weight, layer.input_layernorm.eps),
         qkv=attn.qkv.weight,
@@ -91,6 +105,39 @@ def _layer(layer: nn.Module) -> _Layer:
         experts=chosen,
         gate_up=gate_up,
         down=down,
+    )
+
+
+def _experts(mlp: MoeMLP, after: RMSNorm) -> experts.ExpertWeights | PackedExpertWeights:
+    shared, own_gate = mlp.shared_expert, mlp.shared_expert_gate
+    router: torch.Tensor = mlp.gate.weight
+    if own_gate is not None:
+        router = torch.cat((router, own_gate.weight))
+    shared_gate_up = None if shared is None else shared.gate_up.weight
+    shared_down = None if shared is None else shared.down_proj.weight
+    if isinstance(mlp.experts, PackedExperts):
+        return PackedExpertWeights(
+            gain=after.weight,
+            eps=after.eps,
+            router=router,
+            gate_up=mlp.experts.gate_up,
+            down=mlp.experts.down,
+            top_k=mlp.top_k,
+            norm_topk=mlp.norm,
+            shared_gate_up=shared_gate_up,
+            shared_down=shared_down,
+        )
+    return experts.ExpertWeights(
+        gain=after.weight,
+        eps=after.eps,
+        router=router,
+        gate_up=mlp.experts.gate_up,
+        down=mlp.experts.down,
+        top_k=mlp.top_k,
+        norm_topk=mlp.norm,
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        scales=mlp.experts.scales,
     )
 
 
@@ -163,9 +210,11 @@ class FusedLayers:
         # the first write goes to a new tensor: x is the caller's
         out: torch.Tensor | None = None
         for i, layer in enumerate(self.layers):
-            qkv = project(x, layer.qkv, norm=layer.input_norm)
-            x = out = project(attend(i, layer, qkv), layer.o, add=x, out=out)
-            if layer.experts is not None:
+            qkv = packed.project(x, layer.qkv, norm=layer.input_norm)
+            x = out = packed.project(attend(i, layer, qkv), layer.o, add=x, out=out)
+            if isinstance(layer.experts, PackedExpertWeights):
+                packed_experts.mixture_one(x, layer.experts)
+            elif layer.experts is not None:
                 experts.mixture_one(x, layer.experts)
             else:
                 project(
@@ -191,14 +240,16 @@ class FusedLayers:
                 else None
             )
             if gained is None:
-                qkv = project(x, layer.qkv, norm=layer.input_norm, counters=self.tiles)
+                qkv = packed.project(x, layer.qkv, norm=layer.input_norm, counters=self.tiles)
             else:
-                qkv = project(gained, layer.qkv, counters=self.tiles)
-            x, middle = project_onto(
+                qkv = packed.project(gained, layer.qkv, counters=self.tiles)
+            x, middle = packed.project_onto(
                 x, attend(i, layer, qkv), layer.o, layer.mlp_norm, out, self.tiles
             )
             out = x
-            if layer.experts is not None:
+            if isinstance(layer.experts, PackedExpertWeights):
+                gained = packed_experts.mixture(x, middle, layer.experts, following, idle)
+            elif layer.experts is not None:
                 gained = experts_many.mixture(x, middle, layer.experts, following, idle)
             else:
                 h = project(middle, layer.gate_up, glu=True, counters=self.tiles)

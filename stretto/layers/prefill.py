@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.layers.decoder_layer import AfterLayer, DecoderLayer, DecoderStack, RMSNorm
-from stretto.layers.linear import FusedLinear, Linear
-from stretto.layers.mlp import DenseMLP, Experts, MoeMLP
+from stretto.layers.mlp import DenseMLP, MoeMLP, PackedExperts
 from stretto.layers.upload import to_device
 
 # int32 values in 16 bytes: a kernel is compiled anew for a pointer that is less aligned
@@ -109,12 +108,11 @@ def _attention(
     counters: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     from stretto.kernels.triton.attention_prefill import attend
+    from stretto.kernels.triton.packed_experts import linear
     from stretto.kernels.triton.prefill import qkv_write
 
     a = layer.self_attn
-    assert isinstance(a.qkv, FusedLinear)
-    assert isinstance(a.o_proj, Linear)
-    qkv = F.linear(normed, a.qkv.weight)
+    qkv = linear(normed, a.qkv.weight)
     q = qkv_write(
         qkv,
         a.q_norm.weight,
@@ -127,7 +125,7 @@ def _attention(
         ragged.count,
     )
     mixed = attend(q, kv, ragged.starts, ragged.lengths, ragged.tables, counters=counters)
-    return F.linear(mixed.flatten(1), a.o_proj.weight)
+    return linear(mixed.flatten(1), a.o_proj.weight)
 
 
 def _mlp(
@@ -139,15 +137,20 @@ def _mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream after a layer's feed-forward block, and its norm for the next layer."""
     from stretto.kernels.triton.grouped import experts, route
+    from stretto.kernels.triton.packed_experts import sorted_experts
     from stretto.kernels.triton.prefill import add_norm, combine, swiglu
 
     if isinstance(mlp, DenseMLP):
         h, _ = swiglu(F.linear(normed, mlp.gate_up.weight), count)
         return add_norm(stream, F.linear(h, mlp.down_proj.weight), norm.weight, norm.eps, count)
     assert isinstance(mlp, MoeMLP)
-    assert isinstance(mlp.experts, Experts)
     routed = route(F.linear(normed, mlp.gate.weight), mlp.top_k, mlp.norm, count)
-    y, places = experts(normed, mlp.experts.gate_up, mlp.experts.down, routed, mlp.experts.scales)
+    places = None
+    if isinstance(mlp.experts, PackedExperts):
+        y = sorted_experts(normed, mlp.experts.gate_up, mlp.experts.down, routed)
+    else:
+        own = mlp.experts
+        y, places = experts(normed, own.gate_up, own.down, routed, own.scales)
     shared = gate = None
     if mlp.shared_expert is not None and mlp.shared_expert_gate is not None:
         both = F.linear(normed, mlp.shared_expert.gate_up.weight)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stretto.kernels.formats import WeightFormat
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.talker import Talker
@@ -41,6 +42,8 @@ from stretto.testing.tiny_tokenizer import (
     tokenizer_json,
     write_vocabulary,
 )
+
+FORMATS = ("bf16", "fp8", "int4", "int4-talker")
 
 VOCAB_SIZE = 1920  # the tokenizer's 1902 ids and a few that no text has, as in the released model
 _MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "interleaved": True}
@@ -151,6 +154,23 @@ def released_config() -> dict[str, Any]:
     text = resources.files(__package__).joinpath("qwen3_omni.json").read_text(encoding="utf-8")
     raw: dict[str, Any] = json.loads(text)
     return raw
+
+
+def released_formats(name: str) -> dict[str, WeightFormat]:
+    """How the quantised checkpoints that people have keep the released model's parts, by the names
+    of `FORMATS`."""
+    int4 = WeightFormat("int4", 32, scale_dtype="bfloat16")
+    blocks = WeightFormat("float8", 128, 128)
+    thinker, talker = (
+        [f"{stage}.{part}" for part in ("attention", "experts")] for stage in ("thinker", "talker")
+    )
+    made: dict[str, dict[str, WeightFormat]] = {
+        "bf16": {},
+        "fp8": dict.fromkeys((*thinker, *talker), blocks),
+        "int4": dict.fromkeys(thinker, int4),
+        "int4-talker": dict.fromkeys((*thinker, *talker), int4),
+    }
+    return made[name]
 
 
 def tiny_config() -> dict[str, Any]:

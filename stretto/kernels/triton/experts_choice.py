@@ -7,6 +7,7 @@ program per row, and ranks them. Called by `experts_many`; launch protocol as in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.triton.device import protocol
-from stretto.kernels.triton.experts import ExpertWeights, chunk, sortable, without
+from stretto.kernels.triton.experts import chunk, sortable, without
 from stretto.kernels.triton.linear import Gained, dot, tile_rows
 from stretto.kernels.triton.tuning import config
 
@@ -142,6 +143,21 @@ def takers(
     return places, count
 
 
+class Routing(Protocol):
+    """What experts say of themselves to be chosen, whatever they are stored in."""
+
+    @property
+    def router(self) -> torch.Tensor: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def norm_topk(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """Which experts several rows go to."""
@@ -151,7 +167,7 @@ class Choice:
     scales: torch.Tensor  # [rows] float32: what the rows' norm comes to
 
 
-def route(gained: Gained, w: ExpertWeights, tuned: dict[str, int] | None = None) -> torch.Tensor:
+def route(gained: Gained, w: Routing, tuned: dict[str, int] | None = None) -> torch.Tensor:
     """By what rows choose their experts: logits as parts of their sums, [parts, rows, experts]
     float32, with a column more for a shared expert, and without the rows' norm, which is a factor.
     `gained` are the rows for that norm."""
@@ -169,7 +185,7 @@ def route(gained: Gained, w: ExpertWeights, tuned: dict[str, int] | None = None)
 
 
 def choose(
-    parts: torch.Tensor, gained: Gained, w: ExpertWeights, idle: torch.Tensor | None = None
+    parts: torch.Tensor, gained: Gained, w: Routing, idle: torch.Tensor | None = None
 ) -> Choice:
     """The experts of the rows that `route` was asked for; none for those that `idle` [rows] int8
     marks."""

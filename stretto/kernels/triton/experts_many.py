@@ -280,12 +280,25 @@ def down(
         num_warps=c["warps"], **tiles, **common(x, w),
         num_stages=fitting(c["stages"], h, tiles["BM"], w.down, c["BN"], c["BK"]),
     )  # fmt: skip
+    return add_slots(parts, x, w.slots, following, idle)
+
+
+def add_slots(
+    parts: torch.Tensor,
+    x: torch.Tensor,
+    slots: int,
+    following: tuple[torch.Tensor, float] | None,
+    idle: torch.Tensor | None,
+) -> Gained | None:
+    """x += the sum of each row's slots, in place: `parts` [rows, slots, hidden] float32. The rest
+    as in `down`."""
+    rows, hidden = x.shape
     block = chunk(hidden, 512)
     gained = None if following is None else Gained.empty(x, hidden // block, following[1])
     _add_slots[(hidden // block, rows)](
         parts, x, x if idle is None else idle, x if following is None else following[0],
         x if gained is None else gained.x, x if gained is None else gained.squares,
-        H=hidden, BN=block, SLOTS=w.slots, EMIT=gained is not None, PADDED=idle is not None,
+        H=hidden, BN=block, SLOTS=slots, EMIT=gained is not None, PADDED=idle is not None,
         num_warps=4, **protocol(x),
     )  # fmt: skip
     return gained
