@@ -98,6 +98,7 @@ def test_a_document_quotes_the_record_that_is_there(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     [quoted] = re.findall(r"<!-- begin: gpu_suite -->\n\n(.*?)\n\n<!--", page, re.DOTALL)
     assert quoted == made
+    assert "selection" not in tables.suite_record(Results()), "the record is of all tests"
     record = (RESULTS / "gpu_tests_h200.txt").read_text(encoding="utf-8")
     commit = re.findall(r"^commit: (\w+)$", record, re.MULTILINE)
     assert commit == [made.splitlines()[2].split(" | ")[0].removeprefix("| ")]
