@@ -78,11 +78,11 @@ class Bench:
         grids, each = [(1, *size)] * case.count, torch.split(patches, case.patches)
 
         def plain() -> VisionRows:
-            encoder.graphs = None
+            encoder.use_graphs(None)
             return encoder.encode(patches, grids)
 
         def captured() -> list[VisionRows]:
-            encoder.graphs = self.graphs
+            encoder.use_graphs(self.graphs)
             return [encoder.encode(one, [(1, *size)]) for one in each]
 
         found: dict[str, Any] = {

@@ -103,9 +103,13 @@ class AudioEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(hidden)
         self.proj1 = Linear(hidden, hidden, bias=True)
         self.proj2 = Linear(hidden, config.output_size, bias=True)
-        # set where there are any, when the weights are in place
-        self.graphs: CapturedWindows | None = None
+        self._graphs: CapturedWindows | None = None
         self.requires_grad_(False)
+
+    def use_graphs(self, graphs: CapturedWindows | None) -> None:
+        """Windows are run by these where they fit; they are captured when the weights are in
+        place."""
+        self._graphs = graphs
 
     def convolve(self, chunks: torch.Tensor, frames: int | None = None) -> torch.Tensor:
         """[n, bins, frames] -> [n, conv_length(frames), hidden]. Positions count from 0 in every
@@ -138,7 +142,9 @@ class AudioEncoder(nn.Module):
         rows: list[torch.Tensor] = []
         for part in torch.split(chunks, CONV_BATCH):
             n = len(part)
-            empty = 0 if self.graphs is None else next(size for size in CONV_SIZES if size >= n) - n
+            empty = (
+                0 if self._graphs is None else next(size for size in CONV_SIZES if size >= n) - n
+            )
             rows += self.convolve(
                 F.pad(part, (0, 0, 0, 0, 0, empty)), None if padded else lengths[0]
             )[:n]
@@ -171,7 +177,7 @@ class AudioEncoder(nn.Module):
 
     def windows(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Several windows in one launch, of any lengths and from any requests."""
-        captured = None if self.graphs is None else self.graphs.run(rows)
+        captured = None if self._graphs is None else self._graphs.run(rows)
         if captured is not None:
             return captured
         lengths = [len(r) for r in rows]

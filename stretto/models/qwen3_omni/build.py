@@ -86,13 +86,13 @@ def build_thinker(b: HostBuilder[Source], source: Source) -> ThinkerStage:
 def capture_encoders(thinker: Thinker, stream: torch.cuda.Stream, images: bool) -> None:
     windows = WindowGraphs(thinker.audio_tower)
     windows.capture(stream)
-    thinker.audio_tower.graphs = windows
+    thinker.audio_tower.use_graphs(windows)
     with torch.cuda.stream(stream), torch.inference_mode():
         thinker.audio_tower.warm()
     if images:
         frames = FrameGraphs(thinker.visual)
         frames.capture(stream)
-        thinker.visual.graphs = frames
+        thinker.visual.use_graphs(frames)
 
 
 # -- the talker
@@ -140,9 +140,6 @@ def build_talker(b: HostBuilder[Source], source: Source) -> TalkerStage:
 
 def plan_code2wav(p: PlanInput) -> StagePlan:
     model = build(lambda: Code2Wav(p.config.code2wav), "meta", p.dtype)
-    # Not by `prepare`: its constants are a few KiB, and arithmetic on the meta device costs seconds
-    # of imports.
-    model.ready = True
     state = model.state(p.settings.max_rows, max(CodecConfig().frame_sizes))
     memory = state.window.nbytes + state.tails.nbytes
     return StagePlan("code2wav", module_bytes(model), memory, flags_hint="--max-rows")

@@ -196,9 +196,13 @@ class VisionEncoder(nn.Module):
         self.merger_list = nn.ModuleList(
             Merger(config, norm_joined=True) for _ in config.deepstack_layers
         )
-        # set where there are any, when the weights are in place
-        self.graphs: CapturedFrames | None = None
+        self._graphs: CapturedFrames | None = None
         self.requires_grad_(False)
+
+    def use_graphs(self, graphs: CapturedFrames | None) -> None:
+        """Single frames are run by these where they fit; they are captured when the weights are in
+        place."""
+        self._graphs = graphs
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> VisionRows:
         """Images and videos one after the other: [sum of t*h*w, patch values], in merge-block
@@ -258,7 +262,7 @@ class VisionEncoder(nn.Module):
         # Several frames go together instead: each launch serves all of them, so the device is what
         # takes the time.
         captured = (
-            self.graphs.run(x, rope) if self.graphs is not None and len(frames) == 1 else None
+            self._graphs.run(x, rope) if self._graphs is not None and len(frames) == 1 else None
         )
         if captured is not None:
             return captured

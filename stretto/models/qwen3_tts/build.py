@@ -68,7 +68,6 @@ def build_talker(b: HostBuilder[Source], source: Source) -> TalkerStage:
 def plan_code2wav(p: PlanInput) -> StagePlan:
     c = p.config.vocoder
     model = build(lambda: CodecDecoder(c), "meta", p.dtype)
-    model.ready = True
     state = model.state(p.settings.max_rows, max(CodecConfig().frame_sizes))
     assert model.quantizer is not None
     folded = module_bytes(model.quantizer)

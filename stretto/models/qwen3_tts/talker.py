@@ -19,12 +19,18 @@ from stretto.models.speech.talker import FrameTalker, TalkerModel
 
 
 class TtsModel(TalkerModel):
-    text_embedding: Embedding | None
-
     def __init__(self, config: TtsConfig) -> None:
         t = config.talker
         super().__init__(t.decoder)
-        self.text_embedding = Embedding(t.text_vocab, t.text_hidden)
+        self.text_embedding: Embedding | None = Embedding(t.text_vocab, t.text_hidden)
+
+    def take_text_embedding(self) -> torch.Tensor:
+        """The weights of the text embedding, once: they are folded into a table and not needed
+        any more."""
+        assert self.text_embedding is not None
+        weight = self.text_embedding.weight.data
+        self.text_embedding = None
+        return weight
 
 
 class Talker(FrameTalker):
@@ -39,9 +45,7 @@ class Talker(FrameTalker):
     def prepare(self) -> None:
         """Derived constants; once, after the weights are in place."""
         self.prepare_frames()
-        assert self.model.text_embedding is not None
-        self.make_table(self.model.text_embedding.weight.data, self.text_projection)
-        self.model.text_embedding = None
+        self.make_table(self.model.take_text_embedding(), self.text_projection)
 
 
 @dataclass(slots=True, eq=False)

@@ -142,7 +142,8 @@ def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, ora
         encode_frame(encoder, random_patches([(1, h, w)], i), h, w)
         for i, (h, w) in enumerate(frames)
     ]
-    encoder.graphs, passes = recorded(encoder)
+    graphs, passes = recorded(encoder)
+    encoder.use_graphs(graphs)
     found = [
         encode_frame(encoder, random_patches([(1, h, w)], i), h, w)
         for i, (h, w) in enumerate(frames)
@@ -157,7 +158,8 @@ def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, ora
 
 def test_an_image_of_no_numbers_spoils_only_itself(encoder: VisionEncoder) -> None:
     expected = encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10)
-    encoder.graphs, passes = recorded(encoder)
+    graphs, passes = recorded(encoder)
+    encoder.use_graphs(graphs)
     bad = encode_frame(encoder, torch.full_like(random_patches([(1, 6, 8)]), math.nan), 6, 8)
     assert all(x.isnan().all() for x in (bad.main, *bad.deep))
     assert_rows(encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10), expected)
@@ -171,7 +173,8 @@ def test_an_image_of_no_numbers_spoils_only_itself(encoder: VisionEncoder) -> No
 )
 def test_the_rest_goes_the_plain_way(encoder: VisionEncoder, grids: list[Grid]) -> None:
     expected = encoder.encode(random_patches(grids), grids)
-    encoder.graphs, passes = recorded(encoder)
+    graphs, passes = recorded(encoder)
+    encoder.use_graphs(graphs)
     assert_rows(encoder.encode(random_patches(grids), grids), expected)
     assert replays(passes) == [0, 0, 0]
 
@@ -214,7 +217,7 @@ def test_usual_sizes_have_graphs(width: int, height: int, size: int | None) -> N
 @pytest.fixture
 def lent(models: Models) -> Iterator[Models]:
     yield models
-    models.thinker.visual.graphs = None
+    models.thinker.visual.use_graphs(None)
 
 
 def scene(config: OmniConfig, images: list[tuple[int, int]], video: Grid) -> Prompt:
@@ -243,7 +246,8 @@ def test_images_and_videos_of_a_prompt(lent: Models) -> None:
         (scene(config, [(12, 10)], (2, 2, 2)), [0, 0, 0]),
     ]
     expected = [thinker.encode(prompt) for prompt, _ in scenes]
-    thinker.visual.graphs, passes = recorded(thinker.visual)
+    graphs, passes = recorded(thinker.visual)
+    thinker.visual.use_graphs(graphs)
     spoilt = Prompt(
         scenes[0][0].ids,
         images=tuple(
@@ -279,8 +283,9 @@ def test_replays_equal_the_plain_way(dtype: torch.dtype, tolerance: float) -> No
     inputs = [random_patches([(1, h, w)], i).to("cuda", dtype) for i, (h, w) in enumerate(frames)]
     stream = torch.cuda.Stream()
     want = [encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
-    encoder.graphs = FrameGraphs(encoder)
-    encoder.graphs.capture(stream)
+    graphs = FrameGraphs(encoder)
+    graphs.capture(stream)
+    encoder.use_graphs(graphs)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         encode_frame(encoder, torch.full_like(inputs[5], math.nan), *frames[5])
@@ -291,7 +296,7 @@ def test_replays_equal_the_plain_way(dtype: torch.dtype, tolerance: float) -> No
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert encoder.graphs.run(*encoder.embed(inputs[-1], frames[-1:])) is None
+        assert graphs.run(*encoder.embed(inputs[-1], frames[-1:])) is None
         for ours, theirs in zip(found, want, strict=True):
             for a, b in zip((ours.main, *ours.deep), (theirs.main, *theirs.deep), strict=True):
                 assert a.shape == b.shape
