@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from stretto.stage.host.loop import TICK_NS
 
 WINDOW = 16
-LEAST = 4
+MIN_TIMES = 4
 """How many of the last times tell what is usual, and how many there must be at least."""
 
 
@@ -51,7 +51,7 @@ class Recent:
 
     def add(self, ns: int) -> None:
         self.took.append(ns)
-        if len(self.took) >= LEAST:
+        if len(self.took) >= MIN_TIMES:
             ordered = sorted(self.took)
             self.low = ordered[1]
             self.high = ordered[-2]

@@ -41,14 +41,14 @@ class PayloadStore:
     needed (`drop`)."""
 
     def __init__(self) -> None:
-        self._kept: dict[PayloadHandle, CachedRows] = {}
+        self._rows: dict[PayloadHandle, CachedRows] = {}
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._rows)
 
     def drop(self, handle: PayloadHandle) -> None:
-        del self._kept[handle]
+        del self._rows[handle]
 
     def keep(
         self,
@@ -60,21 +60,21 @@ class PayloadStore:
         """Blocks became findable: keep what was handed out of their rows, unless `attach` refuses
         it."""
         for block in blocks:
-            kept = _within(block, handed, join)
-            if kept is not None:
+            rows = _within(block, handed, join)
+            if rows is not None:
                 handle = PayloadHandle(self._next)
                 self._next += 1
-                self._kept[handle] = kept
+                self._rows[handle] = rows
                 if not attach(block.block, block.key, handle):
                     self.drop(handle)
 
     def found(self, joined: RowJoin, join: Join) -> MediaOutput | None:
         """The rows of a request's beginning that was found in the cache; None: it has none that are
         needed."""
-        kept = [self._kept[handle] for _, handle in joined.payloads]
+        cached = [self._rows[handle] for _, handle in joined.payloads]
         return (
-            MediaOutput([p for k in kept for p in k.places], *join([k.rows for k in kept]))
-            if kept
+            MediaOutput([p for k in cached for p in k.places], *join([k.rows for k in cached]))
+            if cached
             else None
         )
 

@@ -24,7 +24,7 @@ from stretto.kernels.triton import dtypes
 from stretto.messages.hosts import Connect, Listen, Listening, Unlink
 from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, FromHost, Text, ToHost
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.stages.encoders import Kept
+from stretto.models.qwen3_omni.stages.encoders import EncoderCache
 from stretto.preprocess.packed_prompt import pack
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.host.host import Host
@@ -167,7 +167,7 @@ class Listener:
         """Nothing that was computed so far will be found."""
         for name in ("thinker", "talker"):
             clear_cache(self.stages[name].core.scheduler.pool)
-        self.stages["thinker"].encoders.kept = Kept()
+        self.stages["thinker"].encoders.cache = EncoderCache()
 
 
 @contextmanager

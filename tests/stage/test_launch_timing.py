@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from stretto.stage.host.loop import TICK_NS
-from stretto.stage.launch_timing import LEAST, WINDOW, LaunchTimer
+from stretto.stage.launch_timing import MIN_TIMES, WINDOW, LaunchTimer
 from tests.stage.simulated import MS, Clock
 
 LEAD, LAUNCH = 2 * MS, MS
@@ -43,7 +43,7 @@ class Told:
 def told() -> Told:
     """16 ms for 5 to 8 rows, often seen."""
     told = Told()
-    for _ in range(LEAST):
+    for _ in range(MIN_TIMES):
         told.step(16 * MS)
     return told
 
@@ -96,7 +96,7 @@ def test_unknown_steps_are_not_waited_for(told: Told, rows: int | None) -> None:
 
 
 def test_sizes_are_learnt_apart_and_padded(told: Told) -> None:
-    for _ in range(LEAST):
+    for _ in range(MIN_TIMES):
         told.step(30 * MS, rows=9)
     for rows, lasts in ((5, 16), (8, 16), (10, 30), (16, 30)):
         told.launch(rows)
@@ -106,16 +106,16 @@ def test_sizes_are_learnt_apart_and_padded(told: Told) -> None:
 
 def test_a_few_must_be_seen_first() -> None:
     told = Told()
-    for n in range(LEAST + 1):
+    for n in range(MIN_TIMES + 1):
         told.launch()
-        assert (told.due_in() is not None) == (n >= LEAST)
+        assert (told.due_in() is not None) == (n >= MIN_TIMES)
         told.retire(16 * MS)
 
 
 def test_short_steps_are_not_waited_for() -> None:
     for lasts, held in ((2 * (LEAD + LAUNCH) - 1, False), (2 * (LEAD + LAUNCH), True)):
         told = Told()
-        for _ in range(LEAST):
+        for _ in range(MIN_TIMES):
             told.step(lasts)
         told.launch()
         assert (told.due_in() is not None) == held

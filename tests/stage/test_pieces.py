@@ -15,7 +15,7 @@ from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.pieces import media_pieces, missing_runs
 from stretto.models.qwen3_omni.prompts import PromptBuilder
-from stretto.models.qwen3_omni.stages.encoders import Kept
+from stretto.models.qwen3_omni.stages.encoders import EncoderCache
 from stretto.models.qwen3_omni.stages.prefix import thinker_salts
 from stretto.preprocess.packed_prompt import PackedPiece, PackedPrompt, pack
 from stretto.preprocess.prompt import AudioClip, Piece, Prompt
@@ -88,7 +88,7 @@ def test_features_that_do_not_fit_the_prompt_are_refused(
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
-    kept, flat = Kept(most_bytes=100), torch.empty(0)
+    kept, flat = EncoderCache(max_bytes=100), torch.empty(0)
     keys = [(b"", bytes([i]), True) for i in range(4)]
     for key in keys[:2]:
         kept.put(key, (torch.zeros(10), flat))  # 40 bytes

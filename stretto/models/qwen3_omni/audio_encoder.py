@@ -142,9 +142,9 @@ class AudioEncoder(nn.Module):
         rows: list[torch.Tensor] = []
         for part in torch.split(chunks, CONV_BATCH):
             n = len(part)
-            empty = (
-                0 if self._graphs is None else next(size for size in CONV_SIZES if size >= n) - n
-            )
+            empty = 0
+            if self._graphs is not None:
+                empty = next(size for size in CONV_SIZES if size >= n) - n
             rows += self.convolve(
                 F.pad(part, (0, 0, 0, 0, 0, empty)), None if padded else lengths[0]
             )[:n]

@@ -66,10 +66,10 @@ class PartSize:
     queries: int  # of attention, each to all patches
 
     @classmethod
-    def of(cls, frame: int, most: int, cpu: bool) -> PartSize:
+    def of(cls, frame: int, max_patches: int, cpu: bool) -> PartSize:
         if not cpu:
-            return cls(most, frame, max(1, PAIRS // frame))
-        return cls(most, ROWS_CPU, max(1, PAIRS_CPU // frame // TILE_CPU) * TILE_CPU)
+            return cls(max_patches, frame, max(1, PAIRS // frame))
+        return cls(max_patches, ROWS_CPU, max(1, PAIRS_CPU // frame // TILE_CPU) * TILE_CPU)
 
 
 class PatchEmbed(nn.Module):
@@ -229,19 +229,19 @@ class VisionEncoder(nn.Module):
             empty = self.pos_embed.weight.new_empty(0, self.config.output_size)
             return VisionRows(empty, (empty,) * len(self.merger_list))
         cpu = self.pos_embed.weight.device.type == "cpu"
-        most = SLAB_PATCHES_CPU if cpu else SLAB_PATCHES
+        max_patches = SLAB_PATCHES_CPU if cpu else SLAB_PATCHES
         patches = (
             p[i * h * w : (i + 1) * h * w]
             for p, (t, h, w) in zip(pictures, grids, strict=True)
             for i in range(t)
         )
         parts: list[VisionRows] = []
-        for slab in slabs(frames, most):
+        for slab in slabs(frames, max_patches):
             if parts:
                 yield
             frame, *more = islice(patches, len(slab))
-            if len(frame) > most:
-                size = PartSize.of(len(frame), most, cpu)
+            if len(frame) > max_patches:
+                size = PartSize.of(len(frame), max_patches, cpu)
                 parts.append((yield from self._encode_large(frame, slab[0], size)))
             else:
                 x = [self._upload(p) for p in (frame, *more)]
@@ -346,14 +346,14 @@ class VisionEncoder(nn.Module):
 
 
 def by_rows(
-    work: Callable[..., Sequence[torch.Tensor]], rows: int, *given: torch.Tensor | Array
+    work: Callable[..., Sequence[torch.Tensor]], rows: int, *inputs: torch.Tensor | Array
 ) -> Parts[tuple[torch.Tensor, ...]]:
     """What `work` makes of all rows, so many in each part."""
     done: list[Sequence[torch.Tensor]] = []
-    for at in range(0, len(given[0]), rows):
+    for at in range(0, len(inputs[0]), rows):
         if done:
             yield
-        done.append(work(*(g[at : at + rows] for g in given)))
+        done.append(work(*(g[at : at + rows] for g in inputs)))
     return tuple(made[0] if len(made) == 1 else torch.cat(made) for made in zip(*done, strict=True))
 
 
@@ -409,12 +409,12 @@ def block_order(grid: torch.Tensor, merge: int) -> torch.Tensor:
     return grid.reshape(h // merge, merge, w // merge, merge, d).transpose(1, 2).reshape(h * w, d)
 
 
-def slabs(frames: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+def slabs(frames: Sequence[tuple[int, int]], max_patches: int) -> Iterator[list[tuple[int, int]]]:
     """Consecutive frames in groups of at most so many patches, at least one frame each."""
     slab: list[tuple[int, int]] = []
     size = 0
     for h, w in frames:
-        if slab and size + h * w > most:
+        if slab and size + h * w > max_patches:
             yield slab
             slab, size = [], 0
         slab.append((h, w))

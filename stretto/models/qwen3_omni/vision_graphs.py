@@ -33,10 +33,10 @@ class FrameGraphs:
         assert all(size % c.merge**2 == 0 for size in sizes), (
             f"sizes of whole groups of {c.merge**2}, got {sizes}"
         )
-        most, half = max(sizes), c.hidden_size // c.num_heads // 2
-        self.rows = torch.zeros(most, c.hidden_size, device=weight.device, dtype=weight.dtype)
+        max_size, half = max(sizes), c.hidden_size // c.num_heads // 2
+        self.rows = torch.zeros(max_size, c.hidden_size, device=weight.device, dtype=weight.dtype)
         self.turns = torch.zeros(
-            2, most, 1, half, device=weight.device, dtype=torch.float32
+            2, max_size, 1, half, device=weight.device, dtype=torch.float32
         )  # cos and sin
         self.count = torch.ones(
             1, dtype=torch.int64, device=weight.device

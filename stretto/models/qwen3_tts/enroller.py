@@ -34,7 +34,7 @@ from stretto.stage.stage import Output, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
 
-MOST = 8
+MAX_CLIPS = 8
 """Clips that may wait."""
 
 
@@ -130,12 +130,12 @@ class EnrollerStage:
                 f"the clip is too short: {len(samples)} samples, at least {SHORTEST} are needed",
                 "audio",
             )
-        if len(self.work) >= MOST:
-            raise Busy(f"{MOST} voices are being made already")
+        if len(self.work) >= MAX_CLIPS:
+            raise Busy(f"{MAX_CLIPS} voices are being made already")
         with self._running():
-            heard = to_device(np.array(samples), self.model.device, torch.float32)
+            clip = to_device(np.array(samples), self.model.device, torch.float32)
         self.work[a.request] = Work(
-            self.model.run(heard, prompt.ids), prompt.ids, StageTimings(time.monotonic())
+            self.model.run(clip, prompt.ids), prompt.ids, StageTimings(time.monotonic())
         )
 
     def cancel(self, id: RequestId) -> None:

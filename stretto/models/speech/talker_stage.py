@@ -34,7 +34,7 @@ from stretto.types import Mark, RequestId, Span
 
 LINK = "talker>code2wav"
 FRAME_S = 0.08
-LEAST = 2
+MIN_PICKS = 2
 """Picks: a frame, and the one that ends the speech."""
 
 
@@ -126,7 +126,7 @@ class SpeechStage(CoreStage[StageCore]):
         """As many of these picks as there is room for behind a prompt of so many rows."""
         c = self.core.scheduler.config
         room = min(c.max_context, c.num_blocks * c.block_size) - prompt
-        if room < LEAST:
+        if room < MIN_PICKS:
             raise TooLong(
                 f"there is no room to speak behind {prompt} tokens of text and voice", "input"
             )

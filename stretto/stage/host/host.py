@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 # at most in one answer to a ping
 SPANS = 20_000
-CONTROL = 2048
+RESERVED_PLACES = 2048
 """Of the places for messages, those that new requests leave free: what was taken must be able to
 end."""
 
@@ -120,20 +120,20 @@ class Host:
 
     def poll(self) -> bool:
         """One round over stages and links, without waiting. True: something happened."""
-        did = False
+        progress = False
         for polled in self.poll_order:
             match polled:
                 case Poll.LINKS:
-                    did = self._poll_links() or did
+                    progress = self._poll_links() or progress
                 case Poll.PUSH:
                     self.push()
                 case Poll.NEW_PROMPTS:
                     if self._admitted:
-                        did = self.poll_stage(next(iter(self.stages.values()))) or did
+                        progress = self.poll_stage(next(iter(self.stages.values()))) or progress
                     self._admitted = False
                 case stage:
-                    did = self.poll_stage(stage) or did
-        return did
+                    progress = self.poll_stage(stage) or progress
+        return progress
 
     @property
     def due_ns(self) -> int | None:
@@ -324,7 +324,7 @@ def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
     """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any
     other message: one that is lost would leave a request or a link behind for good, so the host
     cannot go on."""
-    spare = CONTROL if isinstance(message, Admit) else 0
+    spare = RESERVED_PLACES if isinstance(message, Admit) else 0
     try:
         host.loop.post(partial(host.handle, message, blob), spare)
     except Gone:

@@ -139,11 +139,11 @@ class Loop:
 
     def round(self) -> bool:
         """One round. True: something happened, so there may be more to do."""
-        did = False
+        progress = False
         for _ in range(len(self._messages)):
             self._messages.popleft()()
-            did = True
-        return self.polled.poll() or did
+            progress = True
+        return self.polled.poll() or progress
 
     def sleep(self) -> None:
         """After a round in which nothing happened: until something wakes it or a poll is due."""

@@ -49,11 +49,11 @@ class StagePlan:
 
 def needed(plans: Sequence[StagePlan]) -> int:
     """The most that is taken at any time: stages load one after the other."""
-    most = loaded = 0
+    peak = loaded = 0
     for p in plans:
-        most = max(most, loaded + p.total + p.transient_bytes)
+        peak = max(peak, loaded + p.total + p.transient_bytes)
         loaded += p.total
-    return most
+    return peak
 
 
 def check(

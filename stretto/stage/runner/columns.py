@@ -136,10 +136,10 @@ class BiasColumns:
     """What requests add to the logits of some tokens, by row; a row without any costs a captured
     step nothing but the launch."""
 
-    def __init__(self, num_rows: int, most: int, device: torch.device, fused: bool) -> None:
+    def __init__(self, num_rows: int, max_tokens: int, device: torch.device, fused: bool) -> None:
         self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.ids = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
-        self.values = torch.zeros(num_rows, most, device=device)
+        self.ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+        self.values = torch.zeros(num_rows, max_tokens, device=device)
         self._fused = fused
         # rows with a bias
         self._used: set[int] = set()

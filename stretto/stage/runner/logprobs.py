@@ -59,14 +59,14 @@ def score(
 ) -> StepLogprobs:
     """For rows of a step (their number, how many of the likeliest), from all its hidden rows and
     tokens [rows]."""
-    most = max(count for _, count in requested)
+    largest = max(count for _, count in requested)
     rows = to_device([row for row, _ in requested], hidden.device, torch.int64)
     values, ids = [], []
     for some in torch.split(rows, SLICE):
         chances = torch.log_softmax(head(hidden[some]).float(), -1)
         # -1 marks numbers that went bad
         own = chances.gather(1, tokens[some].long().clamp(min=0)[:, None])
-        best = chances.topk(most, -1)
+        best = chances.topk(largest, -1)
         values.append(torch.cat((own, best.values), 1))
         ids.append(best.indices)
     places = {row: (at, count) for at, (row, count) in enumerate(requested)}

@@ -58,11 +58,11 @@ class PrefillGraphs:
         self.accept_layer = accept_layer
         self.sizes = sorted(sizes)
         self.max_sequences = max_sequences
-        device, most = rows.device, max(sizes)
+        device, max_size = rows.device, max(sizes)
         hidden = decoder.config.hidden_size
-        self.x = torch.zeros(most, hidden, dtype=cache.data.dtype, device=device)
-        self.positions = torch.zeros(3, most, device=device)
-        self.slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self.x = torch.zeros(max_size, hidden, dtype=cache.data.dtype, device=device)
+        self.positions = torch.zeros(3, max_size, device=device)
+        self.slots = torch.zeros(max_size, dtype=torch.int64, device=device)
         self.tables = torch.zeros(
             max_sequences, rows.tables.shape[1], dtype=torch.int32, device=device
         )
@@ -131,11 +131,11 @@ class PrefillGraphs:
         starts, count = split_starts(self.packed, self.max_sequences)
         ragged = Ragged(self.slots[:size], self.tables, self.lengths, starts, count)
         # Kept alive until after the capture, so that no later layer of this graph gets its memory.
-        kept: list[torch.Tensor] = []
+        accepted: list[torch.Tensor] = []
 
         def after(layer: int, stream: torch.Tensor) -> torch.Tensor:
             if layer + 1 == self.accept_layer:
-                kept.append(stream)
+                accepted.append(stream)
             return stream
 
         x = self.x[:size]
@@ -146,4 +146,4 @@ class PrefillGraphs:
         if self.accept_layer == 0:
             return hidden, x
         # The last state a model reports is the normed one.
-        return hidden, hidden if self.accept_layer >= len(self.decoder.layers) else kept[0]
+        return hidden, hidden if self.accept_layer >= len(self.decoder.layers) else accepted[0]

@@ -106,7 +106,7 @@ class BlockPool:
     def take(self, count: int) -> list[BlockId]:
         """`count` blocks to write, free ones first, then the least recently used cached ones."""
         if count > self.num_available:
-            raise Bug(f"{count} blocks wanted, {self.num_available} available")
+            raise Bug(f"{count} blocks requested, {self.num_available} available")
         blocks = []
         for _ in range(count):
             if not self._free:

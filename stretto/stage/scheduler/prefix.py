@@ -19,11 +19,11 @@ def search(pool: BlockPool, request: StageRequest, size: int) -> list[BlockId]:
     needs = request.spec.needs_payload
     # A generator, because most searches end early and one that finds no room is repeated at every
     # step.
-    wanted = (
+    keys = (
         (key, needs and media and (i + 1) * size > cursor.confirmed)
         for i, (key, media) in enumerate(islice(request.keys, (cursor.known - 1) // size))
     )
-    return pool.find(wanted)
+    return pool.find(keys)
 
 
 def publish(pool: BlockPool, request: StageRequest, stop: int, size: int) -> tuple[Published, ...]:

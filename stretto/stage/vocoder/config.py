@@ -36,11 +36,11 @@ class CodecConfig:
         """Frames per step that steps of so many streams come in, smallest first. The smallest is
         never padded: it is a stream's first packet."""
         first, *more = sorted(self.frame_sizes)
-        kept: list[int] = []
+        sizes: list[int] = []
         for frames in reversed([f for f in more if f * streams <= self.max_cells]):
-            if not kept or streams * (kept[0] - frames) > self.spare_cells:
-                kept.insert(0, frames)
-        return first, *kept
+            if not sizes or streams * (sizes[0] - frames) > self.spare_cells:
+                sizes.insert(0, frames)
+        return first, *sizes
 
     def shapes(self) -> list[tuple[int, int]]:
         """All (streams, frames) that steps come in."""

@@ -113,10 +113,6 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self._arrivals += 1
         self._slots.waiting.append(stream)
 
-    def room(self, id: RequestId) -> int:
-        """How many more frames the stream may have waiting."""
-        return self.config.max_pending - self._stream(id).num_pending
-
     def push(self, id: RequestId, codes: torch.Tensor, last: Reason | None = None) -> None:
         """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with
         it. They are best on the host: a step takes the frames of all its streams to the device in
@@ -138,7 +134,7 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         stream = self._streams.pop(id, None)
         if stream is None:
             return False
-        stream.gone = True
+        stream.removed = True
         self._slots.give_up(stream)
         return True
 
@@ -185,10 +181,11 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
         # A first packet goes out in the smallest step that holds it; then come those that are about
         # to run dry.
-        most = max(
+        max_ready = max(
             s.num_ready for s in ([s for s in urgent if s.deadline is None] or urgent or ready)
         )
-        size = next((f for f in self.config.frame_sizes if f >= most), self.config.frame_sizes[-1])
+        sizes = self.config.frame_sizes
+        size = next((f for f in sizes if f >= max_ready), sizes[-1])
         chosen = ready
         if urgent:
             chosen = [
@@ -201,33 +198,33 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         """Of a step that has so many, with padding."""
         return next(n for n in self._sizes if n >= count)
 
-    def _num_frames(self, streams: int, wanted: int) -> int:
-        """Of a step that shall hold `wanted` frames per stream, or as many of them as it can."""
+    def _num_frames(self, streams: int, frames: int) -> int:
+        """Of a step that shall hold so many frames per stream, or as many of them as it can."""
         sizes = self._sizes[streams]
-        return next((f for f in sizes if f >= wanted), sizes[-1])
+        return next((f for f in sizes if f >= frames), sizes[-1])
 
     @torch.inference_mode()
     def _launch(self, parts: list[tuple[Stream, int]]) -> CodecStep:
         streams = self._num_streams(len(parts))
         size = self._num_frames(streams, max(n for _, n in parts))
-        taken = []
+        parts_taken = []
         codes, counts, slots = self._staging.inputs(streams, size)
         for i, (stream, n) in enumerate(parts):
             assert stream.slot is not None
             stream.take(n, codes[i])
             counts[i], slots[i] = n, stream.slot
-            taken.append((stream, stream.launched, n))
+            parts_taken.append((stream, stream.launched, n))
             stream.launched += n
             stream.in_flight += 1
         with self.on_stream():
             try:
-                step = CodecStep(taken, *self.run(streams, size))
-                for stream, before, n in taken:
+                step = CodecStep(parts_taken, *self.run(streams, size))
+                for stream, before, n in parts_taken:
                     if before < stream.primed == before + n:
                         self.primers.keep(stream)
             except RuntimeError as e:
                 step = CodecStep(
-                    taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}")
+                    parts_taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}")
                 )
         return step
 
@@ -235,12 +232,12 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         """One step on what was staged."""
         found = self.graphs.get((streams, size))
         if found is not None:
-            graph, (given, wav) = found
-            given.copy_(self._staging.host(streams, size), non_blocking=True)
+            graph, (packed, wav) = found
+            packed.copy_(self._staging.host(streams, size), non_blocking=True)
             graph.replay()
         else:
-            given = self._staging.host(streams, size).to(self.device, non_blocking=True, copy=True)
-            wav = self.model.step(self.state, *split(given, streams, size))
+            packed = self._staging.host(streams, size).to(self.device, non_blocking=True, copy=True)
+            wav = self.model.step(self.state, *split(packed, streams, size))
         if self.stream is None:
             return wav, None
         host = self._staging.output(wav)
@@ -253,7 +250,7 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         wav = step.host.numpy()
         for i, (stream, before, n) in enumerate(step.parts):
             stream.in_flight -= 1
-            if stream.gone:
+            if stream.removed:
                 if not stream.in_flight:
                     self._slots.release(stream)
             elif step.error is not None:
@@ -292,7 +289,7 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         stream."""
         if reason is not None:
             del self._streams[stream.request]
-            stream.gone = True
+            stream.removed = True
             self._slots.give_up(stream)
         unheard = self.model.num_samples(stream.primed) if stream.primed else 0
         start, frames = self.model.num_samples(before) - unheard, stream.done - stream.primed
@@ -319,14 +316,14 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self.graphs = capture_graphs(todo, self._prepare, self.stream, warmups=2)
 
     def _prepare(self, shape: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """A step that is all padding, so that the state stays as it is: -> what it is given, its
+        """A step that is all padding, so that the state stays as it is: -> its inputs, its
         samples."""
         streams, frames = shape
-        given = torch.zeros(
+        packed = torch.zeros(
             numbers(streams, self.model.config.num_quantizers, frames),
             dtype=torch.int64,
             device=self.device,
         )
-        codes, counts, slots = split(given, streams, frames)
+        codes, counts, slots = split(packed, streams, frames)
         slots.fill_(-1)
-        return lambda: (given, self.model.step(self.state, codes, counts, slots))
+        return lambda: (packed, self.model.step(self.state, codes, counts, slots))

@@ -12,25 +12,25 @@ class Primers:
     """The vocoder's `state` in the slots of streams that begin, and what is kept of it behind
     primers."""
 
-    def __init__(self, state: Any, most: int) -> None:
+    def __init__(self, state: Any, max_states: int) -> None:
         self._state = state
-        self.most = most
+        self.max_states = max_states
         # states, the least lately used first
-        self._kept: dict[bytes, Any] = {}
+        self._states: dict[bytes, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._states)
 
     def __contains__(self, primer: Primer) -> bool:
-        return primer.key in self._kept
+        return primer.key in self._states
 
     def begin(self, stream: Stream, slot: int) -> None:
         """A stream takes a slot, where it has heard its primer already or will hear it first."""
         primer = stream.primer
         if primer is None or (stream.pending and stream.pending[0] is primer.codes):
             self._state.reset(slot)
-        elif (saved := self._kept.pop(primer.key, None)) is not None:
-            self._kept[primer.key] = saved
+        elif (saved := self._states.pop(primer.key, None)) is not None:
+            self._states[primer.key] = saved
             self._state.load(slot, saved, stream.primed)
             stream.launched = stream.done = stream.primed
         else:
@@ -43,6 +43,6 @@ class Primers:
         """The step that was just launched took the last of a primer."""
         assert stream.primer is not None
         assert stream.slot is not None
-        self._kept[stream.primer.key] = self._state.save(stream.slot)
-        while len(self._kept) > self.most:
-            del self._kept[next(iter(self._kept))]
+        self._states[stream.primer.key] = self._state.save(stream.slot)
+        while len(self._states) > self.max_states:
+            del self._states[next(iter(self._states))]

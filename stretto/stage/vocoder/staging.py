@@ -51,18 +51,18 @@ class Staging:
 
 
 def numbers(streams: int, groups: int, size: int) -> int:
-    """That a step is given."""
+    """Of the inputs of a step."""
     return streams * (groups * size + 2)
 
 
 def split(
-    given: torch.Tensor, streams: int, size: int
+    packed: torch.Tensor, streams: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [streams, groups, size], counts [streams] and slots [streams] in one piece of memory,
     as views."""
-    codes = given.numel() - 2 * streams
+    codes = packed.numel() - 2 * streams
     return (
-        given[:codes].view(streams, -1, size),
-        given[codes : codes + streams],
-        given[codes + streams :],
+        packed[:codes].view(streams, -1, size),
+        packed[codes : codes + streams],
+        packed[codes + streams :],
     )

@@ -44,7 +44,7 @@ class Stream:
     # when the sound sent so far runs out; None: nothing sent yet
     deadline: float | None = None
     in_flight: int = 0
-    gone: bool = False
+    removed: bool = False
     primer: Primer | None = None
 
     @property

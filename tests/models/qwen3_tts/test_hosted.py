@@ -62,13 +62,13 @@ def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
     [case] = [c for c in cases("base", "1b7") if "ref_codes" in c and not c["whole"]][:1]
     host = Hosted(tts("base"))
     stage = host.host.stages["code2wav"].core
-    stage.primers.most = 1
+    stage.primers.max_states = 1
     first = host.speak(case, "a")
     other = {**case, "ref_codes": case["ref_codes"][::-1]}
     host.speak(other, "b")
     assert len(stage.primers) == 1
     host.admit("c", other)  # its state is there when it is announced, and gone when it has a slot
-    stage.primers._kept.clear()
+    stage.primers._states.clear()
     host.run()
     again = host.speak(case, "d")
     np.testing.assert_allclose(again.wave, first.wave, rtol=0, atol=1e-5)

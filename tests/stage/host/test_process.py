@@ -74,7 +74,7 @@ def serve(
         return made[-1]
 
     monkeypatch.setattr(process, "Host", make)
-    monkeypatch.setattr(hosts, "CONTROL", CONTROL)
+    monkeypatch.setattr(hosts, "RESERVED_PLACES", CONTROL)
     if settles:
         monkeypatch.setattr(process, "settle_down", lambda: None)
     ours, theirs = socket.socketpair()

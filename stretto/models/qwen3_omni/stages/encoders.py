@@ -31,7 +31,7 @@ from stretto.types import RequestId
 AHEAD = 2048
 """Rows that encoding may be ahead of the prefill: enough for the next step, and no more than others
 can wait for."""
-KEPT_BYTES = 64 << 20
+CACHE_BYTES = 64 << 20
 OTHERS = 15
 """While there are other requests, encoding media on a CPU takes one part of the loop's time in 1 +
 this: a part takes as long as several steps there, for which listeners would have to wait. A GPU
@@ -43,11 +43,11 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """What an encoder made of a piece: rows, and DeepStack levels of a picture's."""
 
 
-class Kept:
+class EncoderCache:
     """Rows of pieces by what they were made of, the least recently used dropped first."""
 
-    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self.max_bytes = max_bytes
         self.num_bytes = 0
         self._rows: OrderedDict[Key, Rows] = OrderedDict()
 
@@ -63,7 +63,7 @@ class Kept:
         if key not in self._rows:
             self._rows[key] = rows
             self.num_bytes += _size(rows)
-        while self.num_bytes > self.most_bytes:
+        while self.num_bytes > self.max_bytes:
             self.num_bytes -= _size(self._rows.popitem(last=False)[1])
 
 
@@ -80,7 +80,7 @@ class Encoding:
     root: bytes  # what was kept of one owner's is not for others
     left: list[MediaPiece]
     base: int  # rows that the prefix cache had when it came
-    asked: set[bytes] = field(default_factory=set)
+    requested: set[bytes] = field(default_factory=set)
     parts: Parts[VisionRows] | None = None  # of the picture that is being encoded
     made: list[tuple[Key, Rows]] = field(default_factory=list)  # what was encoded
     encoded: int = 0  # pieces
@@ -105,9 +105,9 @@ class Encoders:
         self.core = core
         self.num_requests = context.num_requests
         self.clock = context.clock
-        self.kept = Kept()
+        self.cache = EncoderCache()
         self.encoded = 0  # pieces
-        self.asked = 0
+        self.num_requested = 0
         self.requests: dict[RequestId, Encoding] = {}
         vision, hidden = model.config.thinker.vision, model.config.thinker.text.hidden_size
         self._rests_ns = 0  # not before this is the next part encoded
@@ -117,7 +117,7 @@ class Encoders:
         for name, read in {
             "stretto_stage_encoding": lambda: self.num_due,
             "stretto_stage_encoded_total": lambda: self.encoded,
-            "stretto_stage_asked_total": lambda: self.asked,
+            "stretto_stage_asked_total": lambda: self.num_requested,
         }.items():
             context.recorder.number(name, read, stage=core.name)
         self._flat = torch.empty(
@@ -148,7 +148,7 @@ class Encoders:
         if e is None:
             return 0
         for key, rows in e.made:
-            self.kept.put(key, rows)
+            self.cache.put(key, rows)
         e.made.clear()
         return e.encoded
 
@@ -218,42 +218,42 @@ class Encoders:
         piece = next(p for p in e.left if p.stop > start)
         if piece.runs[0].start > start + AHEAD:
             return None
-        if piece.values is None and e.key(piece) not in self.kept:
-            self._ask(e, start)
+        if piece.values is None and e.key(piece) not in self.cache:
+            self._request_features(e, start)
             return None
         return piece
 
-    def _ask(self, e: Encoding, start: int) -> None:
+    def _request_features(self, e: Encoding, start: int) -> None:
         """For all that will be needed, not for the next piece alone."""
         absent = [
-            p for p in e.left if p.stop > start and p.values is None and e.key(p) not in self.kept
+            p for p in e.left if p.stop > start and p.values is None and e.key(p) not in self.cache
         ]
-        digests = dict.fromkeys(p.digest for p in absent if p.digest not in e.asked)
+        digests = dict.fromkeys(p.digest for p in absent if p.digest not in e.requested)
         if digests:
-            e.asked.update(digests)
-            self.asked += len(digests)
+            e.requested.update(digests)
+            self.num_requested += len(digests)
             self._reports.append(MediaRequest(e.request.id, self.core.name, tuple(digests)))
 
     def run(self, ids: Sequence[RequestId]) -> None:
         """Encode a part of what is due of a request, or windows of several; then they are behind
         the others. What was kept costs nothing, so it does not end the turn: a step would be
         launched for its few rows, and the encoder would wait behind that."""
-        several = [self.requests.pop(id) for id in ids]
-        self.requests |= dict(zip(ids, several, strict=True))
-        e = several[0]
+        encodings = [self.requests.pop(id) for id in ids]
+        self.requests |= dict(zip(ids, encodings, strict=True))
+        e = encodings[0]
         piece = self._next(e)
         assert piece is not None, "nothing is due"
-        while piece is not None and (kept := self.kept.get(e.key(piece))) is not None:
-            self._done(e, [piece], [kept])
+        while piece is not None and (rows := self.cache.get(e.key(piece))) is not None:
+            self._add_rows(e, [piece], [rows])
             piece = self._next(e)
         if piece is None:
             return
         if piece.grid is not None:
-            self._see(e, piece, piece.grid)
+            self._encode_vision(e, piece, piece.grid)
         elif piece.padded:
-            self._hear([(e, self._windows(e)) for e in several])
+            self._encode_audio([(e, self._windows(e)) for e in encodings])
         else:
-            self._hear([(e, [piece])], padded=False)
+            self._encode_audio([(e, [piece])], padded=False)
 
     def _windows(self, e: Encoding) -> list[MediaPiece]:
         """Windows of sound that are due and follow each other; none of a clip that is not padded to
@@ -264,12 +264,12 @@ class Encoders:
             if first is not None
             else ()
         ):
-            if p.grid is not None or p.values is None or not p.padded or e.key(p) in self.kept:
+            if p.grid is not None or p.values is None or not p.padded or e.key(p) in self.cache:
                 break
             found.append(p)
         return found
 
-    def _hear(
+    def _encode_audio(
         self, windows: Sequence[tuple[Encoding, list[MediaPiece]]], padded: bool = True
     ) -> None:
         """In one launch."""
@@ -278,9 +278,9 @@ class Encoders:
         mels = [to_device(v, device, torch.float32).to(dtype) for v in values]
         rows = iter(self.model.audio_tower.encode_windows(mels, padded))
         for e, pieces in windows:
-            self._made(e, pieces, [(r, self._flat) for r in islice(rows, len(pieces))])
+            self._add_encoded(e, pieces, [(r, self._flat) for r in islice(rows, len(pieces))])
 
-    def _see(self, e: Encoding, piece: MediaPiece, grid: tuple[int, int, int]) -> None:
+    def _encode_vision(self, e: Encoding, piece: MediaPiece, grid: tuple[int, int, int]) -> None:
         """A part of a picture or a video."""
         if e.parts is None:
             assert piece.values is not None
@@ -290,15 +290,15 @@ class Encoders:
         except StopIteration as end:
             e.parts = None
             seen: VisionRows = end.value
-            self._made(e, [piece], [(seen.main, torch.stack(list(seen.deep)))])
+            self._add_encoded(e, [piece], [(seen.main, torch.stack(list(seen.deep)))])
 
-    def _made(self, e: Encoding, pieces: Sequence[MediaPiece], made: Sequence[Rows]) -> None:
+    def _add_encoded(self, e: Encoding, pieces: Sequence[MediaPiece], made: Sequence[Rows]) -> None:
         e.encoded += len(pieces)
         self.encoded += len(pieces)
         e.made += zip(map(e.key, pieces), made, strict=True)
-        self._done(e, pieces, made)
+        self._add_rows(e, pieces, made)
 
-    def _done(self, e: Encoding, pieces: Sequence[MediaPiece], made: Sequence[Rows]) -> None:
+    def _add_rows(self, e: Encoding, pieces: Sequence[MediaPiece], made: Sequence[Rows]) -> None:
         """The request's prefill may go on."""
         for piece, (rows, deep) in zip(pieces, made, strict=True):
             places = torch.from_numpy(piece.places)

@@ -44,27 +44,27 @@ def guide_of(p: ThinkerParams, grammar: GrammarGuide | None) -> Guide | None:
 
 
 class Compiling:
-    """Requests whose grammar is not there yet. `ring` is called, on any thread, when one is."""
+    """Requests whose grammar is not there yet. `wake` is called, on any thread, when one is."""
 
     def __init__(
-        self, grammars: Grammars, ring: Callable[[], None], clock: Callable[[], int]
+        self, grammars: Grammars, wake: Callable[[], None], clock: Callable[[], int]
     ) -> None:
         """`clock`: the loop's."""
         self._grammars = grammars
-        self._ring = ring
+        self._wake = wake
         self._clock = clock
         self.waiting: dict[RequestId, tuple[PendingRequest, Future[GrammarGuide]]] = {}
-        self._said_ns = 0  # when it was last said which requests wait
+        self._reported_ns = 0  # when requests were last reported as waiting
 
     @property
     def due_ns(self) -> int | None:
         """When it is to be said again, by the loop's clock."""
-        return self._said_ns + WORKING_NS if self.waiting else None
+        return self._reported_ns + WORKING_NS if self.waiting else None
 
     def add(self, pending: PendingRequest) -> None:
         if not self.waiting:
-            self._said_ns = self._clock()
-        made = self._grammars.compile(pending.params.grammar, self._ring, pending.admit.sender)
+            self._reported_ns = self._clock()
+        made = self._grammars.compile(pending.params.grammar, self._wake, pending.admit.sender)
         self.waiting[pending.admit.request] = pending, made
 
     def drop(self, id: RequestId) -> None:
@@ -79,7 +79,7 @@ class Compiling:
 
     def working(self) -> list[RequestId]:
         """Those that still wait, if that is to be said now: nobody is to take them for stuck."""
-        if not self.waiting or self._clock() < self._said_ns + WORKING_NS:
+        if not self.waiting or self._clock() < self._reported_ns + WORKING_NS:
             return []
-        self._said_ns = self._clock()
+        self._reported_ns = self._clock()
         return list(self.waiting)
