@@ -164,9 +164,9 @@ class GapHost(OneHost):
     def _watch_stage(self, name: str, runner: Any) -> None:
         launch, graphs = runner.launch, runner.graphs
 
-        def marked(batch: Any, find: Any) -> Any:
+        def marked(batch: Any) -> Any:
             mark = self._mark(name, batch.decode_only, runner.stream)
-            step = launch(batch, find)
+            step = launch(batch)
             mark.end()
             return step
 

@@ -22,7 +22,6 @@ from bench.harness.results import quantile
 from stretto.config.engine import HostSettings
 from stretto.errors import StageDead
 from stretto.messages.requests import FromHost, Pcm
-from stretto.stage.counters import StageStats
 from stretto.stage.runner.adapter import SideRows
 from stretto.stage.runner.step import Step
 from stretto.types import RequestId
@@ -203,11 +202,10 @@ class MeasuredHost(OneHost):
 
     def _counts(self) -> Counts:
         stats = {name: node.core.stats for name, node in self.host.stages.items()}  # type: ignore[attr-defined]
-        ahead = {name: s for name, s in stats.items() if isinstance(s, StageStats)}
         return {
             "steps": {name: s.steps for name, s in stats.items()},
-            "held": {name: s.held for name, s in ahead.items()},
-            "late": {name: s.late for name, s in ahead.items()},
+            "held": {name: s.held for name, s in stats.items()},
+            "late": {name: s.late for name, s in stats.items()},
         }
 
     def _told(

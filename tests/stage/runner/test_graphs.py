@@ -220,6 +220,9 @@ def test_images_only_where_asked(
     for owner in (WindowGraphs, FrameGraphs):
         monkeypatch.setattr(owner, "forward", lambda self, size: cuda.note((type(self), size)))
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
+    owned: list[type] = []
+    for encoder in (model.audio_tower, model.visual):
+        monkeypatch.setattr(encoder, "use_graphs", lambda graphs: owned.append(type(graphs)))
     used: list[int] = []
     model.audio_tower.conv2d1.register_forward_pre_hook(
         lambda module, given: used.append(len(given[0]))
@@ -229,8 +232,7 @@ def test_images_only_where_asked(
     images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
     sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
     assert cuda.captured() == (sound + images if asked else sound)
-    assert model.audio_tower.graphs is not None
-    assert (model.visual.graphs is not None) == asked
+    assert owned == ([WindowGraphs, FrameGraphs] if asked else [WindowGraphs])
 
 
 @pytest.mark.parametrize("sizes", [None, [(1, 2), (3, 2), (3, 1), (1, 2)]])
