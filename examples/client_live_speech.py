@@ -11,7 +11,7 @@ import sys
 import wave
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 key = sys.argv[2] if len(sys.argv) > 2 else "none"
@@ -33,6 +33,7 @@ async def write(socket: ClientConnection) -> None:
 async def main() -> None:
     address = url.replace("http", "ws", 1) + "/v1/audio/speech/stream"
     async with connect(address, additional_headers={"Authorization": f"Bearer {key}"}) as socket:
+        done = False
         writing = asyncio.create_task(write(socket))
         with wave.open("speech.wav", "wb") as file:
             file.setnchannels(1)
@@ -45,8 +46,14 @@ async def main() -> None:
                 event = json.loads(message)
                 if event["type"] == "error":
                     sys.exit(event["message"])
+                done = done or event["type"] == "session.done"
+            if not done:
+                sys.exit("the server ended the connection before the speech was complete")
             print(f"{file.getnframes() / 24_000:.2f} s of speech in speech.wav")
         await writing
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except (WebSocketException, OSError, ValueError) as error:
+    sys.exit(f"{url}: {error} (is `stretto serve` running there, and is the key right?)")

@@ -5,21 +5,24 @@ python examples/client_text.py [URL [KEY]]"""
 
 import sys
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 key = sys.argv[2] if len(sys.argv) > 2 else "none"
 
-with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
-    answer = client.chat.completions.create(
-        model="default",
-        messages=[
-            {"role": "system", "content": "Answer briefly."},
-            {"role": "user", "content": "What is a fugue?"},
-        ],
-        max_tokens=40,
-        stream=True,
-    )
-    for chunk in answer:
-        print(chunk.choices[0].delta.content or "", end="", flush=True)
-    print()
+try:
+    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        answer = client.chat.completions.create(
+            model="default",
+            messages=[
+                {"role": "system", "content": "Answer briefly."},
+                {"role": "user", "content": "What is a fugue?"},
+            ],
+            max_tokens=40,
+            stream=True,
+        )
+        for chunk in answer:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+        print()
+except OpenAIError as error:
+    sys.exit(f"{url}: {error} (is `stretto serve` running there, and is the key right?)")

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from stretto import AsyncEngine, AudioChunk, Finished, Params, Session, TextDelta
+from stretto import AsyncEngine, AudioChunk, Finished, Params, Session, StrettoError, TextDelta
 
 PARAMS = Params(max_text_tokens=20, max_frames=25)
 
@@ -52,4 +52,7 @@ async def main() -> None:
         await answer(session)
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except StrettoError as error:
+    sys.exit(str(error))

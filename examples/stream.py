@@ -5,7 +5,7 @@ python examples/stream.py [CHECKPOINT]"""
 import asyncio
 import sys
 
-from stretto import AsyncEngine, AudioChunk, Finished, TextDelta
+from stretto import AsyncEngine, AudioChunk, Finished, StrettoError, TextDelta
 
 
 async def listen(engine: AsyncEngine, question: str) -> None:
@@ -27,4 +27,7 @@ async def main() -> None:
         await asyncio.gather(listen(engine, "Who are you?"), listen(engine, "What is a fugue?"))
 
 
-asyncio.run(main())
+try:
+    asyncio.run(main())
+except StrettoError as error:
+    sys.exit(str(error))

@@ -6,15 +6,20 @@ answer.
 
 The agent has a function that the model may call."""
 
-import argparse
 import asyncio
 import os
-import wave
+import sys
 
-from agents import function_tool, set_tracing_disabled
-from agents.realtime import RealtimeAgent, RealtimeRunner
+from recording import PATIENCE_S, RATE, Arguments, read_arguments
 
-RATE, PIECE_S = 24_000, 0.04
+try:
+    from agents import function_tool, set_tracing_disabled
+    from agents.realtime import RealtimeAgent, RealtimeRunner
+    from websockets.exceptions import WebSocketException
+except ImportError as error:
+    sys.exit(f"{error}: pip install openai-agents")
+
+PIECE_S = 0.04
 
 
 @function_tool
@@ -23,59 +28,49 @@ def weather(city: str) -> str:
     return f"It is sunny in {city}."
 
 
-def read(path: str) -> bytes:
-    with wave.open(path) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), (
-            "24 kHz, mono, 16 bits"
-        )
-        return file.readframes(file.getnframes())
-
-
-async def main(question: str, answer: str, url: str, key: str) -> None:
+async def main(args: Arguments) -> None:
     set_tracing_disabled(True)
+    loop = asyncio.get_running_loop()
     agent = RealtimeAgent(
         name="Helper", instructions="You are a friendly assistant. Be brief.", tools=[weather]
     )
     runner = RealtimeRunner(agent)
-    session = await runner.run(model_config={"url": url, "api_key": key})
+    session = await runner.run(model_config={"url": args.url, "api_key": args.key})
     sound = b""
-    async with session:
+    async with asyncio.timeout(PATIENCE_S) as limit, session:
 
         async def speak() -> None:
-            data = read(question) + bytes(4 * RATE)  # two seconds of silence end the turn
+            data = args.data + bytes(4 * RATE)  # two seconds of silence end the turn
             size = int(PIECE_S * RATE) * 2
             for i in range(0, len(data), size):
                 await session.send_audio(data[i : i + size])
                 await asyncio.sleep(PIECE_S)
 
+        limit.reschedule(loop.time() + args.seconds + PATIENCE_S)
         speaking = asyncio.create_task(speak())
         async for event in session:
             if event.type == "audio":
+                limit.reschedule(max(limit.when() or 0.0, loop.time() + PATIENCE_S))
                 sound += event.audio.data
             elif event.type == "tool_start":
                 print(f"calls {event.tool.name}")
             elif event.type == "history_added":
                 print("added:", event.item.type)
             elif event.type == "error":
-                raise SystemExit(str(event.error))
+                sys.exit(str(event.error))
             elif event.type == "audio_end":
                 break
         await speaking
-    with wave.open(answer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(sound)
+    args.write(sound)
     print(f"{len(sound) / 2 / RATE:.1f} s of answer")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("question")
-    parser.add_argument("answer")
-    parser.add_argument("--url", default="ws://127.0.0.1:8000/v1/realtime")
-    parser.add_argument("--key", default=os.environ.get("STRETTO_API_KEY", "none"))
-    args = parser.parse_args()
-    asyncio.run(main(args.question, args.answer, args.url, args.key))
+    key = os.environ.get("STRETTO_API_KEY", "none")
+    args = read_arguments(__doc__, "ws://127.0.0.1:8000/v1/realtime", key)
+    try:
+        asyncio.run(main(args))
+    except TimeoutError:
+        args.give_up()
+    except (WebSocketException, OSError) as error:
+        args.refuse(error)

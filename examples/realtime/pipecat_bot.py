@@ -5,34 +5,39 @@
 
 In a bot, put a transport's input and output where `Microphone` and `Loudspeaker` are."""
 
-import argparse
 import asyncio
-import wave
+import sys
 
-from pipecat.frames.frames import (
-    EndFrame,
-    Frame,
-    InputAudioRawFrame,
-    LLMFullResponseEndFrame,
-    StartFrame,
-    TTSAudioRawFrame,
-    TTSTextFrame,
-)
-from pipecat.pipeline.pipeline import Pipeline
-from pipecat.pipeline.runner import PipelineRunner
-from pipecat.pipeline.task import PipelineParams, PipelineTask
-from pipecat.processors.aggregators.llm_context import LLMContext
-from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
-from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
-from pipecat.services.openai.realtime.events import (
-    AudioConfiguration,
-    AudioInput,
-    SessionProperties,
-    TurnDetection,
-)
-from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
+from recording import PATIENCE_S, RATE, Arguments, read_arguments
 
-RATE, PIECE_S = 24_000, 0.02
+try:
+    from pipecat.frames.frames import (
+        EndFrame,
+        ErrorFrame,
+        Frame,
+        InputAudioRawFrame,
+        LLMFullResponseEndFrame,
+        StartFrame,
+        TTSAudioRawFrame,
+        TTSTextFrame,
+    )
+    from pipecat.pipeline.pipeline import Pipeline
+    from pipecat.pipeline.runner import PipelineRunner
+    from pipecat.pipeline.task import PipelineParams, PipelineTask
+    from pipecat.processors.aggregators.llm_context import LLMContext
+    from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
+    from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+    from pipecat.services.openai.realtime.events import (
+        AudioConfiguration,
+        AudioInput,
+        SessionProperties,
+        TurnDetection,
+    )
+    from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
+except ImportError as error:
+    sys.exit(f"{error}: pip install 'pipecat-ai[openai]' websockets")
+
+PIECE_S = 0.02
 
 
 class Microphone(FrameProcessor):
@@ -74,19 +79,11 @@ class Loudspeaker(FrameProcessor):
         await self.push_frame(frame, direction)
 
 
-def read(path: str) -> bytes:
-    with wave.open(path) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2), (
-            "24 kHz, mono, 16 bits"
-        )
-        return file.readframes(file.getnframes())
-
-
-async def main(question: str, answer: str, url: str, key: str) -> None:
+async def main(args: Arguments) -> None:
     turns = AudioConfiguration(input=AudioInput(turn_detection=TurnDetection()))
     service = OpenAIRealtimeLLMService(
-        api_key=key,
-        base_url=url,
+        api_key=args.key,
+        base_url=args.url,
         settings=OpenAIRealtimeLLMService.Settings(
             model="default",
             system_instruction="You are a friendly assistant. Be brief.",
@@ -95,34 +92,40 @@ async def main(question: str, answer: str, url: str, key: str) -> None:
     )
     memory = LLMContextAggregatorPair(LLMContext([]))
     loudspeaker = Loudspeaker()
-    microphone = Microphone(read(question) + bytes(4 * RATE))  # two seconds of silence end the turn
+    microphone = Microphone(args.data + bytes(4 * RATE))  # two seconds of silence end the turn
     pipeline = Pipeline([microphone, memory.user(), service, loudspeaker, memory.assistant()])
     task = PipelineTask(
         pipeline, params=PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE)
     )
 
+    failures: list[str] = []
+
+    @task.event_handler("on_pipeline_error")
+    async def failed(_: PipelineTask, frame: ErrorFrame) -> None:
+        failures.append(frame.error)
+        loudspeaker.done.set()
+
     async def end() -> None:
-        await loudspeaker.done.wait()
+        try:
+            async with asyncio.timeout(args.seconds + PATIENCE_S):
+                await loudspeaker.done.wait()
+        except TimeoutError:
+            await task.cancel()
+            raise
         await task.queue_frame(EndFrame())
 
     ending = asyncio.create_task(end())
     await PipelineRunner(handle_sigint=False).run(task)
     await ending
+    if failures:
+        args.refuse(failures[0])
     print(f"\n{len(loudspeaker.sound) / 2 / RATE:.1f} s of answer")
-    with wave.open(answer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(loudspeaker.sound)
+    args.write(loudspeaker.sound)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("question")
-    parser.add_argument("answer")
-    parser.add_argument("--url", default="ws://127.0.0.1:8000/v1/realtime")
-    parser.add_argument("--key", default="none")
-    args = parser.parse_args()
-    asyncio.run(main(args.question, args.answer, args.url, args.key))
+    args = read_arguments(__doc__, "ws://127.0.0.1:8000/v1/realtime")
+    try:
+        asyncio.run(main(args))
+    except TimeoutError:
+        args.give_up()

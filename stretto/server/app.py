@@ -30,6 +30,7 @@ from stretto.server.keys import Keys
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.middleware import AccessMiddleware
 from stretto.server.openai.chat import answer_chat, num_answers, read_chat
+from stretto.server.openai.docs_page import render
 from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.generating_route import GeneratingRoute
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
@@ -41,7 +42,7 @@ from stretto.server.openai.speech import answer_speech, read_speech
 from stretto.server.openai.transcriptions import answer_sound, reader
 from stretto.server.openai.voices import MAX_CLIP, answer_voice, read_voice
 from stretto.server.origins import FORMS, VOICES
-from stretto.server.pages import WEB, Pages
+from stretto.server.pages import HEADERS, WEB, Pages
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.realtime.endpoint import Realtime
 from stretto.server.request_log import REQUEST_LOG, RequestLog
@@ -151,6 +152,7 @@ class Routes:
             ("/live", "live", self.live),
             ("/version", "version", self.version),
             ("/openapi.json", "openapi", self.openapi),
+            ("/docs", "docs", self.docs),
         ]
         if self.service.config.metrics and self.service.config.metrics_port is None:
             named.append(("/metrics", "metrics", MetricsRoute(self.service).metrics))
@@ -235,6 +237,9 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         return Response(_document(), media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return Response(_docs_page(), headers=HEADERS, media_type="text/html")
 
     async def page(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -329,3 +334,8 @@ def _json(value: msgspec.Struct, status: int = 200) -> Response:
 @cache
 def _document() -> bytes:
     return msgspec.json.encode(document())
+
+
+@cache
+def _docs_page() -> str:
+    return render(document())

@@ -40,7 +40,7 @@ HEADERS = {
 MISSING = (
     "<!doctype html><html lang=en><meta charset=utf-8><title>Not found</title>"
     "<h1>There is nothing here</h1><p>The API is at <code>/v1</code>, its description at "
-    "<a href=/openapi.json>/openapi.json</a>.</p></html>"
+    "<a href=/docs>/docs</a>.</p></html>"
 )
 
 
