@@ -1,13 +1,13 @@
 # Two commands for a fresh machine: `make demo` serves the embedded model, `make test` runs all checks (`make ray` those
 # that need Ray). `make check` is the part of them for daily work, under three minutes on two cores.
-# TORCH picks the build of PyTorch, e.g. make demo TORCH="torch==2.11.0".
+# TORCH picks another build of PyTorch, e.g. make demo TORCH="torch==2.11.0", and PYTHON another Python.
 
 BIN := .venv/bin
 DEMO := demo
 PORT ?= 8000
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo answer check test setup setup-test lint types unit slow gpu-suite ray netns format clean
+.PHONY: demo answer check test setup setup-test lint types unit slow gpu-suite ray netns docs dist format clean
 
 # The embedded model; in a clone without its weights, a tiny one whose words mean nothing.
 FALLBACK := $(if $(wildcard packages/nano/stretto_nano/nano/config.json),,$(DEMO)/tiny)
@@ -61,9 +61,22 @@ gpu-suite:
 netns: setup-test
 	STRETTO_NETNS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:xdist tests/engine/test_namespaces.py $(ARGS)
 
+# The documents as a site in build/site.
+docs:
+	@scripts/setup.sh docs
+	$(BIN)/python scripts/site.py
+
+# Wheels and source archives of the engine and of its voice in dist/, installed and tried in a clean environment.
+dist: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.3"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist packages/nano
+	$(BIN)/python scripts/check_release.py dist
+
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -166,8 +166,9 @@ def test_commands_of_the_documents_are_understood(name: str) -> None:
         assert not unknown, words
 
 
-def test_the_readme_names_the_build_of_torch_that_is_installed() -> None:
-    (default,) = re.findall(
-        r"TORCH:=?-?(torch==[\d.]+)", (ROOT / "scripts" / "setup.sh").read_text()
+def test_one_version_of_torch_is_installed_everywhere() -> None:
+    (release,) = re.findall(
+        r"^release=(torch==[\d.]+)$", (ROOT / "scripts" / "setup.sh").read_text(), re.M
     )
-    assert f"(default `{default}`" in (ROOT / "README.md").read_text()
+    for name in ("deploy/Containerfile", "scripts/check_release.py", "docs/serve.md"):
+        assert set(re.findall(r"torch==[\d.]+\d", (ROOT / name).read_text())) == {release}, name

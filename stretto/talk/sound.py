@@ -4,13 +4,14 @@ The device calls back on a thread of its own; it and the caller share one buffer
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-HINT = "to hear answers and speak questions here, install it: pip install sounddevice"
+HINT = f"to hear answers and speak questions here: {sys.executable} -m pip install sounddevice"
 MICROPHONE_RATE = 24000
 
 
@@ -121,7 +122,7 @@ def find_sound() -> SoundDevice | NoSound:
     except ImportError:
         return NoSound(f"the package sounddevice is not installed ({HINT})")
     except OSError as e:  # the package is there, PortAudio is not
-        return NoSound(f"sound is not available: {e}")
+        return NoSound(f"sound is not available: {e}; on Debian: apt-get install libportaudio2")
     try:
         module.check_output_settings(channels=1, dtype="int16")
     except (ValueError, module.PortAudioError) as e:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.__main__ import main as command
 from stretto.cli import main, parser
 from stretto.commands.parsers import commands, flags_of
 from stretto.commands.serve import variable_warnings
@@ -128,3 +129,19 @@ def test_the_help_shows_every_setting_under_a_section(capsys: pytest.CaptureFixt
         if f.metadata["group"] != "tune":
             flag = f"--{name_of(f).replace('_', '-')}"
             assert shown.index(f"\n  {flag}") > at[0], flag
+
+
+@pytest.mark.parametrize("system", ["Darwin", "Windows"])
+@pytest.mark.parametrize("words", [[], ["serve"], ["--help"]])
+def test_on_another_system_it_names_the_container(
+    system: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("sys.argv", ["stretto", *words])
+    assert command() == 1
+    [sentence] = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"stretto: it runs on Linux, and this is {system}: use WSL2")
+    assert "docker build -f deploy/Containerfile" in sentence
