@@ -422,7 +422,9 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
     assert set(told) == {"x-common", "services", "volumes"}
     for name in ("stretto", "stretto-cpu"):
         service = told["services"][name]
-        assert service["image"] == f"${{STRETTO_IMAGE:-stretto:{__version__}}}"
+        suffix = name.removeprefix("stretto")
+        assert service["image"] == f"${{STRETTO_IMAGE:-stretto:{__version__}{suffix}}}"
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
@@ -431,7 +433,19 @@ def test_the_compose_file_serves_as_the_command_does() -> None:
         from stretto.cli import parser
 
         args = parser().parse_args(words)
-        assert (args.model, args.host, args.replicas) == ("/model", "0.0.0.0", "1")
+        # Without MODEL the variable is empty, which is the embedded model.
+        assert (args.model, args.host, args.replicas) == (None, "0.0.0.0", "1")
+        variables = {n: re.sub(r"\$\{.*\}", "", v) for n, v in service["environment"].items()}
+        assert variables.pop("STRETTO_ALLOWED_HOSTS") == ""
+        config = load_settings(vars(args), variables)
+        assert not config.model
+        assert not config.server.needs_key
+        given = {
+            n: re.sub(r"\$\{\w+:\+(.*)\}", r"\1", v) for n, v in service["environment"].items()
+        }
+        assert given["STRETTO_MODEL"] in {v["target"] for v in service["volumes"]}
+        [default] = re.findall(r":-(.*)\}", service["volumes"][0]["source"])
+        assert (DEPLOY / default / "config.json").is_file(), "there is something to mount"
         metrics = args.metrics_port
         assert not any(p.endswith(f":{metrics}") for p in service["ports"]), "it is not published"
     for service in told["services"].values():
