@@ -31,6 +31,11 @@ navigator.mediaDevices.getUserMedia = async (...a) => {
   return media;
 };
 """
+IDEAS = [
+    "What is a stretto?", "Say: the old farmer carried a heavy basket across the bridge.",
+    "Who are you?", "What is seven plus eight?", "Count from one to ten", "Tell me a joke",
+]  # fmt: skip
+DESCRIPTION = "A toy with a small synthetic voice. It repeats sentences, adds numbers, and counts."
 FREE = "tracks.every((track) => track.readyState === 'ended') && microphones() === 0"
 
 
@@ -128,14 +133,16 @@ def test_nothing_jumps_when_a_conversation_begins(
 
 
 def test_suggestions_fill_a_phone(browser: Browser, server: FakeServer) -> None:
-    """From the button down to the composer, and none is cut off."""
-    server.script.card = {"ideas": [f"Question {i}?" for i in range(6)], "description": "A voice."}
-    tab = browser.open(server.url, 390, 844)
-    tab.until(f"{READY} && document.querySelector('#description').textContent")
-    assert box(tab, "ideas")["top"] - box(tab, "talk")["bottom"] < 16
-    assert 0 <= box(tab, "composer")["top"] - box(tab, "description")["bottom"] < 32
-    assert tab.text("description") == "Tiny. A voice."
-    tab.close()
+    """From the button down to the composer; nothing of them is cut off, nor on a small desktop."""
+    server.script.card = {"ideas": IDEAS, "description": DESCRIPTION}
+    for width, height, gap in ((390, 844, 32), (430, 932, 32), (1280, 800, 800)):
+        tab = browser.open(server.url, width, height)
+        tab.until(f"{READY} && document.querySelector('#description').textContent")
+        first = tab.eval("document.querySelector('.idea').getBoundingClientRect()")
+        assert width > 600 or 0 <= first["top"] - box(tab, "talk")["bottom"] < 16
+        assert 0 <= box(tab, "composer")["top"] - box(tab, "description")["bottom"] < gap
+        assert tab.text("description") == f"Tiny. {DESCRIPTION}"
+        tab.close()
 
 
 def test_a_model_that_says_nothing_of_itself(tab: Tab) -> None:
