@@ -88,7 +88,10 @@ class Scribe(ScriptedEngine):
     async def cut(
         self, sound: MemFile, seconds: float, sender: str = ""
     ) -> tuple[Windows, MemFile]:
-        return await asyncio.to_thread(do_cut, sound.view(), seconds)
+        def work() -> tuple[Windows, MemFile]:
+            return do_cut(sound.view(), seconds)  # an argument would live until the thread goes on
+
+        return await asyncio.to_thread(work)
 
 
 @pytest.mark.parametrize(
