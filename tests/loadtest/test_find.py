@@ -484,7 +484,7 @@ def test_interrupted(server: FakeServer, tmp_path: Path) -> None:
     try:
         server.wait_for_requests(1 + 2 * 4 + 4)
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130

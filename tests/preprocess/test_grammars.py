@@ -68,7 +68,7 @@ def with_pool(
             assert not pool.checks.running
             assert not pool.checks.waiting
 
-    asyncio.run(asyncio.wait_for(run(), 240))
+    asyncio.run(run())
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -219,8 +219,7 @@ def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir:
         os.kill(talking, signal.SIGSTOP)
         assert os.sched_getscheduler(talking) == os.SCHED_BATCH  # whatever the machine has to do
         for count in (5, 5000):
-            async with asyncio.timeout(60):
-                assert len((await pool.build_for("c", said(count))).ids) > count
+            assert len((await pool.build_for("c", said(count))).ids) > count
         assert not any(task.done() for task in (*media, *long))
         for task in (*media, *long):
             task.cancel()

@@ -350,7 +350,7 @@ def test_the_queue_is_bounded_and_those_who_leave_make_room() -> None:
         assert "stretto_num_requests_waiting 1.0" in held.running.ask("/metrics").body.decode()
         held.release()
         held.rest(first)
-        waiting.join(120)
+        waiting.join()
         assert waited[0].status == 200
         assert float(waited[0].headers["x-queue-wait-ms"]) > 0
 

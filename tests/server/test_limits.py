@@ -185,7 +185,7 @@ def test_loading_then_ready_then_draining() -> None:
 
     running = Running(open_engine)
     running.thread.start()
-    assert running.bound.wait(120)
+    assert running.bound.wait()
     try:
         loading = running.ask("/health")
         assert loading.status == 503
@@ -227,7 +227,7 @@ def test_draining_finishes_what_runs() -> None:
         assert refused.error["code"] == "draining"
         held.release()
         assert held.rest(s).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        held.running.thread.join(120)
+        held.running.thread.join()
         assert held.running.status == 0
         assert held.engine.ledger.finished == 1
 
@@ -236,7 +236,7 @@ def test_draining_has_an_end() -> None:
     with HeldServer(drain_timeout=0.05) as held:
         s = held.start(ALOUD)
         held.running.loop.call_soon_threadsafe(held.running.server.stop)
-        held.running.thread.join(120)
+        held.running.thread.join()
         assert held.running.status == 0
         assert held.engine.ledger.finished == 0
         assert not held.engine.ledger.running

@@ -32,7 +32,7 @@ class Held:
         self.grammars = Grammars(lambda: self.compiler(model))
 
     def compiler(self, model: Path) -> GrammarCompiler:
-        assert self.open.wait(120)
+        assert self.open.wait()
         return open_grammars(model)
 
     def ask(self, sender: str, name: str = "") -> Any:
@@ -53,7 +53,7 @@ def test_senders_take_turns(tiny_dir: Path) -> None:
     with Held(tiny_dir) as held:
         asked = [held.ask(sender) for sender in "aaabbc"]
         held.open.set()
-        assert all(a.result(120).mask().any() for a in asked)
+        assert all(a.result().mask().any() for a in asked)
     assert "".join(held.order) == "abcaba"
 
 
@@ -62,8 +62,8 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(tiny_dir: Path) -> None:
         first, left, last = (held.ask("a", name) for name in ("first", "left", "last"))
         assert left.cancel()
         held.open.set()
-        assert first.result(120)
-        assert last.result(120)
+        assert first.result()
+        assert last.result()
     assert held.order == ["left", "first", "last"], "who left heard of it at once"
 
 
@@ -80,10 +80,10 @@ def test_what_breaks_the_compiler_is_its_request_s_alone(tiny_dir: Path) -> None
 
     grammars = Grammars(open_broken)
     with pytest.raises(Bug, match="cannot be compiled"):
-        grammars.compile("start: /broken/\n", lambda: None).result(120)
+        grammars.compile("start: /broken/\n", lambda: None).result()
     with pytest.raises(Invalid):
-        grammars.compile("start: nothing\n", lambda: None).result(120)
-    assert grammars.compile("start: /a/\n", lambda: None).result(120).mask().any()
+        grammars.compile("start: nothing\n", lambda: None).result()
+    assert grammars.compile("start: /a/\n", lambda: None).result().mask().any()
     grammars.close()
 
 
@@ -112,11 +112,11 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
         assert compiling.due_ns == 2 * WORKING_NS
         compiling.drop(RequestId("r1"))
         compiling.drop(RequestId("r1"))
-        assert rung.acquire(timeout=120)
+        assert rung.acquire()
         held.open.set()
         done = []
         while len(done) < 3:
-            assert rung.acquire(timeout=120)
+            assert rung.acquire()
             done += [
                 known.admit.request
                 for known, made in compiling.done()

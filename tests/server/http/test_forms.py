@@ -162,7 +162,7 @@ def test_leaving_while_a_form_is_read_closes_its_files() -> None:
     def work(source: forms.Source) -> MemFile:
         assert isinstance(source, MemFile)
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait()
         assert source.read(0, 5) == b"hello"
         return part_of(source, (0, 5))
 

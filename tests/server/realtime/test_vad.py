@@ -110,7 +110,7 @@ def test_long_sounds_do_not_keep_short_ones_waiting() -> None:
 
     class Slow(LoudnessVad):
         def run(self, windows: Float, states: Sequence[VadState]) -> Float:
-            started.wait(30)
+            started.wait()
             return super().run(windows, states)
 
     started = threading.Event()
@@ -142,7 +142,7 @@ def test_turns_are_taken_when_there_are_more_than_fit(monkeypatch: pytest.Monkey
 
     class Slow(LoudnessVad):
         def run(self, windows: Float, states: Sequence[VadState]) -> Float:
-            go.wait(30)
+            go.wait()
             return super().run(windows, states)
 
     async def main() -> None:
