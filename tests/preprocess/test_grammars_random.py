@@ -13,12 +13,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+from msgspec import Raw
 
 from stretto.errors import Invalid
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import open_grammars
 from stretto.preprocess.grammars import GrammarGuide
-from stretto.server.openai.grammar import SPACE
+from stretto.server.openai.grammar import of_format
+from stretto.server.openai.schema import JsonSchema, ResponseFormat
 from stretto.stage.guide import Grammars
 
 SCHEMAS = int(os.environ.get("STRETTO_SCHEMAS", "200"))
@@ -92,8 +94,8 @@ def grammars(tiny_dir: Path) -> Iterator[tuple[Grammars, int]]:
 
 
 def guide_of(grammars: Grammars, schema: dict[str, Any]) -> GrammarGuide:
-    told = json.dumps({**schema, "x-guidance": SPACE})
-    return grammars.compile(f"start: %json {told}\n", lambda: None).result()
+    form = JsonSchema("answer", Raw(json.dumps(schema).encode()))
+    return grammars.compile(of_format(ResponseFormat("json_schema", form)), lambda: None).result()
 
 
 def walk(guide: GrammarGuide, end: int, rng: random.Random) -> list[int] | None:
@@ -133,7 +135,9 @@ def test_random_schemas_are_followed(grammars: tuple[Grammars, int]) -> None:
         wanted = random_instance(schema, rng)
         jsonschema.validate(wanted, schema)
         guide = guide_of(made, schema)
-        for token in tokenizer.tokenize_str(json.dumps(wanted, ensure_ascii=False)):
+        for token in tokenizer.tokenize_str(
+            json.dumps(wanted, ensure_ascii=False, separators=(",", ":"))
+        ):
             assert int(guide.mask()[token // 32]) >> token % 32 & 1, (wanted, schema)
             guide.accept(token)
         assert int(guide.mask()[end // 32]) >> end % 32 & 1, (wanted, schema)

@@ -99,21 +99,19 @@ class OutputText(Struct, frozen=True):
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class OutputMessage(Struct, frozen=True):
+class OutputMessage(Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: Status
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
 
 
-class FunctionCall(Struct, frozen=True):
+class FunctionCall(Struct, frozen=True, tag_field="type", tag="function_call"):
     id: str
     status: Status
     call_id: str
     name: str
     arguments: str  # JSON
-    type: Literal["function_call"] = "function_call"
 
 
 OutputItem = OutputMessage | FunctionCall
@@ -150,7 +148,7 @@ class ResponseObject(Struct, frozen=True):
     tool_choice: Raw
     text: TextOptions
     parallel_tool_calls: bool
-    instructions: Raw = ABSENT
+    instructions: Raw = field(default_factory=lambda: ABSENT)
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = None
