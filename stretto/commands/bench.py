@@ -292,14 +292,18 @@ class Progress:
         self.bar.close()
 
 
-async def look(client: httpx.AsyncClient, wanted: str | None) -> tuple[ListedModel, dict[str, Any]]:
+async def look(
+    client: httpx.AsyncClient, model_name: str | None
+) -> tuple[ListedModel, dict[str, Any]]:
     """The model to ask for, and what the server says of itself; ours also tells its version."""
     from stretto.loadtest.http import ListedModel, failures, read_models
 
     with failures():
         listed = await client.get("models")
         version = await client.get(outside_v1(client, "/version"))
-    model = ListedModel(wanted) if wanted else read_models(listed.status_code, listed.content)
+    model = (
+        ListedModel(model_name) if model_name else read_models(listed.status_code, listed.content)
+    )
     server: dict[str, Any] = {"url": str(client.base_url), "model": model.name}
     if version.is_success:
         server["version"] = version.text[:200]

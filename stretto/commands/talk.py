@@ -138,8 +138,8 @@ def read_pcm(path: Path, rate: int) -> bytes:
     import soxr
 
     try:
-        samples, stated = soundfile.read(path, dtype="float32", always_2d=True)
+        samples, file_rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (OSError, soundfile.SoundFileError) as e:
         raise Invalid(f"{path}: cannot be read ({e})", "file") from None
-    mono = soxr.resample(samples.mean(axis=1), stated, rate)
+    mono = soxr.resample(samples.mean(axis=1), file_rate, rate)
     return bytes((mono * 32767).round().clip(-32768, 32767).astype("<i2").tobytes())

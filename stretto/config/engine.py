@@ -448,16 +448,21 @@ class EngineConfig:
 
 
 def check_model(
-    config: EngineConfig, stages: Sequence[str], max_positions: int, stated: Collection[str] = ()
+    config: EngineConfig,
+    stages: Sequence[str],
+    max_positions: int,
+    explicit_settings: Collection[str] = (),
 ) -> None:
     """Refuse settings that a model with these stages and `max_positions` cannot have. Called as
-    soon as it is known which model it is. `stated`: names of settings that somebody gave; the
-    default context is shortened silently."""
+    soon as it is known which model it is. `explicit_settings`: names of settings that are not
+    defaults; the default context is shortened silently."""
     places(config.placement, stages)
-    asked = config.host.max_context
-    if asked > max_positions and (asked != DEFAULT_CONTEXT or "max_model_len" in stated):
+    max_context = config.host.max_context
+    if max_context > max_positions and (
+        max_context != DEFAULT_CONTEXT or "max_model_len" in explicit_settings
+    ):
         raise Invalid(
-            f"max_model_len is {asked}, but the model has only {max_positions} positions",
+            f"max_model_len is {max_context}, but the model has only {max_positions} positions",
             "max_model_len",
         )
     if unknown := sorted(set(config.host.blocks) - set(stages)):

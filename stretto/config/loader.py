@@ -176,22 +176,22 @@ def _place(
     spell: Callable[[str], str],
     records: Sequence[type[Any]],
 ) -> _Place:
-    given = values.get(TUNE)
-    tune = parse_tune(given, spell(TUNE), records) if given is not None else {}
+    tune_values = values.get(TUNE)
+    tune = parse_tune(tune_values, spell(TUNE), records) if tune_values is not None else {}
     return _Place(values, tune, spell, name)
 
 
 def _find(f: Field[Any], place: _Place, warnings: list[str]) -> SourceValue | None:
     """The setting's value in this place. An old name adds a warning."""
     name = name_of(f)
-    given = place.tune if is_tuning(f) else place.values
+    values = place.tune if is_tuning(f) else place.values
     where = place.spell(name) if place.name == "environment" and not is_tuning(f) else name
     for old in old_names(f):
         if old not in place.values:
             continue
         value = place.values[old]
         new = _spelling(f, value, place)
-        if name in given:
+        if name in values:
             raise Invalid(
                 f"{place.spell(old)} is the old name of {new}: give only the new one", old
             )
@@ -199,7 +199,7 @@ def _find(f: Field[Any], place: _Place, warnings: list[str]) -> SourceValue | No
             f"{_old_spelling(old, value, place)} is now {new}; the next version knows only that"
         )
         return SourceValue(value, place.spell(old) if place.name == "environment" else old)
-    return SourceValue(given[name], where) if name in given else None
+    return SourceValue(values[name], where) if name in values else None
 
 
 def _old_spelling(name: str, value: Any, place: _Place) -> str:
@@ -221,13 +221,13 @@ def _spelling(f: Field[Any], value: Any, place: _Place) -> str:
             return f"tune: {{{name}: {text}}}"
 
 
-def parse_tune(given: Any, where: str, records: Sequence[type[Any]] = RECORDS) -> dict[str, Any]:
+def parse_tune(values: Any, where: str, records: Sequence[type[Any]] = RECORDS) -> dict[str, Any]:
     """Tuning settings by name, of `NAME=VALUE,...`, of a list of such texts, or of a mapping.
     `records`: those whose tuning settings may be there."""
-    if isinstance(given, Mapping):
-        pairs = [(str(name), value) for name, value in given.items()]
+    if isinstance(values, Mapping):
+        pairs = [(str(name), value) for name, value in values.items()]
     else:
-        texts = given if isinstance(given, list) else [given]
+        texts = values if isinstance(values, list) else [values]
         pairs = [_pair(item, where) for text in texts for item in _items(str(text))]
     names = [name_of(f) for f in settings_of(*records) if is_tuning(f)]
     out = {}

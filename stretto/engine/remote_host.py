@@ -121,7 +121,7 @@ class RemoteHost(HostHandle):
         self._agent_pid: int | None = None
         self._wire: _Wire | None = None
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
-        self._asked_at: dict[int, float] = {}
+        self._pinged_at: dict[int, float] = {}
         self._over = asyncio.Event()
 
     @property
@@ -158,13 +158,13 @@ class RemoteHost(HostHandle):
             self._agent_pid is not None
         ):  # nothing goes before `Configure`, which is sent when `start` returns
             super().ping(number)
-            self._asked_at[number] = time.monotonic()
-            while len(self._asked_at) > PINGS:
-                self._asked_at.pop(next(iter(self._asked_at)))
+            self._pinged_at[number] = time.monotonic()
+            while len(self._pinged_at) > PINGS:
+                self._pinged_at.pop(next(iter(self._pinged_at)))
 
     def note_stats(self, stats: Stats) -> None:
         super().note_stats(stats)
-        sent = self._asked_at.pop(stats.number, None)
+        sent = self._pinged_at.pop(stats.number, None)
         if sent is not None:
             self.clock.add(sent, time.monotonic(), stats.clock)
 

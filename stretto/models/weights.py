@@ -112,10 +112,10 @@ def load(
             assert not isinstance(into, PackedWeight), f"{name} is not packed in the checkpoint"
             wide[name] = into
     packed = QuantisedLoad.of(narrow)
-    wanted = [files.tensors[name] for name in wide]
+    tensors = [files.tensors[name] for name in wide]
     for q, _ in narrow.values():
-        wanted += [part for part in (q.codes, q.scale, q.zero) if part is not None]
-    total = sum(t.nbytes for t in wanted)
+        tensors += [part for part in (q.codes, q.scale, q.zero) if part is not None]
+    total = sum(t.nbytes for t in tensors)
     devices = {d.device for d in destinations.values()} or {torch.device("cpu")}
     assert len(devices) == 1, f"a stage lives on one device, got {devices}"
     assert staging_bytes >= 8, staging_bytes  # the largest item must fit
@@ -149,7 +149,7 @@ def load(
             b.wait()
     packed.finish()
     _check_finite(files, wide)
-    return LoadReport(total, time.perf_counter() - began, len(wanted))
+    return LoadReport(total, time.perf_counter() - began, len(tensors))
 
 
 def _all_spans(
@@ -227,10 +227,12 @@ def _spans(
     files: CheckpointFiles, destinations: Mapping[str, Landing], limit: int
 ) -> Iterator[_Span]:
     """Gather pieces in file order; only bytes that some destination needs are ever in a span."""
-    wanted = sorted((files.tensors[name] for name in destinations), key=lambda t: (t.file, t.start))
+    tensors = sorted(
+        (files.tensors[name] for name in destinations), key=lambda t: (t.file, t.start)
+    )
     span: _Span | None = None
     file: Path | None = None
-    for stored in wanted:
+    for stored in tensors:
         item = ITEM_BYTES[stored.dtype]
         at = stored.start
         for into in _pieces(destinations[stored.name], limit // item):

@@ -60,9 +60,9 @@ class Recorder:
 
     def forget(self, **labels: str) -> None:
         """Drop all numbers with these labels."""
-        wanted = [f'{k}="{v}"' for k, v in labels.items()]
+        matchers = [f'{k}="{v}"' for k, v in labels.items()]
         for series in (self._numbers, self._histograms):
-            for name in [n for n in series if all(w in n for w in wanted)]:
+            for name in [n for n in series if all(w in n for w in matchers)]:
                 del series[name]
 
     def span(self, lane: str, name: str, start_ns: int, stop_ns: int) -> None:

@@ -195,12 +195,12 @@ def check_apart(compiler: GrammarCompiler, grammar: str, cpu_s: float, memory_mb
     resource.setrlimit(resource.RLIMIT_STACK, (most, hard))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a handler would run when the compiler is done
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    said, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr_copy, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)  # the compiler says there that memory is out, and ends
     try:
         compiler.check(grammar)
     finally:
-        os.dup2(said, 2)
+        os.dup2(stderr_copy, 2)
 
 
 def why_ended(number: int, cpu_s: float, memory_mb: int) -> str:

@@ -172,10 +172,10 @@ class Mixer:
         self.budget = budget
         self.num_samples = 0
         self._before = budget.audio_seconds, budget.audio_values  # used by other clips
-        self.wanted = wanted = budget.limits.sample_rate
+        self.sample_rate = sample_rate = budget.limits.sample_rate
         self._resampler: soxr.ResampleStream | None = None
-        if rate != wanted:
-            self._resampler = soxr.ResampleStream(rate, wanted, 1, quality="HQ")
+        if rate != sample_rate:
+            self._resampler = soxr.ResampleStream(rate, sample_rate, 1, quality="HQ")
         self._blocks: list[Array] = []
 
     def check(self, num_samples: int) -> tuple[float, int]:
@@ -209,8 +209,8 @@ class Mixer:
             raise MediaError("audio holds values that are not finite numbers")
         if len(samples) <= PAD:
             raise MediaError(
-                f"audio is too short: {1000 * len(samples) / self.wanted:.1f} ms, at least "
-                f"{1000 * (PAD + 1) / self.wanted:.1f} ms are needed"
+                f"audio is too short: {1000 * len(samples) / self.sample_rate:.1f} ms, at least "
+                f"{1000 * (PAD + 1) / self.sample_rate:.1f} ms are needed"
             )
         return samples
 

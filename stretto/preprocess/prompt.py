@@ -27,9 +27,9 @@ class Piece:
     values: Array | None
 
     @classmethod
-    def of(cls, values: Array, *told: object) -> Piece:
-        """Equal features, with what else is `told` of them, have the same digest."""
-        digest = blake2b(repr((values.shape, *told)).encode(), digest_size=DIGEST_BYTES)
+    def of(cls, values: Array, *properties: object) -> Piece:
+        """Equal features, with equal `properties`, have the same digest."""
+        digest = blake2b(repr((values.shape, *properties)).encode(), digest_size=DIGEST_BYTES)
         digest.update(np.ascontiguousarray(values).data)
         return cls(values.shape, digest.digest(), values)
 

@@ -86,11 +86,11 @@ def decode_video(
     most = max(2, budget.limits.video_frames // 2 * 2)
     if count > most:
         count, fps = most, most / plan.duration
-    wanted = np.searchsorted(plan.times, np.arange(count) / fps + 1e-6, side="right") - 1
-    # Every frame up to the last that is wanted: the ones between are what the others are made from.
-    decoded = (int(wanted[-1]) + 1) * plan.frame_bytes * COST_PER_FRAME_BYTE
-    budget.check_decoding(decoded + len(np.unique(wanted)) * plan.pixels * COST_PER_KEPT_PIXEL)
-    frames = _pick(data, wanted, budget, fit)
+    indexes = np.searchsorted(plan.times, np.arange(count) / fps + 1e-6, side="right") - 1
+    # Every frame up to the last index: the ones between are what the others are made from.
+    decoded = (int(indexes[-1]) + 1) * plan.frame_bytes * COST_PER_FRAME_BYTE
+    budget.check_decoding(decoded + len(np.unique(indexes)) * plan.pixels * COST_PER_KEPT_PIXEL)
+    frames = _pick(data, indexes, budget, fit)
     return Video(
         frames, fps, decode_sound(data, budget, "the video's sound track") if sound else None
     )
@@ -198,30 +198,30 @@ def _raw_bytes(shape: Any) -> float:
 
 
 def _pick(
-    data: bytes, wanted: npt.NDArray[np.int64], budget: Budget, fit: Fit
+    data: bytes, indexes: npt.NDArray[np.int64], budget: Budget, fit: Fit
 ) -> list[Image.Image]:
-    """The frames with these ascending indexes; one that is wanted twice comes twice."""
+    """The frames with these ascending indexes; an index that stands twice gives its frame twice."""
     frames: list[Image.Image] = []
     with _screen(data, budget) as (container, stream):
         size: tuple[int, int] | None = None
         shown: Image.Image | None = None
         for index, frame in enumerate(container.decode(stream)):
             budget.spend_decoding(_raw_bytes(frame) * COST_PER_FRAME_BYTE)
-            if index < wanted[len(frames)]:
+            if index < indexes[len(frames)]:
                 continue
             budget.spend_decoding(frame.width * frame.height * COST_PER_KEPT_PIXEL)
             picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
             turn = _TURNS.get(round(frame.rotation) % 360)
             picture = picture if turn is None else picture.transpose(turn)
             if size is None:
-                height, width = fit(picture.height, picture.width, len(wanted))
+                height, width = fit(picture.height, picture.width, len(indexes))
                 size = (width, height)
             shown = picture.resize(size, Image.Resampling.BICUBIC)
-            while len(frames) < len(wanted) and wanted[len(frames)] <= index:
+            while len(frames) < len(indexes) and indexes[len(frames)] <= index:
                 frames.append(shown)
-            if len(frames) == len(wanted):
+            if len(frames) == len(indexes):
                 return frames
     if not frames:
         raise MediaError("video cannot be decoded: no frames in it")
     # Some packets made no frame: the last one stays on screen.
-    return frames + frames[-1:] * (len(wanted) - len(frames))
+    return frames + frames[-1:] * (len(indexes) - len(frames))

@@ -26,7 +26,7 @@ class Load:
     pace: float = NO_PACE
 
 
-def wanted(loads: Sequence[Load], running: int, target: float) -> float:
+def desired_replicas(loads: Sequence[Load], running: int, target: float) -> float:
     """Replicas, by their loads (of those that have reported any) and how many there are."""
     streams = sum(load.streams for load in loads)
     by_count = streams / target
@@ -48,7 +48,7 @@ def policy(context: Any) -> tuple[float, dict[str, Any]]:
     loads = [Load(n, paces.get(replica, NO_PACE)) for replica, n in streams.items()]
     if not loads:
         loads = [Load(context.total_num_requests)]
-    number = wanted(
+    number = desired_replicas(
         loads, max(context.current_num_replicas, 1), context.config.target_ongoing_requests
     )
     return max(math.ceil(number), 1), {}

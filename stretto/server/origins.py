@@ -31,15 +31,15 @@ class Callers:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Callers:
-        stated = frozenset(h.lower() for h in config.allowed_hosts)
-        any_host = ANY in stated or (
-            not stated and (config.uds or config.needs_key or not on_loopback(config))
+        allowed_hosts = frozenset(h.lower() for h in config.allowed_hosts)
+        any_host = ANY in allowed_hosts or (
+            not allowed_hosts and (config.uds or config.needs_key or not on_loopback(config))
         )
         any_origin = ANY in config.allowed_origins or (
             not config.allowed_origins and config.needs_key
         )
         return cls(
-            None if any_host else stated | {config.host.lower(), f"[{config.host.lower()}]"},
+            None if any_host else allowed_hosts | {config.host.lower(), f"[{config.host.lower()}]"},
             None if any_origin else frozenset(o.lower() for o in config.allowed_origins),
             not config.allowed_origins,
         )
@@ -47,15 +47,15 @@ class Callers:
     def check_host(self, headers: Headers) -> str:
         """The name and port the client asked for. HTTP demands exactly one: with two, others might
         read the other."""
-        given = headers.getlist("host")
-        if len(given) != 1:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1:
             raise Refused(
-                400, f"a request needs one Host header, got {len(given)}", code="bad_host"
+                400, f"a request needs one Host header, got {len(hosts)}", code="bad_host"
             )
-        host = given[0].lower()
+        host = hosts[0].lower()
         name = _name_in_host(host)
         if name is None:
-            raise Refused(400, f"the Host header {given[0][:100]!r} is not a name", code="bad_host")
+            raise Refused(400, f"the Host header {hosts[0][:100]!r} is not a name", code="bad_host")
         if self.hosts is not None and name not in self.hosts and not is_loopback(name):
             message = (
                 f"this server is not called {name[:100]}; --allowed-hosts {name[:100]} would let "
@@ -118,8 +118,8 @@ def check_json(headers: Headers, path: str = "") -> None:
     """A body must say that it is JSON: a foreign page cannot, unless its browser asked us first.
     Forms it can send, and there its `Origin`, which browsers add to every foreign POST, has been
     looked at."""
-    given = headers.get("content-type", "")
-    if path in (*FORMS, VOICES) and is_form(given):
+    content_type = headers.get("content-type", "")
+    if path in (*FORMS, VOICES) and is_form(content_type):
         return
     if path in FORMS:
         raise Refused(
@@ -127,8 +127,8 @@ def check_json(headers: Headers, path: str = "") -> None:
             "a sound is sent as multipart/form-data, in the field file",
             code="unsupported_media_type",
         )
-    if given.partition(";")[0].strip().lower() != "application/json":
-        sent = repr(given[:100]) if given else "nothing"
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        sent = repr(content_type[:100]) if content_type else "nothing"
         message = f"a request's Content-Type must be application/json, and {sent} was stated"
         raise Refused(415, message, code="unsupported_media_type")
 

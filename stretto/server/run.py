@@ -180,26 +180,26 @@ def raise_file_limit(connections: int) -> int:
     files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = resource.RLIM_INFINITY if hard == resource.RLIM_INFINITY else hard
-    wanted = (
+    needed_files = (
         connections + OTHER_FILES
         if most == resource.RLIM_INFINITY
         else min(connections + OTHER_FILES, most)
     )
-    if wanted < FEWEST_FILES:
+    if needed_files < FEWEST_FILES:
         raise StrettoError(
             f"this process may open {most} files, and a server needs {FEWEST_FILES}: raise `ulimit "
             f"-n`"
         )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted == connections + OTHER_FILES:
+    if soft != resource.RLIM_INFINITY and soft < needed_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
+    if needed_files == connections + OTHER_FILES:
         return connections
-    fewer = min(connections, wanted // 2)
+    fewer = min(connections, needed_files // 2)
     if fewer < connections:
         log.warning(
             "this process may open %d files: it takes %d connections, not %d; `ulimit -n %d` would "
             "do",
-            wanted, fewer, connections, connections + OTHER_FILES,
+            needed_files, fewer, connections, connections + OTHER_FILES,
         )  # fmt: skip
     return fewer
 

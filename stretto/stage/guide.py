@@ -54,13 +54,13 @@ class PenaltyGuide:
         self,
         frequency: float,
         presence: float,
-        stated: Mapping[int, float],
+        logit_bias: Mapping[int, float],
         most: int,
         inner: Guide | None = None,
     ) -> None:
         self._frequency = frequency
         self._presence = presence
-        self._stated = stated
+        self._logit_bias = logit_bias
         self._most = most
         self._inner = inner
         self._counts: Counter[int] = Counter()
@@ -73,10 +73,10 @@ class PenaltyGuide:
         return self._inner.mask() if self._inner is not None else None
 
     def bias(self) -> list[tuple[int, float]]:
-        if len(self._counts) + len(self._stated) > self._most:
-            room = self._most - len(self._stated)
+        if len(self._counts) + len(self._logit_bias) > self._most:
+            room = self._most - len(self._logit_bias)
             self._counts = Counter(dict(sorted(self._counts.items(), key=lambda c: -c[1])[:room]))
-        bias = dict(self._stated)
+        bias = dict(self._logit_bias)
         for token, count in self._counts.items():
             bias[token] = bias.get(token, 0.0) - count * self._frequency - self._presence
         return list(bias.items())

@@ -1,5 +1,5 @@
-"""What a cluster is refused for before it is asked, how many replicas are wanted, and where the
-secret comes from. None of this needs Ray."""
+"""What a cluster is refused for before it is asked, how many replicas are
+needed, and where the secret comes from. None of this needs Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StageDead
 from stretto.ray import dependency as extra
 from stretto.ray import serve as command
-from stretto.ray.scaling import NO_PACE, SHORT, Load, policy, wanted
+from stretto.ray.scaling import NO_PACE, SHORT, Load, desired_replicas, policy
 from stretto.ray.secret import read_secret
 from stretto.ray.serve import reach, run_on_ray, unanswered, why
 
@@ -247,17 +247,17 @@ def test_a_replica_that_does_not_come_up_says_why() -> None:
 
 
 def test_replicas_are_wanted_by_count_while_they_keep_pace() -> None:
-    assert wanted([], 1, 24) == 0
-    assert wanted([Load(12, 4.0)], 1, 24) == 0.5
-    assert wanted([Load(30, 2.0), Load(42, 2.0)], 2, 24) == 3.0
+    assert desired_replicas([], 1, 24) == 0
+    assert desired_replicas([Load(12, 4.0)], 1, 24) == 0.5
+    assert desired_replicas([Load(30, 2.0), Load(42, 2.0)], 2, 24) == 3.0
 
 
 def test_a_replica_that_falls_behind_wants_another_whatever_its_count() -> None:
-    assert wanted([Load(4, SHORT - 0.01)], 1, 24) == 2
-    assert wanted([Load(4, SHORT)], 1, 24) < 1
-    assert wanted([Load(0, 0.5)], 1, 24) == 0, "nobody listens"
-    assert wanted([Load(20, SHORT / 4)], 1, 24) == pytest.approx(4), "four times too many"
-    assert wanted([Load(20, SHORT / 2), Load(20, 9.0)], 2, 24) == 3
+    assert desired_replicas([Load(4, SHORT - 0.01)], 1, 24) == 2
+    assert desired_replicas([Load(4, SHORT)], 1, 24) < 1
+    assert desired_replicas([Load(0, 0.5)], 1, 24) == 0, "nobody listens"
+    assert desired_replicas([Load(20, SHORT / 4)], 1, 24) == pytest.approx(4), "four times too many"
+    assert desired_replicas([Load(20, SHORT / 2), Load(20, 9.0)], 2, 24) == 3
 
 
 @dataclass

@@ -87,8 +87,8 @@ def _truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
     of the rest."""
     size = scores.shape[-1]
     rising, order = scores.sort(dim=-1, stable=True)  # among ties, the first go first
-    kept = torch.where(top_k == 0, size, top_k.clamp(max=size))
-    floor = rising.gather(-1, (size - kept)[:, None])
+    top_count = torch.where(top_k == 0, size, top_k.clamp(max=size))
+    floor = rising.gather(-1, (size - top_count)[:, None])
     rising = rising.masked_fill(rising < floor, float("-inf"))
     drop = rising.softmax(-1).cumsum(-1) <= (1.0 - top_p)[:, None]
     drop = drop & (top_p < 1.0)[:, None]

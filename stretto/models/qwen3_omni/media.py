@@ -86,9 +86,9 @@ class PromptMedia:
             return [ids.video_pad] * rows
         frames = np.repeat(np.arange(patches.grid[0]), rows // patches.grid[0])
         seen = frames * patches.seconds_per_grid * self.config.thinker.positions_per_second
-        heard = np.arange(self._audio(video.sound))
+        sound_positions = np.arange(self._audio(video.sound))
         # Stable, with the video in front: what is seen and heard at the same moment is seen first.
-        order = np.argsort(np.concatenate((seen, heard)), kind="stable")
+        order = np.argsort(np.concatenate((seen, sound_positions)), kind="stable")
         merged = np.where(order < rows, ids.video_pad, ids.audio_pad)
         return [ids.audio_start, *merged.tolist(), self.audio_end]
 

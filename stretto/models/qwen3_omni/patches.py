@@ -52,8 +52,8 @@ class PatchRule:
     def read(cls, directory: str | Path, vision: VisionConfig, max_video_tokens: int) -> PatchRule:
         path = Path(directory) / "preprocessor_config.json"
         raw = read_json_file(path)
-        stated_size = raw.get("size")
-        size = stated_size if isinstance(stated_size, dict) else {}
+        raw_size = raw.get("size")
+        size = raw_size if isinstance(raw_size, dict) else {}
         rule = cls(
             patch=vision.patch_size,
             temporal_patch=vision.temporal_patch,
@@ -68,12 +68,12 @@ class PatchRule:
             std=_triple(raw.get("image_std"), path, "image_std"),
             max_video_tokens=max_video_tokens,
         )
-        stated = {
+        raw_sizes = {
             "patch_size": rule.patch,
             "temporal_patch_size": rule.temporal_patch,
             "merge_size": rule.merge,
         }
-        for name, value in stated.items():
+        for name, value in raw_sizes.items():
             if raw.get(name, value) != value:
                 raise CheckpointError(
                     f"{path}: {name} is {raw[name]!r}, but config.json says {value}"

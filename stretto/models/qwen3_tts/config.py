@@ -161,13 +161,13 @@ def parse(
 ) -> TtsConfig:
     """The frozen configuration from both parsed files; `where` they are is named in errors."""
     top, below = Section(raw, where), Section(codec, codec_where)
-    for s, key, wanted in (
+    for s, key, supported in (
         (top, "model_type", "qwen3_tts"),
         (top, "tokenizer_type", "qwen3_tts_tokenizer_12hz"),
         (below, "model_type", "qwen3_tts_tokenizer_12hz"),
     ):
-        if s.raw.get(key) != wanted:
-            raise s.fail(key, f"must be {wanted!r}, got {s.raw.get(key)!r}")
+        if s.raw.get(key) != supported:
+            raise s.fail(key, f"must be {supported!r}, got {s.raw.get(key)!r}")
     kind = top.get("tts_model_type")
     if kind not in get_args(Kind):
         raise top.fail(

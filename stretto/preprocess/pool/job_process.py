@@ -142,13 +142,13 @@ class Children:
     def start(self, job: Job, answer: socket.socket, files: Sequence[MemFile]) -> None:
         """Let a child do a job. `answer` and `files` stay the caller's: the child has descriptors
         of its own. `OSError`: there can be no child."""
-        kept = answer.dup()  # to say that the child died
+        own_answer = answer.dup()  # to say that the child died
         try:
             child, taken = self._assign(job, answer, files)
         except BaseException:
-            kept.close()
+            own_answer.close()
             raise
-        self._running[job.number] = child, kept, taken
+        self._running[job.number] = child, own_answer, taken
         self._selector.register(child.pidfd, selectors.EVENT_READ, job.number)
 
     def _assign(

@@ -41,7 +41,7 @@ class AudioMemory:
         """The words of those answers that this owner may refer to."""
         self._trim()
         found = {i: self._kept[i] for i in ids if i in self._kept}
-        return {i: kept.transcript for i, kept in found.items() if kept.owner == owner}
+        return {i: answer.transcript for i, answer in found.items() if answer.owner == owner}
 
     def _trim(self) -> None:
         now = self.clock()

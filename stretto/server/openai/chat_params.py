@@ -60,12 +60,12 @@ def check_schema_size(size: int, at: str) -> None:
         )
 
 
-def variables(given: Raw) -> dict[str, Any]:
+def variables(raw: Raw) -> dict[str, Any]:
     """Read the variables of the chat template."""
-    if given == ABSENT:
+    if raw == ABSENT:
         return {}
     try:
-        return check_variables(_values.decode(given))
+        return check_variables(_values.decode(raw))
     except NOT_JSON as e:
         raise Invalid(f"chat_template_kwargs: {not_json(e)}", "chat_template_kwargs") from None
 
@@ -84,7 +84,7 @@ def to_params(
     r = request
     longest = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
     stop = (r.stop,) if isinstance(r.stop, str) else tuple(r.stop or ())
-    given = {
+    overrides = {
         "temperature": r.temperature,
         "top_p": r.top_p,
         "top_k": or_off(r.top_k),
@@ -105,7 +105,7 @@ def to_params(
     }
     check_lengths(r.min_tokens, longest or defaults.max_text_tokens, "min_tokens")
     check_lengths(r.min_audio_frames, r.max_audio_frames or defaults.max_frames, "min_audio_frames")
-    return replace(defaults, **drop_none(given), packets=packets, grammar=grammar)
+    return replace(defaults, **drop_none(overrides), packets=packets, grammar=grammar)
 
 
 def speech_fields(r: ChatRequest | SpeechFields) -> dict[str, Any]:

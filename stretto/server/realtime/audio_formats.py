@@ -76,8 +76,8 @@ class AudioEncoder:
     _stream: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        wanted = RATES[self.format]
-        self._stream = None if self.rate == wanted else _resampler(self.rate, wanted)
+        format_rate = RATES[self.format]
+        self._stream = None if self.rate == format_rate else _resampler(self.rate, format_rate)
 
     def feed(self, samples: Float) -> bytes:
         return self._pack(samples if self._stream is None else self._stream.resample_chunk(samples))

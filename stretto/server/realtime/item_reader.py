@@ -91,6 +91,6 @@ def _has_many_sounds(fields: c.Item) -> bool:
 def named(error: Invalid, place: str) -> Invalid:
     """The same error with the item's place in the event, where the engine names a message."""
     message, param = (
-        said and said.replace("messages[0]", place, 1) for said in (str(error), error.param)
+        text and text.replace("messages[0]", place, 1) for text in (str(error), error.param)
     )
     return Invalid(message or "", param)

@@ -44,8 +44,8 @@ def row_ids(state: TalkerInput, start: int, stop: int) -> list[int]:
     opening rows by their place, of these one by the voice in it, and the last one by the text token
     in it."""
     users = len(state.prompt.ids)
-    told = {SPEAKER_ROW: SPEAKER_ID + state.prompt.speaker}
+    row_ids = {SPEAKER_ROW: SPEAKER_ID + state.prompt.speaker}
     if state.text:
-        told[NUM_OPENING - 1] = OPENING_ID + NUM_OPENING + state.text[0]
+        row_ids[NUM_OPENING - 1] = OPENING_ID + NUM_OPENING + state.text[0]
     opening = range(max(start - users, 0), max(stop - users, 0))
-    return [*state.prompt.ids[start:stop], *(told.get(row, OPENING_ID + row) for row in opening)]
+    return [*state.prompt.ids[start:stop], *(row_ids.get(row, OPENING_ID + row) for row in opening)]
