@@ -65,7 +65,7 @@ def test_a_request_whose_numbers_go_bad_fails_alone(
 ) -> None:
     host, prompts = case.host, case.prompts
     host.forget()
-    made = Encoders._made
+    add_encoded = Encoders._add_encoded
     poisoned = 0
 
     def poison(
@@ -75,10 +75,10 @@ def test_a_request_whose_numbers_go_bad_fails_alone(
         if pieces[0].digest == prompts[BAD].audios[0].pieces[0].digest:
             encoded[0][0][rows] = float("nan")
             poisoned += 1
-        made(self, e, pieces, encoded)
+        add_encoded(self, e, pieces, encoded)
 
     with monkeypatch.context() as m:
-        m.setattr(Encoders, "_made", poison)
+        m.setattr(Encoders, "_add_encoded", poison)
         for _ in range(2):  # the second time in memory that held bad numbers
             answers = case.ask(prompts)
             for i, answer in enumerate(answers):

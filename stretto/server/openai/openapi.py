@@ -9,14 +9,8 @@ import msgspec
 
 from stretto import __version__
 from stretto.preprocess.messages import Tool
+from stretto.server.openai import response_schema as r
 from stretto.server.openai.error_body import Failure
-from stretto.server.openai.response_schema import (
-    Completed,
-    Incomplete,
-    OutputTextDelta,
-    ResponseObject,
-    ResponsesRequest,
-)
 from stretto.server.openai.schema import (
     ChatChunk,
     ChatRequest,
@@ -39,6 +33,20 @@ from stretto.server.openai.schema import (
     VoiceRequest,
 )
 
+RESPONSE_EVENTS = (
+    r.Created,
+    r.InProgress,
+    r.Completed,
+    r.Incomplete,
+    r.ResponseItemAdded,
+    r.ResponseItemDone,
+    r.OutputPartAdded,
+    r.OutputPartDone,
+    r.OutputTextDelta,
+    r.OutputTextDone,
+    r.CallArgumentsDelta,
+    r.CallArgumentsDone,
+)
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "what is wrong, and in which field",
@@ -62,11 +70,9 @@ def document() -> dict[str, Any]:
         Tool,
         ChatResponse,
         ChatChunk,
-        ResponsesRequest,
-        ResponseObject,
-        OutputTextDelta,
-        Completed,
-        Incomplete,
+        r.ResponsesRequest,
+        r.ResponseObject,
+        *RESPONSE_EVENTS,
         SpeechRequest,
         SpeechDelta,
         SpeechDone,
@@ -108,7 +114,7 @@ def _paths() -> dict[str, Any]:
     response = {
         **_as_json("ResponseObject"),
         "text/event-stream": {
-            "schema": _event("OutputTextDelta", "Completed", "Incomplete", "Failure")
+            "schema": _event(*(event.__name__ for event in RESPONSE_EVENTS), "Failure")
         },
     }
     either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}

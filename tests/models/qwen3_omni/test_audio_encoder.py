@@ -132,9 +132,7 @@ def test_front_trims_to_lengths_and_sees_the_padded_width(encoder: AudioEncoder)
     torch.testing.assert_close(short[:-1], alone[:-1], **EXACT)
 
 
-def test_convolutions_come_in_few_sizes(
-    encoder: AudioEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_convolutions_come_in_few_sizes(encoder: AudioEncoder) -> None:
     """Where a size's first use takes long (a GPU), no clip and no group of windows brings one that
     was not used at start; what fills a batch up changes nothing."""
     clips = [random_mel(n, seed=n) for n in (1, 8, 60, 99, 100, 399, 500, 1650)]
@@ -144,7 +142,7 @@ def test_convolutions_come_in_few_sizes(
     handle = encoder.conv2d1.register_forward_pre_hook(
         lambda module, given: seen.append(tuple(given[0].shape))
     )
-    monkeypatch.setattr(encoder, "graphs", WindowGraphs(encoder))
+    encoder.use_graphs(WindowGraphs(encoder))
     try:
         with torch.inference_mode():
             encoder.warm()
@@ -152,6 +150,7 @@ def test_convolutions_come_in_few_sizes(
             seen.clear()
             got = [encoder.encode(clip) for clip in clips], encoder.encode_windows(several)
     finally:
+        encoder.use_graphs(None)
         handle.remove()
     assert len(warmed) == 7
     assert set(seen) <= warmed
