@@ -517,4 +517,5 @@ def test_the_page_names_what_is_there() -> None:
     from tests.config.test_loader import options
 
     others = {"--head", "--address", "--from-literal", "--profile", "--check", "--resolver"}
+    others |= {"--build"}  # of docker compose
     assert flags - others <= options("serve") | options("bench")
