@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "deploy" / "constraints.txt"
-EXTRAS = ("video", "ray")  # of the image
+EXTRAS = ("video", "otel", "ray")  # of the image
 CHOSEN = {"torch", "stretto"}
 HEAD = """\
 # Versions that the tests ran with (Python {python}), for the image: pip install --constraint deploy/constraints.txt

@@ -20,6 +20,8 @@ _NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
 HOST_NAME = re.compile(_NAME)
 HOST = re.compile(rf"({_NAME})(?::\d{{1,5}})?")
 ORIGIN = re.compile(rf"(https?)://(({_NAME})(?::\d{{1,5}})?)")
+# Without user and password: its key comes in OTEL_EXPORTER_OTLP_HEADERS.
+COLLECTOR = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._/~-]*)?")
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -226,6 +228,14 @@ class ServerConfig:
         (), "logging", "keys that open /metrics (default: open to all)", "KEY"
     )
 
+    otlp_endpoint: str | None = setting(
+        None,
+        "logging",
+        "send traces of requests to this OpenTelemetry collector (OTLP over HTTP), such as "
+        "http://127.0.0.1:4318; needs the extra stretto[otel]",
+        "URL",
+    )
+
     def __post_init__(self) -> None:
         check_finite(self)
         checks = {
@@ -267,6 +277,8 @@ class ServerConfig:
             "allowed_hosts": all(
                 h == "*" or HOST_NAME.fullmatch(h.lower()) for h in self.allowed_hosts
             ),
+            "otlp_endpoint": not self.otlp_endpoint
+            or bool(COLLECTOR.fullmatch(self.otlp_endpoint)),
             "served_model_name": all(self.served_model_name),
             "log_format": self.log_format in ("text", "json"),
             "log_level": self.log_level in ("debug", "info", "warning", "error"),

@@ -85,6 +85,7 @@ class Finished:
     seed: int
     timeline: Sequence[TimelineSpan] = ()
     prompt_ids: tuple[int, ...] = ()
+    arrived: float = 0.0  # the request, by `time.monotonic()`: where the timeline begins
 
 
 @dataclass(frozen=True, slots=True, eq=False)

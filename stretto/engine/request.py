@@ -363,6 +363,7 @@ class RequestState:
                 seed=self.options.seed,
                 timeline=Timeline(spec, self.arrived, self.ended, self.packets),
                 prompt_ids=self.prompt.ids,
+                arrived=self.arrived,
             )
         )
 

@@ -232,9 +232,7 @@ class RequestManager:
 
     def _choose(self, stages: tuple[str, ...], options: RequestOptions) -> Pipeline:
         try:
-            return self._router.choose(
-                stages, options.speaks, options.session, self.running.values()
-            )
+            return self._router.choose(stages, options, self.running.values())
         except Busy:
             self.count("refused")
             raise

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.request import RequestState
 from stretto.errors import Busy, StageDead
+from stretto.params import RequestOptions
 
 MAX_SESSIONS = 4096  # whose last pipeline is remembered
 
@@ -24,19 +25,16 @@ class Router:
         self._sessions: OrderedDict[str, Pipeline] = OrderedDict()
 
     def choose(
-        self,
-        stages: Sequence[str],
-        speak: bool,
-        session: str | None,
-        running: Collection[RequestState],
+        self, stages: Sequence[str], options: RequestOptions, running: Collection[RequestState]
     ) -> Pipeline:
         """Where the session was last, since its prompts are cached there; else the least loaded
         pipeline that is up, as far as these stages go, and keeps pace."""
         up = [p for p in self._pipelines if p.ready(stages)]
         if not up:
             raise StageDead("no pipeline is up; it is being restarted")
-        if speak and self._min_pace > 0:
-            up = self._keeping_pace(up, running)
+        if options.speaks and self._min_pace > 0:
+            up = self._keeping_pace(up, of_others(running, options))
+        session = options.session
         known = self._sessions.get(session) if session is not None else None
         load = Counter(r.pipeline for r in running)
         chosen = known if known in up else min(up, key=lambda p: load[p])
@@ -61,6 +59,17 @@ class Router:
         self._sessions.move_to_end(session)
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
+
+
+def of_others(
+    running: Collection[RequestState], options: RequestOptions
+) -> Collection[RequestState]:
+    """The requests by whose pace this one may be refused: not those of its own session. A listener
+    without a session is known by his sender, who may also be an application with many listeners:
+    so one speech of this sender is left out, and two are not."""
+    others = [r for r in running if options.session is None or r.options.session != options.session]
+    same_sender = [r for r in others if r.options.speaks and r.options.sender == options.sender]
+    return [r for r in others if r is not same_sender[0]] if len(same_sender) == 1 else others
 
 
 def slowest(running: Collection[RequestState]) -> float:

@@ -25,6 +25,7 @@ from stretto import __version__
 from stretto.config.server import ServerConfig
 from stretto.engine.protocol import EngineClient
 from stretto.observe import logs
+from stretto.observe.otlp import trace_metrics
 from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.keys import Keys
 from stretto.server.metrics import CONTENT_TYPE
@@ -307,6 +308,7 @@ def metrics_of(service: Service) -> bytes:
             **(engine.metrics() if engine else {}),
             "stretto_body_bytes": service.bodies.held,
         }
+        values |= service.tracer.metrics() if service.tracer is not None else trace_metrics()
         values["stretto_log_lines_dropped_total"] = logs.dropped()
         return service.metrics.render(service.admission.running, values)
 

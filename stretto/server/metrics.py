@@ -21,6 +21,7 @@ from prometheus_client import (
 )
 
 from stretto import __version__
+from stretto.engine.events import Usage
 from stretto.server.request_log import RequestLog
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -160,6 +161,16 @@ class Metrics:
         if request_log.ended == "left":
             self.gone.inc()
 
+    def record_answer(self, usage: Usage, audio_s: float, queued: float | None) -> None:
+        """An answer in a realtime session is over. The gaps between its tokens and packets say
+        nothing: they follow the playback."""
+        if queued is not None:
+            self.queue.observe(queued)
+        self.tokens.inc(usage.text_tokens)
+        self.prompts.inc(usage.prompt_tokens)
+        self.cached.inc(usage.cached_tokens)
+        self.audio.inc(audio_s)
+
     def page(self, render: Callable[[], bytes]) -> bytes:
         """The page for /metrics, made anew once it is `page_s` old."""
         now = self._clock()
@@ -239,7 +250,7 @@ class RealtimeMetrics:
         )
         self.speculations = Counter(
             "stretto_speculations",
-            "Answers begun at a pause: kept, or dropped as speech went on",
+            "Answers begun at a pause: kept, dropped as speech went on, or failed and begun anew",
             ["how"],
             registry=r,
         )
@@ -260,6 +271,8 @@ HELP = {
     "stretto_body_bytes": "Bytes of requests that are being read or prepared",
     "stretto_log_lines_dropped_total": "Lines of the server's log that were dropped because nobody "
     "read its stderr",
+    "stretto_otlp_traces_total": "Requests by what became of their traces: exported to the "
+    "collector, dropped because it was too slow, or failed as it refused them",
     "stretto_host_log_lines_dropped_total": "Lines of a host's log that were dropped because "
     "nobody read its stderr",
     "stretto_engine_requests_total": "Requests that the engine took",

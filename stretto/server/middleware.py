@@ -10,13 +10,13 @@ import logging
 import re
 import secrets
 import time
-from urllib.parse import quote
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.server.http.exchange import CutConnection
+from stretto.observe.trace_records import TraceContext
+from stretto.server.access_log import facts, write_line
 from stretto.server.http.websocket import INCOMING
 from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
@@ -25,9 +25,8 @@ from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import owner_of_address
+from stretto.server.tracing import request_record
 from stretto.types import RequestId
-
-log = logging.getLogger("stretto.access")
 
 QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -53,7 +52,7 @@ class AccessMiddleware:
             await self._other(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_log = _new_log(scope, headers)
+        request_log = self._new_log(scope, headers)
         added = [(b"x-request-id", request_log.client_id.encode())]
 
         async def send_with_id(message: Message) -> None:
@@ -75,7 +74,7 @@ class AccessMiddleware:
             await app(scope, receive, send_with_id)
         except Refused as e:
             await respond(e)(scope, receive, send_with_id)
-        except CutConnection:
+        except BaseException:
             request_log.ended = request_log.ended or "broken"
             raise
         finally:
@@ -123,7 +122,7 @@ class AccessMiddleware:
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        request_log = _new_log(scope, headers)
+        request_log = self._new_log(scope, headers)
 
         async def watched(message: Message) -> None:
             if message["type"] == "websocket.accept":
@@ -149,28 +148,33 @@ class AccessMiddleware:
         except Refused as e:
             await receive()  # websocket.connect
             await respond(e)(scope, receive, watched)
+        except BaseException:
+            request_log.ended = request_log.ended or "broken"
+            raise
         finally:
             self._record(scope, request_log)
+
+    def _new_log(self, scope: Scope, headers: Headers) -> RequestLog:
+        ours = RequestId(f"req-{secrets.token_hex(12)}")
+        theirs = headers.get("x-request-id", "")
+        # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
+        request_log = RequestLog(
+            ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter()
+        )
+        if self.service.tracer is not None:
+            request_log.trace = TraceContext.of(
+                headers.get("traceparent", ""), headers.get("tracestate", "")
+            )
+        scope[REQUEST_LOG] = request_log
+        return request_log
 
     def _record(self, scope: Scope, request_log: RequestLog) -> None:
         self.service.metrics.record(request_log)
         level = logging.DEBUG if request_log.route in _QUIET else logging.INFO
-        if log.isEnabledFor(level):
-            fields = facts(scope, request_log)
-            log.log(
-                level, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields}
-            )
-
-
-def _new_log(scope: Scope, headers: Headers) -> RequestLog:
-    ours = RequestId(f"req-{secrets.token_hex(12)}")
-    theirs = headers.get("x-request-id", "")
-    # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
-    request_log = RequestLog(
-        ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter()
-    )
-    scope[REQUEST_LOG] = request_log
-    return request_log
+        write_line(level, lambda: facts(scope, request_log))
+        tracer = self.service.tracer
+        if tracer is not None and request_log.trace is not None and level == logging.INFO:
+            tracer.put(request_record(scope, request_log, request_log.trace))
 
 
 def _path(scope: Scope) -> str:
@@ -190,36 +194,3 @@ def is_api(scope: Scope) -> bool:
     """Only /v1 is guarded: probes, metrics and the page's files are open."""
     path = _path(scope)
     return path == "/v1" or path.startswith("/v1/")
-
-
-def facts(scope: Scope, request_log: RequestLog) -> dict[str, str | int | float]:
-    """What a log line says about a request."""
-    r = request_log
-    fields: dict[str, str | int | float | None] = {
-        "id": str(r.request_id),
-        "client_id": None if r.client_id == r.request_id else r.client_id,
-        "method": scope.get("method", "WEBSOCKET"),
-        "path": _shown(scope["path"]),
-        "status": r.status,
-        "key": r.owner or None,
-        "queued_ms": _milliseconds(r.queued),
-        "first_text_ms": _milliseconds(r.first_text),
-        "first_audio_ms": _milliseconds(r.first_audio),
-        "tokens": r.num_tokens or None,
-        "audio_s": None if r.rtf is None else round(r.audio_seconds, 2),
-        "rtf": None if r.rtf is None else round(r.rtf, 3),
-        "underrun_ms": _milliseconds(r.underrun or None),
-        "ended": r.ended or None,
-        "ms": _milliseconds(r.elapsed()),
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 1)
-
-
-def _shown(path: str) -> str:
-    """A path is a client's text: as in a URL, so that no line break or space of it looks like ours;
-    nothing endless."""
-    return quote(path[:200], errors="replace")

@@ -4,11 +4,22 @@ arrival on."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from stretto.engine.events import Finished
+from stretto.errors import StrettoError
+from stretto.observe.trace_records import TraceContext
 from stretto.types import RequestId
 
 REQUEST_LOG = "stretto.request_log"  # where a RequestLog lies in an ASGI scope
+MAX_ERROR = 300  # characters
+OVERLOAD = 429  # from this status on it is not what the client sent that is wrong
+
+
+def server_fault(error: Exception) -> str:
+    """What an error says, unless it is about what the client sent: that may hold its words."""
+    status = error.status if isinstance(error, StrettoError) else 500
+    return (str(error) or type(error).__name__)[:MAX_ERROR] if status >= OVERLOAD else ""
 
 
 @dataclass(slots=True)
@@ -26,6 +37,8 @@ class RequestLog:
     content_type: str = ""  # of a body
     status: int = 0
     ended: str = ""
+    error: str = ""  # what the server failed with, in words
+    realtime_session: str = ""  # of a WebSocket: the session's id, as its client knows it
     queued: float | None = None  # seconds in the queue; None: its turn has not come
     first_text: float | None = None
     first_audio: float | None = None
@@ -37,6 +50,13 @@ class RequestLog:
     last_text: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    finished: list[Finished] = field(default_factory=list)  # the last events of its answers
+    trace: TraceContext | None = None  # None: nothing is traced
+
+    def fail(self, error: Exception) -> None:
+        """It ends with this error."""
+        self.ended = type(error).__name__
+        self.error = server_fault(error)
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.arrived

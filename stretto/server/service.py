@@ -12,10 +12,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from stretto import __version__
 from stretto.config.server import ServerConfig
 from stretto.engine.events import Progress
 from stretto.engine.protocol import EngineClient
 from stretto.errors import StrettoError
+from stretto.observe.otlp import TraceExporter
 from stretto.server.admission import Admission
 from stretto.server.heap import Trimmer, map_large_blocks
 from stretto.server.http.body import TURN_REST_S
@@ -44,6 +46,7 @@ class Service:
     voices: VoiceStore
     bodies: Shares  # bytes
     sessions: SessionSlots
+    tracer: TraceExporter | None = None  # None: nothing is traced
     turns: LoopTurns = field(default_factory=LoopTurns)
     body_turns: LoopTurns = field(default_factory=lambda: LoopTurns(TURN_REST_S))
     thread_turns: ThreadTurns = field(default_factory=ThreadTurns)
@@ -67,6 +70,7 @@ class Service:
             config.queue_timeout,
         )
         admission = Admission(*limits, config.max_live)
+        tracer = TraceExporter(config.otlp_endpoint, __version__) if config.otlp_endpoint else None
         metrics = Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)
         return cls(
@@ -77,6 +81,7 @@ class Service:
             memory=AudioMemory(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
             voices=VoiceStore(),
+            tracer=tracer,
             bodies=Shares(config.max_bodies_bytes, floor=config.max_body_bytes),
             sessions=SessionSlots(
                 config.realtime_sessions,
@@ -181,3 +186,5 @@ class Service:
         self.sessions.close()
         if self._engine is not None:
             await self._engine.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)

@@ -74,6 +74,7 @@ SAMPLES = {
     "first_frames": "2", "max_concurrent_share": "0.5",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
     "allowed_hosts": "a.example", "trusted_proxies": "10.0.0.1",
+    "otlp_endpoint": "http://127.0.0.1:4318",
 }  # fmt: skip
 BESIDE = {
     "link_details": {"connector": "mooncake"},

@@ -516,13 +516,6 @@ def test_the_page_names_what_is_there() -> None:
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", page))
     from tests.config.test_loader import options
 
-    others = {
-        "--head",
-        "--address",
-        "--from-literal",
-        "--profile",
-        "--check",
-        "--resolver",
-        "--build",
-    }
+    others = {"--head", "--address", "--from-literal", "--profile", "--check", "--resolver"}
+    others |= {"--build"}  # of docker compose
     assert flags - others <= options("serve") | options("bench")

@@ -8,6 +8,7 @@ import pytest
 from stretto.engine import router as routing
 from stretto.engine.router import Router
 from stretto.errors import Busy, StageDead
+from stretto.params import RequestOptions
 
 TEXT, SPEECH = ("writer",), ("writer", "speaker")
 
@@ -23,8 +24,18 @@ class Place:
         return self.up and (self.speaks or stages == TEXT)
 
 
-def stream(place: Place, pace: float = 9.0) -> Any:
-    return SimpleNamespace(pipeline=place, pace=lambda now: pace)
+def stream(
+    place: Place, pace: float = 9.0, sender: str = "others", session: str | None = None
+) -> Any:
+    options = RequestOptions("tts", sender=sender, session=session)
+    return SimpleNamespace(pipeline=place, pace=lambda now: pace, options=options)
+
+
+def spoken(session: str | None = None, sender: str = "me") -> RequestOptions:
+    return RequestOptions("speech", session=session, sender=sender)
+
+
+WRITTEN = RequestOptions("text")
 
 
 def router(*places: Place, min_pace: float = 0.0) -> Router:
@@ -34,19 +45,56 @@ def router(*places: Place, min_pace: float = 0.0) -> Router:
 def test_speech_needs_more_than_text_does() -> None:
     mute, down = Place(speaks=False), Place(up=False)
     r = router(mute, down)
-    assert r.choose(TEXT, False, None, []) is mute
+    assert r.choose(TEXT, WRITTEN, []) is mute
     with pytest.raises(StageDead):
-        r.choose(SPEECH, True, None, [])
+        r.choose(SPEECH, spoken(), [])
 
 
 def test_speech_goes_where_streams_keep_pace() -> None:
     slow, fast = Place(), Place()
     r = router(slow, fast, min_pace=1.0)
     running = [stream(slow, 0.9), stream(slow, 5.0), *[stream(fast, 1.0)] * 3]
-    assert r.choose(SPEECH, True, None, running) is fast
-    assert r.choose(TEXT, False, None, running) is slow, "text does not mind"
+    assert r.choose(SPEECH, spoken(), running) is fast
+    assert r.choose(TEXT, WRITTEN, running) is slow, "text does not mind"
     with pytest.raises(Busy):
-        r.choose(SPEECH, True, None, [*running, stream(fast, 0.9)])
+        r.choose(SPEECH, spoken(), [*running, stream(fast, 0.9)])
+
+
+def test_nobody_is_refused_because_of_his_own_stream() -> None:
+    only = Place()
+    r = router(only, min_pace=1.0)
+    slow = stream(only, 0.5, sender="me")
+    assert r.choose(SPEECH, spoken(), [slow]) is only
+    assert r.choose(SPEECH, spoken(), [slow, stream(only, 2.0)]) is only
+    with pytest.raises(Busy, match=r"made at 0\.50 times"):
+        r.choose(SPEECH, spoken(sender="somebody"), [slow])
+    with pytest.raises(Busy, match=r"made at 0\.75 times"):
+        r.choose(SPEECH, spoken(), [slow, stream(only, 0.75)])
+
+
+def test_an_application_with_many_listeners_is_refused_because_of_them() -> None:
+    """All of its requests have one API key."""
+    only = Place()
+    r = router(only, min_pace=1.0)
+    two = [stream(only, 0.5, sender="app"), stream(only, 2.0, sender="app")]
+    with pytest.raises(Busy):
+        r.choose(SPEECH, spoken(sender="app"), two)
+    words = RequestOptions("text", sender="app")
+    beside = SimpleNamespace(pipeline=only, pace=lambda now: float("inf"), options=words)
+    assert r.choose(SPEECH, spoken(sender="app"), [two[0], beside]) is only, "text is no stream"
+
+
+def test_the_streams_of_a_session_do_not_count_against_it() -> None:
+    only = Place()
+    r = router(only, min_pace=1.0)
+    own = [stream(only, 0.5, sender="app", session="app/anna")] * 2
+    assert r.choose(SPEECH, spoken("app/anna", "app"), own) is only
+    for others in (spoken("app/bert", "app"), spoken(None, "app")):
+        with pytest.raises(Busy):
+            r.choose(SPEECH, others, own)
+    busy = [*own, *[stream(only, 0.5, sender="app", session="app/bert")] * 2]
+    with pytest.raises(Busy):
+        r.choose(SPEECH, spoken("app/anna", "app"), busy)
 
 
 def test_sessions_are_forgotten_the_longest_unused_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,10 +102,10 @@ def test_sessions_are_forgotten_the_longest_unused_first(monkeypatch: pytest.Mon
     a, b = Place(), Place()
     r = router(a, b)
     for session in ("s", "t", "s", "u"):
-        assert r.choose(SPEECH, True, session, [stream(b)]) is a
+        assert r.choose(SPEECH, spoken(session), [stream(b)]) is a
     running = [stream(a)] * 2 + [stream(b)]
-    assert r.choose(SPEECH, True, "s", running) is a
-    assert r.choose(SPEECH, True, "t", running) is b
+    assert r.choose(SPEECH, spoken("s"), running) is a
+    assert r.choose(SPEECH, spoken("t"), running) is b
 
 
 def test_a_session_stays_where_its_prompts_are_cached() -> None:
@@ -65,12 +113,12 @@ def test_a_session_stays_where_its_prompts_are_cached() -> None:
     a, b, c = Place(), Place(), Place()
     r = router(a, b, c)
     running = [stream(a)] * 2 + [stream(c)]
-    assert r.choose(SPEECH, True, "s", running) is b
+    assert r.choose(SPEECH, spoken("s"), running) is b
     running += [stream(b)] * 9
-    assert r.choose(SPEECH, True, "s", running) is b
-    assert r.choose(SPEECH, True, "other", running) is c
-    assert r.choose(SPEECH, True, None, running) is c
+    assert r.choose(SPEECH, spoken("s"), running) is b
+    assert r.choose(SPEECH, spoken("other"), running) is c
+    assert r.choose(SPEECH, spoken(), running) is c
     b.up = False
-    assert r.choose(SPEECH, True, "s", running) is c
+    assert r.choose(SPEECH, spoken("s"), running) is c
     b.up = True
-    assert r.choose(SPEECH, True, "s", running) is c
+    assert r.choose(SPEECH, spoken("s"), running) is c

@@ -64,7 +64,7 @@ class GeneratingRoute(Generic[R]):
             request_log.ended = "left"
             request_log.status = 499
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down
-            request_log.ended = type(e).__name__
+            request_log.fail(e)
             await exchange.fail(e)
 
     async def _work(self, body: Body, exchange: Exchange) -> None:
@@ -92,6 +92,7 @@ def note(event: Event, request_log: RequestLog) -> None:
         case Finished():
             request_log.prompt_tokens = event.usage.prompt_tokens
             request_log.cached_tokens = event.usage.cached_tokens
+            request_log.finished.append(event)
             request_log.ended = finish_reason(event)
 
 

@@ -118,7 +118,7 @@ class LiveSpeech:
         except Left:
             request_log.ended = "left"
         except StrettoError as e:  # before the upgrade
-            request_log.ended = type(e).__name__
+            request_log.fail(e)
             await respond(e)(scope, receive, send)
 
 
@@ -140,7 +140,7 @@ class SpeechStream:
 
     async def run(self, subprotocol: str | None) -> None:
         """From the upgrade to the close frame."""
-        await self.send({"type": "websocket.accept", "subprotocol": subprotocol})
+        await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
         try:
             async with asyncio.timeout(self.service.config.realtime_minutes * 60):
                 await self._run_tasks()
@@ -329,7 +329,7 @@ class SpeechStream:
 
     async def _fail(self, error: Exception) -> None:
         """Say what was wrong, and close."""
-        self.request_log.ended = type(error).__name__
+        self.request_log.fail(error)
         status, body = describe(error)
         param = "input" if body.error.param == "text" else body.error.param
         error_body = ErrorBody(body.error.message, body.error.type, param, body.error.code)

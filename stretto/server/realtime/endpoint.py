@@ -25,7 +25,7 @@ from stretto.server.realtime.options import Kind
 from stretto.server.realtime.realtime_session import RealtimeSession
 from stretto.server.realtime.send_queue import SendQueue, SlowClient
 from stretto.server.realtime.transcribe import check_transcribes
-from stretto.server.request_log import REQUEST_LOG, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog, server_fault
 from stretto.server.service import Service
 from stretto.server.shares import Holding
 
@@ -90,8 +90,9 @@ class Realtime:
                     await session.close()  # the client may have left before it was accepted
                     send_queue.close()
                 request_log.ended = connection.ending.reason
+                request_log.error = connection.error
         except StrettoError as e:
-            request_log.ended = type(e).__name__
+            request_log.fail(e)
             await respond(e)(scope, receive, send)
 
     def _model(self, engine: EngineClient, kind: Kind, name: str | None) -> str:
@@ -113,6 +114,7 @@ class RealtimeConnection:
     owner: str = ""
     beta: bool = False  # the client speaks the dialect of the beta
     ending: Ending = LEFT
+    error: str = ""  # what the server failed with, in words
     last_received: float = field(default_factory=time.monotonic)
 
     async def run(self, subprotocol: str | None) -> None:
@@ -128,7 +130,8 @@ class RealtimeConnection:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             self.ending = next(t.result() for t in work if t in done)
         except Exception as e:  # noqa: BLE001 - the connection's boundary
-            respond(e)  # logs it
+            respond(e)  # logs what is unexpected
+            self.error = server_fault(e)
             self.ending = FAILED
         finally:
             try:

@@ -69,8 +69,9 @@ class PartialTranscripts:
             size = self.engine_session.pending
             try:
                 text = await self._transcript(dictation, size / INPUT_RATE)
-            except StrettoError as e:  # the transcript of the whole turn says what is wrong
-                log.debug("no partial transcript: %s", e)
+            except Exception as e:
+                level = logging.DEBUG if isinstance(e, StrettoError) else logging.ERROR
+                log.log(level, "no partial transcript: %s", e, exc_info=level > logging.DEBUG)
                 text = before
             self.count.inc()
             certain = agreed(before, text)

@@ -22,6 +22,7 @@ from stretto.errors import Invalid
 from stretto.server.openai.error_body import describe
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime import server_events as s
+from stretto.server.realtime.answer_log import AnswerRecorder
 from stretto.server.realtime.audio_formats import seconds_of
 from stretto.server.realtime.audio_input import SAMPLE_BYTES, AudioInput, Turn, to_ms
 from stretto.server.realtime.item_reader import ItemReader, Problem, named
@@ -44,7 +45,7 @@ from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.tool_reader import ToolReader
 from stretto.server.realtime.transcribe import Dictation, Transcriber, check_transcribes
 from stretto.server.realtime.turn_detection import Signal
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, server_fault
 from stretto.server.service import Service
 from stretto.server.shares import Holding
 
@@ -63,6 +64,7 @@ class RealtimeSession:
     send_queue: SendQueue
     sender: str  # whose share of the server it uses
     state: SessionState
+    recorder: AnswerRecorder
     held: Holding = field(init=False)  # of the memory of all sessions
     conversation: Conversation = field(init=False)
     audio_input: AudioInput = field(init=False)
@@ -88,7 +90,7 @@ class RealtimeSession:
         )
         self.responses = ResponseManager(
             self.service, self.engine, self.engine_session, self.send_queue, self.sender,
-            self.conversation, options=lambda: self.state.answers,
+            self.conversation, self.recorder, options=lambda: self.state.answers,
             on_begin=self._on_response_begin, on_end=self._on_response_end,
             on_release=self._count_memory,
         )  # fmt: skip
@@ -101,7 +103,7 @@ class RealtimeSession:
             self.engine_session,
             self.send_queue.put,
             lambda: self.responses.audio_started,
-            metrics.transcriptions,
+            self.recorder,
         )
         self.partials = PartialTranscripts(
             self.engine_session, self.send_queue.put, metrics.partial_transcripts
@@ -124,7 +126,11 @@ class RealtimeSession:
             new_id("sess"), model, expires, options, kind, transcription=transcription
         )
         engine_session = engine.session(owner=request_log.owner, sender=request_log.sender)
-        session = cls(service, engine, engine_session, send_queue, request_log.sender, state)
+        request_log.realtime_session = state.id
+        recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
+        session = cls(
+            service, engine, engine_session, send_queue, request_log.sender, state, recorder
+        )
         session._expect()
         return session
 
@@ -167,6 +173,8 @@ class RealtimeSession:
             self.error("invalid_value", str(e), e.param, event.event_id)
         except Exception as e:  # noqa: BLE001 - the session's boundary: one event must not end it
             _, failure = describe(e)
+            if words := server_fault(e):
+                log.warning("%s: an event failed: %s", self.state.id, words)
             kind = failure.error.type
             self.error(
                 failure.error.code or "server_error",

@@ -20,6 +20,7 @@ from stretto.server.openai.error_body import describe
 from stretto.server.openai.generating_route import finish_reason, unfinished
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.realtime import server_events as s
+from stretto.server.realtime.answer_log import AnswerLog
 from stretto.server.realtime.items import Conversation, Entry, call_message
 from stretto.server.realtime.playback_estimate import PlaybackClock
 from stretto.server.realtime.send_queue import SendQueue
@@ -60,6 +61,7 @@ class ResponseTask:
     over: bool = False  # the client was told how it ended, or will never hear of it
     status: s.Status = "in_progress"
     error: Exception | None = None  # why it failed
+    log: AnswerLog = field(init=False)
     cuts: dict[str, float] = field(
         default_factory=dict
     )  # by item: seconds of it that were heard, as the client says
@@ -76,6 +78,10 @@ class ResponseTask:
     _prompt_usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0))  # its prompt
     _tokens: int = 0
     _samples: int = 0
+
+    def __post_init__(self) -> None:
+        self.log = AnswerLog("response", self.id, self.started_at)
+        self.log.sample_rate = self.writer.info.sample_rate
 
     @property
     def id(self) -> str:
@@ -106,10 +112,27 @@ class ResponseTask:
         self.audio_started.set()
         if self._released.is_set():
             self.status = "cancelled"
+            self.log.end("cancelled", reason)
             self.writer.finish(self.status, self._usage_so_far(), self._timings(), reason=reason)
         if self.task is not None:
             self.task.cancel()
         return True
+
+    def closing_log(self) -> AnswerLog:
+        """What the log says of it, now that its task is over."""
+        log = self.log
+        if not self._released.is_set():
+            if self.error is not None:
+                log.fail(self.error)
+            log.end("dropped", "speech_went_on")
+        if log.finished is None:
+            log.usage = self._engine_usage()
+            log.num_tokens = self._tokens
+        log.first_text = self._first_text
+        log.first_audio = self._first_audio
+        log.speech_to_audio = self.speech_to_audio
+        log.speculative = self.speculative
+        return log
 
     async def ended(self) -> None:
         if self.task is not None:
@@ -134,7 +157,8 @@ class ResponseTask:
 
     async def run(self) -> None:
         try:
-            async with self.admission.place(self.sender):
+            async with self.admission.place(self.sender) as place:
+                self.log.queued = place.waited
                 end = await self._generate()
             await self._released.wait()
             await self._end(end)
@@ -151,6 +175,8 @@ class ResponseTask:
                 self._record_event(event)
                 if isinstance(event, Finished):
                     end = event
+                    self.log.finished = event
+                    self.log.usage = event.usage
                 elif self._released.is_set():
                     await self._pace(event)
                     self._write(event)
@@ -243,6 +269,7 @@ class ResponseTask:
         self.writer.close(reason == "stop")
         await self._store_answer()
         self.over = True
+        self.log.end("completed" if reason == "stop" else "incomplete", reason)
         usage = usage_to_wire(end.usage) if end is not None else self._usage_so_far()
         timings = self._timings(end)
         self.status = "completed" if reason == "stop" else "incomplete"
@@ -252,14 +279,18 @@ class ResponseTask:
 
     async def _fail(self, error: Exception) -> None:
         self.error = error
+        _, failure = describe(error)  # before it is released, which it may never be
         await self._released.wait()
         if self.over:
             return
-        _, failure = describe(error)
         self.writer.close(False)
-        await self._store_answer()
+        try:
+            await self._store_answer()
+        except Exception as e:  # noqa: BLE001 - what failed may fail here too, and the client must know
+            describe(e)
         self.over = True
         self.status = "failed"
+        self.log.fail(error)
         status_error = s.StatusError(failure.error.type, failure.error.code, failure.error.message)
         self.writer.finish(self.status, self._usage_so_far(), self._timings(), error=status_error)
 
@@ -290,11 +321,12 @@ class ResponseTask:
     # -- numbers
 
     def _usage_so_far(self) -> s.Usage:
+        return usage_to_wire(self._engine_usage())
+
+    def _engine_usage(self) -> Usage:
         frames = round(self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND)
-        return usage_to_wire(
-            replace(
-                self._prompt_usage, text_tokens=self._tokens, frames=frames, samples=self._samples
-            )
+        return replace(
+            self._prompt_usage, text_tokens=self._tokens, frames=frames, samples=self._samples
         )
 
     def _timings(self, end: Finished | None = None) -> s.Timings:

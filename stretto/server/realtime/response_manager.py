@@ -17,6 +17,7 @@ from stretto.engine.session import Item as EngineItem
 from stretto.engine.session import Session
 from stretto.server.openai.grammar import LONG
 from stretto.server.openai.tools import ToolParser
+from stretto.server.realtime.answer_log import AnswerRecorder
 from stretto.server.realtime.items import Conversation, new_id
 from stretto.server.realtime.options import Options, tools_size
 from stretto.server.realtime.response import Reason, ResponseTask, SpeechEnd, clock
@@ -43,6 +44,7 @@ class ResponseManager:
     send_queue: SendQueue
     sender: str
     conversation: Conversation
+    recorder: AnswerRecorder
     options: Callable[[], Options]  # of answers that the client has not asked for itself
     on_begin: Callable[[], None]  # a response of the conversation is told to the client
     on_end: Callable[[ResponseTask], None]  # it is over, by itself
@@ -166,30 +168,24 @@ class ResponseManager:
         task = asyncio.create_task(self._run(response), name="response")
         self._tasks.add(task)
         self.held_bytes += response.held_bytes
+        # Not in `_run`: a task that is cancelled before its first step never runs.
         task.add_done_callback(partial(self._release, response))
         response.task = task
 
     def _release(self, response: ResponseTask, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self.held_bytes -= response.held_bytes
+        self.recorder.record(response.closing_log(), task)
         self.on_release()
 
     async def _run(self, response: ResponseTask) -> None:
         try:
             await response.run()
         finally:
-            self._count(response)
             self.out_of_band.discard(response)
             if self.active is response:
                 self.active = None
                 self._on_response_end(response)
-
-    def _count(self, response: ResponseTask) -> None:
-        metrics = self.service.metrics.realtime
-        if response.status != "in_progress":
-            metrics.responses.labels(response.status).inc()
-        if (seconds := response.speech_to_audio) is not None:
-            metrics.first_audio.observe(seconds)
 
     def _on_response_end(self, response: ResponseTask) -> None:
         """A response of the conversation is over."""
@@ -262,7 +258,8 @@ class ResponseManager:
         self.speculative = None
         if speculative is None:
             return
-        self.service.metrics.realtime.speculations.labels("dropped").inc()
+        how = "dropped" if speculative.response.error is None else "failed"
+        self.service.metrics.realtime.speculations.labels(how).inc()
         speculative.response.cancel("turn_detected")
         await speculative.response.ended()
         for id in self.conversation.forgotten():

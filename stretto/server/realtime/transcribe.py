@@ -9,17 +9,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec import UNSET
-from prometheus_client import Counter
 
 from stretto.engine.events import Event, Finished, TextDelta, Usage
 from stretto.engine.session import Item, Session
-from stretto.errors import Invalid
+from stretto.errors import Busy, Invalid
 from stretto.family import ModelInfo
 from stretto.params import Params
 from stretto.server.openai.error_body import describe
+from stretto.server.openai.generating_route import finish_reason, unfinished
 from stretto.server.realtime import server_events as s
+from stretto.server.realtime.answer_log import AnswerLog, AnswerRecorder
 from stretto.server.realtime.client_events import Transcription
 from stretto.server.realtime.items import Entry, media_bytes
 
@@ -70,20 +72,21 @@ class Dictation:
 
 
 async def transcribe(
-    events: AsyncGenerator[Event],
+    ask: Callable[[], AsyncGenerator[Event]],
     entry: Entry,
     put: Callable[[s.ServerEvent], None],
+    answer: AnswerLog,
     logprobs: bool = False,
     sent: str = "",
-) -> bool:
-    """Whether it worked; the client is told either way. `sent`: the words that it has already."""
+) -> None:
+    """The client is told whether it worked. `sent`: the words that it has already."""
     found: list[s.TranscriptLogprob] = []
-    text = ""
-    usage: Usage | None = None
+    text = why = ""
     try:
-        async with aclosing(events):
+        async with aclosing(ask()) as events:
             async for event in events:
                 if isinstance(event, TextDelta):
+                    answer.saw_text(len(event.ids))
                     new = [
                         s.TranscriptLogprob(t.token, t.logprob, list(t.said))
                         for t in event.logprobs
@@ -99,24 +102,28 @@ async def transcribe(
                         delta.logprobs = new if logprobs else UNSET
                         put(delta)
                 elif isinstance(event, Finished):
-                    usage = event.usage
+                    answer.finished = event
+                    answer.usage = event.usage
+                    why = finish_reason(event)
+        if answer.finished is None:
+            raise unfinished()
     except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
         _, failure = describe(e)
         error = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
         put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
-        return False
+        answer.fail(e)
+        return
     for part in entry.item.content or ():
         part.transcript = text
     completed = s.TranscriptionCompleted(
-        item_id=entry.id, content_index=0, transcript=text, usage=_to_wire(usage)
+        item_id=entry.id, content_index=0, transcript=text, usage=_to_wire(answer.usage)
     )
     completed.logprobs = found if logprobs else UNSET
     put(completed)
-    return True
+    answer.end("completed", why)
 
 
-def _to_wire(usage: Usage | None) -> dict[str, object]:
-    usage = usage or Usage(0, 0, 0, 0)
+def _to_wire(usage: Usage) -> dict[str, object]:
     return {
         "type": "tokens",
         "total_tokens": usage.prompt_tokens + usage.text_tokens,
@@ -147,9 +154,10 @@ class Transcriber:
     engine_session: Session
     put: Callable[[s.ServerEvent], None]
     audio_started: Callable[[], asyncio.Event | None]  # of the answer that is being made
-    count: Counter  # by how they ended
+    recorder: AnswerRecorder
     held_bytes: int = 0  # of the sounds that wait, where the conversation does not have them
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
+    _answers: dict[str, AnswerLog] = field(default_factory=dict)  # of these
 
     def begin(self, dictation: Dictation, entry: Entry, item: Item, seconds: float) -> None:
         """Write down an item of the conversation, when the answer to it is heard."""
@@ -157,12 +165,12 @@ class Transcriber:
             self._tell_spoken(entry)
             return
 
-        async def run() -> bool:
+        async def run(answer: AnswerLog) -> None:
             await after_first_sound(self.audio_started, GRACE_S)
-            events = dictation.ask(self.engine_session, item, seconds, PRIORITY)
-            return await transcribe(events, entry, self.put, dictation.logprobs)
+            ask = partial(dictation.ask, self.engine_session, item, seconds, PRIORITY)
+            await transcribe(ask, entry, self.put, answer, dictation.logprobs)
 
-        self._run(run, dictation, entry, 0)
+        self._run(run, entry, 0)
 
     def begin_alone(
         self, dictation: Dictation, entry: Entry, item: Item, seconds: float, sent: str
@@ -170,37 +178,35 @@ class Transcriber:
         """Write down a sound that is part of no conversation, now. `sent`: the words that the
         client has already."""
 
-        async def run() -> bool:
-            events = dictation.ask(self.engine_session, item, seconds, 0)
-            return await transcribe(events, entry, self.put, dictation.logprobs, sent)
+        async def run(answer: AnswerLog) -> None:
+            ask = partial(dictation.ask, self.engine_session, item, seconds, 0)
+            await transcribe(ask, entry, self.put, answer, dictation.logprobs, sent)
 
-        self._run(run, dictation, entry, media_bytes(item.message))
+        self._run(run, entry, media_bytes(item.message))
 
     def _run(
         self,
-        work: Callable[[], Coroutine[None, None, bool]],
-        dictation: Dictation,
+        work: Callable[[AnswerLog], Coroutine[None, None, None]],
         entry: Entry,
         size: int,
     ) -> None:
+        answer = AnswerLog("transcription", entry.id)
         if len(self._tasks) >= MAX_WAITING:
             words = "too many transcriptions are waiting"
             error = s.ErrorInfo("server_error", words, "server_busy")
             self.put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
+            answer.fail(Busy(words))
+            self.recorder.record(answer, None)
             return
 
-        async def run() -> None:
-            outcome = "cancelled"
-            try:
-                outcome = "completed" if await work() else "failed"
-            finally:
-                self.count.labels(outcome).inc()
-
-        def end(_: asyncio.Task[None]) -> None:
+        def end(task: asyncio.Task[None]) -> None:
             self._tasks.pop(entry.id, None)
+            self._answers.pop(entry.id, None)
             self.held_bytes -= size
+            self.recorder.record(answer, task)
 
-        task = self._tasks[entry.id] = asyncio.create_task(run(), name="transcription")
+        task = self._tasks[entry.id] = asyncio.create_task(work(answer), name="transcription")
+        self._answers[entry.id] = answer
         self.held_bytes += size
         # Not in `run`: a task that is cancelled before its first step never runs.
         task.add_done_callback(end)
@@ -210,12 +216,16 @@ class Transcriber:
         self.put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
         self.put(
             s.TranscriptionCompleted(
-                item_id=entry.id, content_index=0, transcript=SPOKEN, usage=_to_wire(None)
+                item_id=entry.id,
+                content_index=0,
+                transcript=SPOKEN,
+                usage=_to_wire(Usage(0, 0, 0, 0)),
             )
         )
 
     def cancel(self, id: str) -> None:
         if (task := self._tasks.get(id)) is not None:
+            self._answers[id].end("cancelled", "item_deleted")
             task.cancel()
 
     async def close(self) -> None:

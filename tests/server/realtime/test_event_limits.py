@@ -15,8 +15,10 @@ import pytest
 
 from stretto.engine.events import TextDelta, TokenLogprob
 from stretto.server.loop_time import LoopTurns
+from stretto.server.metrics import Metrics
 from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import endpoint, items, options, transcribe
+from stretto.server.realtime.answer_log import AnswerRecorder
 from stretto.server.realtime.client_events import (
     LARGE,
     MAX_PARTS,
@@ -425,8 +427,8 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
 
     async def main() -> list[Any]:
         told: list[Any] = []
-        count = Running.__new__(Running)  # never asked
-        transcriber = transcribe.Transcriber(None, told.append, lambda: None, count)  # type: ignore[arg-type]
+        recorder = AnswerRecorder(Metrics(), RequestLog(RequestId("r"), "r", 0.0))
+        transcriber = transcribe.Transcriber(None, told.append, lambda: None, recorder)  # type: ignore[arg-type]
         for i in range(2 * transcribe.MAX_WAITING):
             entry = items.Entry(items.Item(f"i{i}", "message"))
             dictation = transcribe.Dictation(ScriptedEngine().info, ce.Transcription())
