@@ -25,6 +25,7 @@ from stretto.server.metrics import Metrics
 from stretto.server.openai.answer_store import AudioMemory
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.voice_store import VoiceStore
+from stretto.server.realtime.client_secrets import ClientSecrets
 from stretto.server.realtime.session_slots import SessionSlots
 from stretto.server.shares import Shares
 
@@ -44,6 +45,7 @@ class Service:
     voices: VoiceStore
     bodies: Shares  # bytes
     sessions: SessionSlots
+    secrets: ClientSecrets = field(default_factory=ClientSecrets)
     turns: LoopTurns = field(default_factory=LoopTurns)
     body_turns: LoopTurns = field(default_factory=lambda: LoopTurns(TURN_REST_S))
     thread_turns: ThreadTurns = field(default_factory=ThreadTurns)

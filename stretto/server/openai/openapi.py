@@ -38,6 +38,7 @@ from stretto.server.openai.schema import (
     VoiceList,
     VoiceRequest,
 )
+from stretto.server.realtime.client_secret_route import ClientSecretAnswer, ClientSecretRequest
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -75,6 +76,7 @@ def document() -> dict[str, Any]:
     ]
     types += [VoiceRequest, VoiceCard, VoiceList, VoiceDeleted]
     types += [TranscriptionRequest, Transcript, VerboseTranscript, TranscriptDelta, TranscriptDone]
+    types += [ClientSecretRequest, ClientSecretAnswer]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
@@ -82,6 +84,9 @@ def document() -> dict[str, Any]:
     parts["ResponsesRequest"]["required"] = ["input"]
     parts["VoiceRequest"]["properties"]["audio"] = {"type": "string", "contentEncoding": "base64"}
     parts["VoiceRequest"]["required"] = ["name", "audio"]
+    parts["ClientSecretRequest"]["properties"]["session"] = {
+        "anyOf": [{"type": "object"}, {"type": "null"}]
+    }
     parts["TranscriptionForm"] = _form(parts.pop("TranscriptionRequest"))
     return {
         "openapi": "3.1.0",
@@ -144,6 +149,8 @@ def _paths() -> dict[str, Any]:
         "requestBody": form}},
         "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS),
         "requestBody": form}},
+        "/v1/realtime/client_secrets": {"post": _post("Make a key that a browser may hold",
+        "ClientSecretRequest", _as_json("ClientSecretAnswer"))},
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
             "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503),

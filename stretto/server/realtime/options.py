@@ -230,6 +230,14 @@ class SessionState:
     logprobs: bool = False  # of transcriptions
     turns: TurnSettings | None = field(default_factory=TurnSettings)
 
+    @classmethod
+    def default(
+        cls, info: ModelInfo, kind: Kind, id: str, model: str, expires_at: int
+    ) -> SessionState:
+        transcription = c.Transcription() if kind == "transcription" else None
+        options = Options(info.default_voice)
+        return cls(id, model, expires_at, options, kind, transcription=transcription)
+
     def updated(
         self, fields: c.SessionFields, info: ModelInfo, tools: Sequence[Function] | None = None
     ) -> SessionState:
