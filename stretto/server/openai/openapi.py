@@ -101,7 +101,7 @@ def document() -> dict[str, Any]:
 
 
 def _paths() -> dict[str, Any]:
-    audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg")}
+    audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg", "aac")}
     speech = {
         **audio,
         "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")},
