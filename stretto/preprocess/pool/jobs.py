@@ -75,9 +75,10 @@ class Outline(Wire, frozen=True, tag="outline"):
 
 
 class Cut(Wire, frozen=True, tag="cut"):
-    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`."""
+    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`. None:
+    where speech pauses (`pauses.py`)."""
 
-    seconds: float
+    seconds: float | None
 
 
 class Check(Wire, frozen=True, tag="check"):
@@ -126,9 +127,11 @@ class Outlined(Wire, frozen=True, tag="outlined"):
 
 
 class Windows(Wire, frozen=True, tag="windows"):
-    """The memory file holds them, one after the other: samples of 16 bits at 16 kHz."""
+    """The memory file holds the whole sound: samples of 16 bits at 16 kHz. `quiet`, where it was
+    cut at pauses: how many samples at the beginning and at the end of a window are no speech."""
 
     windows: tuple[ByteRange, ...]
+    quiet: tuple[tuple[int, int], ...] = ()
 
 
 class Checked(Wire, frozen=True, tag="checked"):

@@ -195,7 +195,7 @@ class PromptPool:
         return await self._do(Outlined, Outline(long, most), [body], sender)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         return await self._do(Windows, Cut(seconds), [sound], sender)

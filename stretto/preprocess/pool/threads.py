@@ -54,9 +54,10 @@ class Prompts(Protocol):
         ...
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
-        """Cut a sound file into windows; the caller closes the file that comes back."""
+        """Cut a sound file into windows of at most `seconds`; where speech pauses, if that is None.
+        The caller closes the file that comes back."""
         ...
 
     @property
@@ -110,7 +111,7 @@ class InThreads:
         return await asyncio.to_thread(run)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
         return await _with_file(do_cut, sound.view(), seconds)
 

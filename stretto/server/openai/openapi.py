@@ -31,6 +31,7 @@ from stretto.server.openai.schema import (
     TranscriptDelta,
     TranscriptDone,
     TranscriptionRequest,
+    TranscriptSegment,
     VerboseTranscript,
     Version,
     VoiceCard,
@@ -75,7 +76,8 @@ def document() -> dict[str, Any]:
         ModelList,
     ]
     types += [VoiceRequest, VoiceCard, VoiceList, VoiceDeleted]
-    types += [TranscriptionRequest, Transcript, VerboseTranscript, TranscriptDelta, TranscriptDone]
+    types += [TranscriptionRequest, Transcript, VerboseTranscript]
+    types += [TranscriptDelta, TranscriptSegment, TranscriptDone]
     types += [ClientSecretRequest, ClientSecretAnswer]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
@@ -120,7 +122,10 @@ def _paths() -> dict[str, Any]:
     heard = {
         "application/json": {"schema": either},
         "text/plain": {"schema": {"type": "string"}},
-        "text/event-stream": {"schema": _event("TranscriptDelta", "TranscriptDone", "Failure")},
+        "text/vtt": {"schema": {"type": "string"}},
+        "text/event-stream": {
+            "schema": _event("TranscriptDelta", "TranscriptSegment", "TranscriptDone", "Failure")
+        },
     }
     schema = {"$ref": _REF.format(name="TranscriptionForm")}
     form = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
