@@ -18,6 +18,7 @@ from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.pauses import Pcm, segments
 from stretto.preprocess.pool.jobs import Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.remote_media import MAX_REMOTE, remote_urls
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -30,7 +31,8 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
         spans[name] = (at, at + len(value))
         at += len(value)
     ids = tuple({i: None for value in found.values() for i in references(value)})
-    return Outlined(len(short), spans, ids), MemFile.sealed(short, *found.values())
+    urls = tuple({url: None for value in found.values() for url in remote_urls(value)})[:MAX_REMOTE]
+    return Outlined(len(short), spans, ids, urls), MemFile.sealed(short, *found.values())
 
 
 def do_cut(data: memoryview, seconds: float | None) -> tuple[Windows, MemFile]:

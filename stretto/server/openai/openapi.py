@@ -268,7 +268,9 @@ def _messages() -> dict[str, Any]:
     url = {
         "type": "object",
         "required": ["url"],
-        "properties": {"url": {"type": "string", "description": "a data URI"}},
+        "properties": {
+            "url": {"type": "string", "description": "a data URI, or an address of an allowed host"}
+        },
     }
     sound = {
         "type": "object",
