@@ -78,6 +78,7 @@ class Params:
     # come before the end token, or the token that completes a stop string, may
     min_text_tokens: int = 0
     min_frames: int = 0
+    speed: float = 1.0  # of the speech, at the same pitch: at 2 it lasts half as long
     packets: ChunkSizes = field(default_factory=ChunkSizes)
     want_codes: bool = False  # also yield `CodeFrames`
     priority: int = 0  # lower goes first
@@ -99,6 +100,7 @@ class Params:
             "max_frames": self.max_frames >= 1,
             "min_text_tokens": 0 <= self.min_text_tokens <= self.max_text_tokens,
             "min_frames": 0 <= self.min_frames <= self.max_frames,
+            "speed": 0.25 <= self.speed <= 4.0,
             "stop": len(self.stop) <= 16 and all(0 < len(s) <= 256 for s in self.stop),
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logit_bias": len(self.logit_bias) <= 1024

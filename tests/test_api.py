@@ -25,6 +25,7 @@ from stretto import (
     SpeechStyle,
     TextDelta,
 )
+from stretto.engine.time_scaling import TimeScaler
 from stretto.registry import write_tiny
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -95,6 +96,37 @@ def test_reading_aloud(engine: Engine) -> None:
     assert answer.text == "Good day."
     assert len(answer.audio)
     assert sum(isinstance(e, AudioChunk) for e in engine.stream_aloud("Good day.", **SHORT)) > 1
+
+
+def test_speech_at_another_speed(engine: Engine) -> None:
+    """Of a text, an answer and an answer in a session."""
+    scaler = TimeScaler(2.0, 24_000)
+    plain = engine.read_aloud("Good day.", **SHORT)
+    fast = engine.read_aloud("Good day.", speed=2.0, **SHORT)
+    assert fast.finished.usage.frames == plain.finished.usage.frames
+    assert fast.finished.usage.samples == len(fast.audio) == round(len(plain.audio) / 2)
+    expected = np.concatenate([scaler.feed(plain.audio), scaler.finish()])
+    np.testing.assert_allclose(fast.audio, expected, atol=1e-5)
+    assert len(engine.chat("Hello!", speed=2.0, **SHORT).audio) == round(
+        len(engine.chat("Hello!", **SHORT).audio) / 2
+    )
+    with pytest.raises(Invalid, match="speed is out of range: 5"):
+        engine.read_aloud("Good day.", speed=5)
+
+
+def test_a_session_at_another_speed(tiny_dir: Path) -> None:
+    async def work() -> list[int]:
+        async with AsyncEngine(tiny_dir, device="cpu") as engine, engine.session() as session:
+            await session.add({"role": "user", "content": "Hello!"})
+            lengths = []
+            for speed in (1.0, 0.5):
+                params = Params(**SHORT, speed=speed)
+                events = [e async for e in session.respond(params=params, remember=False)]
+                lengths.append(len(Answer.of(events, 24_000).audio))
+            return lengths
+
+    plain, slow = asyncio.run(work())
+    assert slow == 2 * plain > 0
 
 
 def test_the_same_with_an_event_loop(engine: Engine, tiny_dir: Path) -> None:

@@ -19,6 +19,7 @@ from stretto.params import ChunkSizes
 _NAME = r"(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])"
 HOST_NAME = re.compile(_NAME)
 HOST = re.compile(rf"({_NAME})(?::\d{{1,5}})?")
+MEDIA_DOMAIN = re.compile(r"(http://)?((?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*)(?::(\d{1,5}))?")
 ORIGIN = re.compile(rf"(https?)://(({_NAME})(?::\d{{1,5}})?)")
 # Without user and password: its key comes in OTEL_EXPORTER_OTLP_HEADERS.
 COLLECTOR = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._/~-]*)?")
@@ -88,6 +89,14 @@ class ServerConfig:
         "clients",
         "names under which this server may be called beside localhost; *: any (default: any, "
         "but none without an API key on a loopback address)",
+        "NAME",
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "clients",
+        "hosts, with all below them, from which pictures, sound and video that requests name by "
+        "address are fetched: over https alone, or http too as http://NAME; public addresses "
+        "only (default: nothing is fetched)",
         "NAME",
     )
 
@@ -163,6 +172,8 @@ class ServerConfig:
     drain_timeout: float = setting(
         30.0, "limits", "time that running requests may take after SIGTERM", "SECONDS"
     )
+    media_timeout: float = tuning(10.0, "seconds in which each remote file must arrive")
+    media_fetches: int = tuning(16, "remote files that are fetched at once")
     audio_lifetime: float = setting(
         3600.0, "limits", "time for which a spoken answer can be referred to by its id", "SECONDS"
     )
@@ -257,6 +268,8 @@ class ServerConfig:
             "send_timeout": self.send_timeout > 0,
             "body_timeout": self.body_timeout > 0,
             "drain_timeout": self.drain_timeout >= 0,
+            "media_timeout": self.media_timeout > 0,
+            "media_fetches": self.media_fetches >= 2,
             "audio_lifetime": self.audio_lifetime > 0,
             "audio_kept": self.audio_kept >= 0,
             "first_frames": 1 <= self.first_frames <= self.each_frames,
@@ -272,6 +285,9 @@ class ServerConfig:
             "metrics_key": all(map(_is_key, self.metrics_key)),
             "allowed_origins": all(
                 o in ("*", "null") or ORIGIN.fullmatch(o.lower()) for o in self.allowed_origins
+            ),
+            "allowed_media_domains": all(
+                MEDIA_DOMAIN.fullmatch(d.lower()) for d in self.allowed_media_domains
             ),
             "trusted_proxies": all(a == "*" or _is_network(a) for a in self.trusted_proxies),
             "allowed_hosts": all(

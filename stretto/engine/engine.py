@@ -27,6 +27,7 @@ from stretto.engine.pipeline import Pipeline
 from stretto.engine.request_manager import RequestManager
 from stretto.engine.session import Session
 from stretto.engine.supervisor import GpuSharing
+from stretto.engine.time_scaling import at_speed
 from stretto.engine.tts import TextToSpeech
 from stretto.engine.warmup import PipelineRequests, WarmUp
 from stretto.errors import StrettoError
@@ -182,7 +183,7 @@ class PipelineEngine:
                 allow_paths=allow_paths,
             )
 
-        return self.requests.run(build, options)
+        return self._at_speed(self.requests.run(build, options), options)
 
     def speak(
         self,
@@ -204,7 +205,12 @@ class PipelineEngine:
             request_id=request_id,
             owner=owner,
         )
-        return self._tts.speak(text, options, sender)
+        return self._at_speed(self._tts.speak(text, options, sender), options)
+
+    def _at_speed(
+        self, events: AsyncIterator[Event], options: RequestOptions
+    ) -> AsyncIterator[Event]:
+        return at_speed(events, options.params.speed, self.info.sample_rate)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
         self.requests.check_open()
@@ -228,7 +234,7 @@ class PipelineEngine:
         return await self.prompts.outline(body, long, most, sender)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
         return await self.prompts.cut(sound, seconds, sender)
 

@@ -85,10 +85,10 @@ class EngineClient(Protocol):
         ...
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
-        """Decode a sound file, in another process, and cut it into windows of at most `seconds`.
-        The caller closes the file that comes back."""
+        """Decode a sound file, in another process, and cut it into windows of at most `seconds`;
+        where speech pauses, if that is None. The caller closes the file that comes back."""
         ...
 
     def metrics(self) -> Mapping[str, float]:

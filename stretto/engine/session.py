@@ -29,6 +29,7 @@ import numpy.typing as npt
 from stretto.engine.events import Event, Message, Modality, TextDelta, Usage
 from stretto.engine.request import prompt_usage
 from stretto.engine.request_manager import RequestManager
+from stretto.engine.time_scaling import at_speed
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.params import Params, RequestOptions
 from stretto.preprocess.live_audio import Hearing
@@ -330,7 +331,9 @@ class Session:
             owner=self._owner,
             sender=self._sender,
         )
-        return self._answer(self._requests.run(build, options), remember)
+        events = self._requests.run(build, options)
+        rate = self._requests.info.sample_rate
+        return self._answer(at_speed(events, params.speed, rate), remember)
 
     async def _answer(self, events: AsyncIterator[Event], remember: bool) -> AsyncGenerator[Event]:
         said: list[str] = []

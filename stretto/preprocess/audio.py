@@ -41,10 +41,13 @@ def decode_pcm16(data: bytes, budget: Budget, rate: int = PCM_RATES[0]) -> Array
     return mix(np.frombuffer(data, "<i2"), rate, budget)
 
 
-def cut_sound(samples: Array, seconds: float) -> list[npt.NDArray[np.int16]]:
-    """Samples of 16 bits in windows of at most `seconds`, each ended at the quietest place of its
-    last fifth."""
-    whole = (samples * 32767.0).round().clip(-32768, 32767).astype("<i2")
+def to_pcm(samples: Array) -> npt.NDArray[np.int16]:
+    """Samples of 16 bits."""
+    return (samples * 32767.0).round().clip(-32768, 32767).astype("<i2")
+
+
+def cut_sound(whole: npt.NDArray[np.int16], seconds: float) -> list[npt.NDArray[np.int16]]:
+    """Windows of at most `seconds`, each ended at the quietest place of its last fifth."""
     most = int(seconds * SAMPLE_RATE)
     step = SAMPLE_RATE // 10
     parts = []

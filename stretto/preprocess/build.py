@@ -18,6 +18,7 @@ from stretto._validation import NOT_JSON, not_json, read_json
 from stretto.errors import Invalid
 from stretto.preprocess.audio_references import recall
 from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.remote_media import NONE, RemoteMedia, with_content
 from stretto.preprocess.response_items import Translation, chat_tools
 from stretto.preprocess.template import Tokenizer, check_variables, each_string, well_formed
 
@@ -53,19 +54,19 @@ def build_conversation(
     recalled: Mapping[str, str],
     audio_in_video: bool = False,
     variables: Mapping[str, Any] | None = None,
+    remote: RemoteMedia = NONE,
 ) -> Prompt:
     """A prompt of messages from the network, as `read_messages` gave them: they name no local
     files."""
     declared = decode(tools, "tools") if tools is not None else None
     more: dict[str, Any] = {"variables": check_variables(dict(variables))} if variables else {}
     if not isinstance(messages, Translation):
-        plain = recall(messages, recalled)
+        plain = with_content(recall(messages, recalled), remote)
         return builder.build(plain, declared or None, audio_in_video, allow_paths=False, **more)
     tools_of_chat = chat_tools(declared) or None
     try:
-        return builder.build(
-            messages.messages, tools_of_chat, audio_in_video, allow_paths=False, **more
-        )
+        plain = with_content(messages.messages, remote)
+        return builder.build(plain, tools_of_chat, audio_in_video, allow_paths=False, **more)
     except Invalid as e:
         raise messages.blame(e) from None
 

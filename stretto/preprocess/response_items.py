@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import Invalid
+from stretto.preprocess.remote_media import is_remote
 
 _TEXT = ("input_text", "output_text", "text", "summary_text")
 _PASSED = ("input_audio", "audio_url", "image_url", "video_url")
@@ -140,6 +141,8 @@ def _file(part: Mapping[str, Any], at: str) -> dict[str, Any]:
     url = part.get("file_data") or part.get("file_url")
     if not isinstance(url, str):
         raise Invalid(f"{at}.file_data is missing; files are not stored", f"{at}.file_data")
+    if is_remote(url):
+        return {"type": "file_url", "file_url": {"url": url}}
     kind = url[:16].lower().removeprefix("data:").partition("/")[0]
     if kind not in ("audio", "image", "video"):
         raise Invalid(

@@ -44,12 +44,21 @@ from stretto.server.openai.transcriptions import answer_sound, reader
 from stretto.server.openai.voices import MAX_CLIP, answer_voice, read_voice
 from stretto.server.origins import FORMS, VOICES
 from stretto.server.pages import HEADERS, WEB, Pages
+from stretto.server.realtime.client_secret_route import PATH as CLIENT_SECRETS
+from stretto.server.realtime.client_secret_route import ClientSecretRoute
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.realtime.endpoint import Realtime
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import OpenEngine, Service
 
-POSTS = ("/v1/chat/completions", "/v1/responses", "/v1/audio/speech", VOICES, *FORMS)
+POSTS = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/audio/speech",
+    VOICES,
+    *FORMS,
+    CLIENT_SECRETS,
+)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{
@@ -145,7 +154,8 @@ class Routes:
         responses = GeneratingRoute(
             self.service, "responses", largest, read_responses, answer_responses
         )
-        posts: list[ASGIApp] = [chat, responses, speech, voices, *transcriptions]
+        secrets = ClientSecretRoute(self.service)
+        posts: list[ASGIApp] = [chat, responses, speech, voices, *transcriptions, secrets]
         named: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),

@@ -21,6 +21,7 @@ log = logging.getLogger("stretto.server")
 
 NOBODY = "anyone"  # the owner of requests to a server without keys
 LOOK_S = 1.0  # the file is looked at no more often
+SECRET_PREFIX = "ek_"  # of the client secrets that a key's owner may hand out
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Keys:
     ) -> Keys:
         """Raises `Invalid` for a file that has none."""
         own = cls(
-            {f"key{i}": _digest(k) for i, k in enumerate(keys, start=1)},
+            {f"key{i}": digest_of_key(k) for i, k in enumerate(keys, start=1)},
             Path(file) if file else None,
             clock,
         )
@@ -64,13 +65,15 @@ class Keys:
         if not self.needed:
             return NOBODY
         self._look()
-        guess = _key(headers) or other
+        guess = key_in(headers) or other
         if guess is None:
             raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
-        digest = _digest(guess)
+        digest = digest_of_key(guess)
         found = ""
         for name, known in (*self.stated.items(), *self._read.items()):  # all of them, found or not
             found = name if hmac.compare_digest(digest, known) else found
+        if not found and guess.startswith(SECRET_PREFIX):
+            raise _unauthorized("a client secret opens /v1/realtime alone, until it expires")
         if not found:
             raise _unauthorized("this API key is not valid")
         return found
@@ -121,14 +124,14 @@ def _read(file: Path) -> dict[str, bytes]:
         raise Invalid(f"{file}: has no keys; one a line, # begins a comment", "api_key_file")
     if not all(key.isascii() and " " not in key for key in keys):
         raise Invalid(f"{file}: keys are words of ASCII letters, one a line", "api_key_file")
-    return {f"key-{_digest(k).hex()[:8]}": _digest(k) for k in keys}
+    return {f"key-{digest_of_key(k).hex()[:8]}": digest_of_key(k) for k in keys}
 
 
-def _digest(key: str) -> bytes:
+def digest_of_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _key(headers: Headers) -> str | None:
+def key_in(headers: Headers) -> str | None:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()

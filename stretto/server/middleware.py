@@ -18,9 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stretto.observe.trace_records import TraceContext
 from stretto.server.access_log import facts, write_line
 from stretto.server.http.websocket import INCOMING
+from stretto.server.keys import key_in
 from stretto.server.openai.error_body import Refused, respond
 from stretto.server.openai.live_speech import PATH as LIVE_SPEECH
 from stretto.server.origins import Callers, check_json, preflight_headers
+from stretto.server.realtime.client_secrets import CLIENT_SECRET
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
@@ -104,7 +106,14 @@ class AccessMiddleware:
     def _identify(
         self, request_log: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
     ) -> None:
-        request_log.owner = self.service.keys.owner(headers, other_key)
+        secret = None
+        if scope["type"] == "websocket" and _path(scope) in REALTIME:
+            secret = self.service.secrets.find(key_in(headers) or other_key or "")
+        if secret is not None and self.service.keys.still_valid(secret.owner):
+            scope[CLIENT_SECRET] = secret
+            request_log.owner = secret.owner
+        else:
+            request_log.owner = self.service.keys.owner(headers, other_key)
         address = str((scope.get("client") or ("",))[0])
         request_log.sender = (
             request_log.owner if self.service.keys.needed else owner_of_address(address)

@@ -23,10 +23,12 @@ from stretto.server.heap import Trimmer, map_large_blocks
 from stretto.server.http.body import TURN_REST_S
 from stretto.server.keys import Keys
 from stretto.server.loop_time import LoopTurns, ThreadTurns
+from stretto.server.media_fetcher import MediaFetcher
 from stretto.server.metrics import Metrics
 from stretto.server.openai.answer_store import AudioMemory
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.voice_store import VoiceStore
+from stretto.server.realtime.client_secrets import ClientSecrets
 from stretto.server.realtime.session_slots import SessionSlots
 from stretto.server.shares import Shares
 
@@ -46,7 +48,9 @@ class Service:
     voices: VoiceStore
     bodies: Shares  # bytes
     sessions: SessionSlots
+    media: MediaFetcher
     tracer: TraceExporter | None = None  # None: nothing is traced
+    secrets: ClientSecrets = field(default_factory=ClientSecrets)
     turns: LoopTurns = field(default_factory=LoopTurns)
     body_turns: LoopTurns = field(default_factory=lambda: LoopTurns(TURN_REST_S))
     thread_turns: ThreadTurns = field(default_factory=ThreadTurns)
@@ -88,6 +92,7 @@ class Service:
                 config.realtime_sessions_per_key,
                 Shares(config.realtime_total_bytes, floor=config.realtime_held_bytes),
             ),
+            media=MediaFetcher.of(config),
         )
 
     @property
@@ -184,6 +189,7 @@ class Service:
             self._trimming.cancel()
             await asyncio.wait([self._trimming])
         self.sessions.close()
+        await self.media.close()
         if self._engine is not None:
             await self._engine.close()
         if self.tracer is not None:

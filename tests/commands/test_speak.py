@@ -17,6 +17,7 @@ from stretto.params import Params
         (("--out", "x.mp3"), "x.mp3: can be .wav or .flac"),
         (("--out", "x.wav", "--clip", "nowhere.wav"), "--clip nowhere.wav: there is no such file"),
         (("--out", "x.wav", "--max-audio-frames", "0"), "max_frames is out of range"),
+        (("--out", "x.wav", "--speed", "9"), "speed is out of range: 9.0"),
         (("--out", "x.wav"), "no-model: there is no such directory"),
     ],
 )
@@ -28,6 +29,8 @@ def test_speak_refuses_before_it_loads(
 
 
 def test_speak_reads_with_the_checkpoints_own_sampling() -> None:
-    args = parser().parse_args(["speak", "M", "--out", "a.wav", "--max-audio-frames", "5"])
+    args = parser().parse_args(
+        ["speak", "M", "--out", "a.wav", "--speed", "1.5", "--max-audio-frames", "5"]
+    )
     made = speak.parameters(args, Params(speech_temperature=0.3))
-    assert (made.speech_temperature, made.max_frames) == (0.3, 5)
+    assert (made.speech_temperature, made.speed, made.max_frames) == (0.3, 1.5, 5)

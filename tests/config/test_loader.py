@@ -73,7 +73,8 @@ SAMPLES = {
     "max_bodies_mb": "700", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem", "packet_ramp": "3",
     "first_frames": "2", "max_concurrent_share": "0.5",
     "api_key": "word", "served_model_name": "name", "allowed_origins": "https://a.example",
-    "allowed_hosts": "a.example", "trusted_proxies": "10.0.0.1",
+    "allowed_hosts": "a.example", "allowed_media_domains": "cdn.example",
+    "trusted_proxies": "10.0.0.1",
     "otlp_endpoint": "http://127.0.0.1:4318",
 }  # fmt: skip
 BESIDE = {

@@ -10,7 +10,7 @@ RATE = 16_000
 
 
 def test_windows_end_where_it_is_quiet() -> None:
-    samples = np.ones(10 * RATE, np.float32)
+    samples = np.full(10 * RATE, 10_000, np.int16)
     samples[int(3.7 * RATE) : int(3.9 * RATE)] = 0
     samples[int(7.4 * RATE) : int(7.7 * RATE)] = 0
     parts = cut_sound(samples, 4.0)

@@ -107,12 +107,13 @@ def test_speech_fields(running: Running, engine: ScriptedEngine) -> None:
         "model": "scripted",
         "voice": "nova",
         "instructions": None,
-        "speed": 1.0,
+        "speed": 1.5,
         "seed": 5,
     }
     assert running.ask(SPEECH, {**body, "min_audio_frames": 2, "max_audio_frames": 6}).status == 200
     params = engine.calls[-1]["params"]
     assert (params.seed, params.min_frames, params.max_frames) == (5, 2, 6)
+    assert params.speed == 1.5
     assert engine.calls[-1]["text"] == "Hi"
     assert engine.calls[-1]["sender"] == "127.0.0.1", "without keys, addresses take turns"
 
@@ -189,7 +190,7 @@ def test_bad_fields_are_named(
 
 @pytest.mark.parametrize(
     "change",
-    [{"speed": 2.0}, {"input": " "}, {"response_format": "aac"}, {"voice": "hal"}, {"x": 1}],
+    [{"speed": 4.5}, {"input": " "}, {"response_format": "amr"}, {"voice": "hal"}, {"x": 1}],
 )
 def test_bad_speech_is_refused(change: dict[str, Any], running: Running) -> None:
     reply = running.ask(SPEECH, {"input": "Hi", **change})

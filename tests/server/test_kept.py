@@ -86,7 +86,7 @@ class Scribe(ScriptedEngine):
         return replace(super().info, transcription=words)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
         def work() -> tuple[Windows, MemFile]:
             return do_cut(sound.view(), seconds)  # an argument would live until the thread goes on

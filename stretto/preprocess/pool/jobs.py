@@ -20,12 +20,13 @@ from stretto.errors import Bug, Invalid, StrettoError
 from stretto.preprocess.build import Form
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.remote_media import RemoteMedia
 from stretto.types import Wire
 
 log = logging.getLogger(__name__)
 
 MAX_DATAGRAM = 1 << 16
-MAX_FDS = 3  # that go along with a job
+MAX_FDS = 4  # that go along with a job
 MAX_WORDS = 4096  # characters of an error's message
 
 ByteRange = tuple[int, int]
@@ -36,8 +37,9 @@ ByteRange = tuple[int, int]
 
 
 class Build(Wire, frozen=True, tag="build"):
-    """Make a prompt of messages and tools, both JSON. A second file, if there is one, holds the
-    texts of earlier answers by their ids, as JSON."""
+    """Make a prompt of messages and tools, both JSON. The next file, if answers are recalled, holds
+    the texts of earlier answers by their ids, as JSON; the last, if media were to be fetched, their
+    content."""
 
     messages: ByteRange
     tools: ByteRange | None = None
@@ -47,6 +49,9 @@ class Build(Wire, frozen=True, tag="build"):
     )  # of the chat template
     form: Form = "chat"
     instructions: ByteRange | None = None  # of a response
+    recalls: bool = False
+    remote: dict[str, ByteRange] | None = None  # by address; None: nothing was to be fetched
+    not_fetched: dict[str, str] = msgspec.field(default_factory=dict)  # and why
 
 
 class Continue(Wire, frozen=True, tag="continue"):
@@ -75,9 +80,10 @@ class Outline(Wire, frozen=True, tag="outline"):
 
 
 class Cut(Wire, frozen=True, tag="cut"):
-    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`."""
+    """Decode a sound file and cut it, at quiet places, into windows of at most `seconds`. None:
+    where speech pauses (`pauses.py`)."""
 
-    seconds: float
+    seconds: float | None
 
 
 class Check(Wire, frozen=True, tag="check"):
@@ -123,12 +129,15 @@ class Outlined(Wire, frozen=True, tag="outlined"):
     short: int
     long: dict[str, ByteRange]
     references: tuple[str, ...] = ()
+    remote: tuple[str, ...] = ()  # addresses of media that may be in them
 
 
 class Windows(Wire, frozen=True, tag="windows"):
-    """The memory file holds them, one after the other: samples of 16 bits at 16 kHz."""
+    """The memory file holds the whole sound: samples of 16 bits at 16 kHz. `quiet`, where it was
+    cut at pauses: how many samples at the beginning and at the end of a window are no speech."""
 
     windows: tuple[ByteRange, ...]
+    quiet: tuple[tuple[int, int], ...] = ()
 
 
 class Checked(Wire, frozen=True, tag="checked"):
@@ -167,6 +176,21 @@ class WorkerReady(Wire, frozen=True, tag="ready"):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RemoteFiles:
+    """What was fetched for a conversation, and why some was not, by address. The file is the
+    request's, which closes it."""
+
+    file: MemFile
+    spans: dict[str, ByteRange]
+    failures: dict[str, str]
+
+    def media(self) -> RemoteMedia:
+        view = self.file.view()
+        content = {url: view[slice(*span)] for url, span in self.spans.items()}
+        return RemoteMedia(content, self.failures)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Conversation:
     """Messages and tools as JSON that nobody has decoded yet; `body` holds both. Good for one
     prompt: `close` is called when that is built."""
@@ -182,6 +206,7 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
     form: Form = "chat"
     instructions: ByteRange | None = None  # of a response
+    remote: RemoteFiles | None = None
 
     @classmethod
     def of(cls, messages: bytes, tools: bytes | None = None, **more: Any) -> Conversation:

@@ -155,6 +155,9 @@ class PromptPool:
             files = [body if isinstance(body, MemFile) else owned.enter_context(MemFile.of(body))]
             if talk.recalled:
                 files.append(owned.enter_context(MemFile.of(msgspec.json.encode(talk.recalled))))
+            remote = talk.remote
+            if remote is not None:
+                files.append(remote.file)
             work = Build(
                 talk.messages,
                 talk.tools,
@@ -162,6 +165,9 @@ class PromptPool:
                 talk.variables,
                 talk.form,
                 talk.instructions,
+                bool(talk.recalled),
+                remote.spans if remote is not None else None,
+                remote.failures if remote is not None else {},
             )
             return _built(*await self._do(Built, work, files, talk.sender))
 
@@ -195,7 +201,7 @@ class PromptPool:
         return await self._do(Outlined, Outline(long, most), [body], sender)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
         return await self._do(Windows, Cut(seconds), [sound], sender)

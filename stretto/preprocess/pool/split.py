@@ -10,12 +10,15 @@ import numpy as np
 
 from stretto._validation import NOT_JSON, not_json, read_json
 from stretto.errors import Invalid
-from stretto.preprocess.audio import cut_sound, decode_audio
+from stretto.preprocess.audio import cut_sound, decode_audio, to_pcm
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.build import Json
 from stretto.preprocess.media import LONG_SOUND, Budget
+from stretto.preprocess.mel import SAMPLE_RATE
+from stretto.preprocess.pauses import Pcm, segments
 from stretto.preprocess.pool.jobs import Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.remote_media import MAX_REMOTE, remote_urls
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -28,14 +31,27 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
         spans[name] = (at, at + len(value))
         at += len(value)
     ids = tuple({i: None for value in found.values() for i in references(value)})
-    return Outlined(len(short), spans, ids), MemFile.sealed(short, *found.values())
+    urls = tuple({url: None for value in found.values() for url in remote_urls(value)})[:MAX_REMOTE]
+    return Outlined(len(short), spans, ids, urls), MemFile.sealed(short, *found.values())
 
 
-def do_cut(data: memoryview, seconds: float) -> tuple[Windows, MemFile]:
+def do_cut(data: memoryview, seconds: float | None) -> tuple[Windows, MemFile]:
     """The caller closes the file."""
-    parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
-    ends = np.cumsum([len(p) for p in parts]).tolist()
-    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), MemFile.sealed(*parts)
+    samples = to_pcm(decode_audio(bytes(data), Budget(LONG_SOUND)))
+    cut = _at_pauses(samples) if seconds is None else _at_quiet_places(samples, seconds)
+    return cut, MemFile.sealed(samples.tobytes())
+
+
+def _at_quiet_places(samples: Pcm, seconds: float) -> Windows:
+    ends = np.cumsum([2 * len(part) for part in cut_sound(samples, seconds)]).tolist()
+    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True)))
+
+
+def _at_pauses(samples: Pcm) -> Windows:
+    found = segments(samples, SAMPLE_RATE)
+    windows = tuple((2 * s.start, 2 * s.stop) for s in found)
+    quiet = tuple((s.loud_start - s.start, s.stop - s.loud_stop) for s in found)
+    return Windows(windows, quiet)
 
 
 def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:

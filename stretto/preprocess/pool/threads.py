@@ -19,6 +19,7 @@ from stretto.preprocess.pool.jobs import Conversation, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import do_cut, do_outline
 from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.remote_media import NONE
 
 SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
 LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
@@ -54,9 +55,10 @@ class Prompts(Protocol):
         ...
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
-        """Cut a sound file into windows; the caller closes the file that comes back."""
+        """Cut a sound file into windows of at most `seconds`; where speech pauses, if that is None.
+        The caller closes the file that comes back."""
         ...
 
     @property
@@ -104,13 +106,14 @@ class InThreads:
                 talk.recalled,
                 audio_in_video,
                 talk.variables,
+                talk.remote.media() if talk.remote is not None else NONE,
             )
             return pack(work.build_conversation(self.builder, *given))
 
         return await asyncio.to_thread(run)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float | None, sender: str = ""
     ) -> tuple[Windows, MemFile]:
         return await _with_file(do_cut, sound.view(), seconds)
 

@@ -45,6 +45,7 @@ from stretto.preprocess.pool.jobs import (
     NeedsProcess,
     Outline,
     Read,
+    RemoteFiles,
     Stop,
     Work,
     WorkerReady,
@@ -58,6 +59,7 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import do_cut, do_outline
 from stretto.preprocess.prepared import with_features
 from stretto.preprocess.prompt import Prompt
+from stretto.preprocess.remote_media import NONE
 
 Packed = tuple[Built, MemFile]
 """A prompt, and the memory file that holds it, which the caller closes."""
@@ -140,13 +142,16 @@ def do(
     match job:
         case Build():
             recalled: dict[str, str] = {}
-            if len(files) > 1:
+            if job.recalls:
                 recalled = msgspec.json.decode(files[1].view(), type=dict[str, str])
+            remote = NONE
+            if job.remote is not None:
+                remote = RemoteFiles(files[-1], job.remote, job.not_fetched).media()
             words = _part(data, job.instructions) if job.instructions is not None else None
             messages = work.read_messages(_part(data, job.messages), job.form, words, recalled)
             if not (only_text and work.has_media(messages)):
                 tools = _part(data, job.tools) if job.tools is not None else None
-                more = recalled, job.audio_in_video, job.variables
+                more = recalled, job.audio_in_video, job.variables, remote
                 return pack(work.build_conversation(builder, messages, tools, *more))
         case Continue():
             return _continue(builder, job, data)

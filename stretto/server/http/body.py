@@ -31,11 +31,10 @@ class Body:
     size: int = 0
     memfile: MemFile | None = None  # holds all of it, once it is large
     _parts: list[bytes] = field(default_factory=list)
+    _attached: list[MemFile] = field(default_factory=list)
 
     def add(self, part: bytes) -> None:
-        if not self.shares.take(self.owner, len(part)):
-            raise self._too_many(len(part))
-        self.size += len(part)
+        self.reserve(len(part))
         if self.memfile is None and self.size > ON_THE_LOOP:
             self.memfile = MemFile.of(*self._parts)
             self._parts.clear()
@@ -43,6 +42,16 @@ class Body:
             self._parts.append(part)
         else:
             self.memfile.append(part)
+
+    def reserve(self, size: int) -> None:
+        """Count so many bytes more among those of this request."""
+        if not self.shares.take(self.owner, size):
+            raise self._too_many(size)
+        self.size += size
+
+    def attach(self, memfile: MemFile) -> None:
+        """A file that was fetched for this request: it goes when the body does."""
+        self._attached.append(memfile)
 
     @property
     def data(self) -> bytes:
@@ -63,6 +72,8 @@ class Body:
         self.shares.give_back(self.owner, self.size)
         self.size = 0
         self._parts.clear()
+        for memfile in self._attached:
+            memfile.close_in_thread()
         if self.memfile is not None:
             self.memfile.close_in_thread()
 

@@ -70,7 +70,8 @@ def _take(form: Form, body: Source, head: bytes, value: ByteRange) -> None:
     if found is None:
         raise Invalid("a field of the form has no name")
     name = found[1].decode("utf-8", "replace")
-    if name in form.fields or name in form.files:
+    several = name.endswith("[]") and name not in form.files
+    if (name in form.fields and not several) or name in form.files:
         raise Invalid(f"{name} is there twice", name)
     if _FILE.search(head):
         form.files[name] = value
@@ -80,7 +81,9 @@ def _take(form: Form, body: Source, head: bytes, value: ByteRange) -> None:
             f"{name} has more than the {MAX_FIELD:,} bytes of a field that is no file", name
         )
     try:
-        form.fields[name] = _read(body, *value).decode()
+        text = _read(body, *value).decode()
+        before = f"{form.fields[name]}," if name in form.fields else ""
+        form.fields[name] = before + text
     except UnicodeDecodeError:
         raise Invalid(f"{name} is not UTF-8", name) from None
 

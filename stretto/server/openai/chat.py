@@ -26,6 +26,7 @@ from stretto.preprocess.audio_references import references
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import outline
+from stretto.preprocess.remote_media import remote_urls
 from stretto.server.http.body import ON_THE_LOOP, Body
 from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import codecs
@@ -144,6 +145,7 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
         sender=request_log.sender,
         close=body.close,
         variables=variables(request.chat_template_kwargs),
+        remote=await service.media.fetch(remote_urls(messages), body),
     )
     return ChatInput(request, talk, await _grammar(service, request, used, request_log))
 
@@ -163,7 +165,8 @@ async def _read_large(
     recalled = service.memory.recall(outlined.references, request_log.owner)
     talk = Conversation(
         file, outlined.long["messages"], span, recalled, request_log.sender, body.close,
-        variables(request.chat_template_kwargs)
+        variables(request.chat_template_kwargs),
+        remote=await service.media.fetch(outlined.remote, body),
     )  # fmt: skip
     stated = None
     if span is not None and calls_required(request):

@@ -2,7 +2,8 @@
 made.
 
 An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from
-libsndfile and are run on worker threads by the routes (`slow`). A stream cannot have its header
+libsndfile, `aac` from FFmpeg where PyAV is installed, and the routes run them on worker threads
+(`slow`). A stream cannot have its header
 corrected at the end: wav and flac say that their length is open, opus states no length, and mp3 has
 a constant bit rate, from which readers work it out. A file that is encoded whole says how long it
 is."""
@@ -14,6 +15,8 @@ import io
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +31,7 @@ CONTENT_TYPES = {
     "mp3": "audio/mpeg",
     "flac": "audio/flac",
     "opus": "audio/ogg",
+    "aac": "audio/aac",
 }
 _LIBSNDFILE = {
     "mp3": ("MP3", "MPEG_LAYER_III"),
@@ -40,6 +44,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "compression_level": 0.25
     },  # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
 }
+_ADTS_RATES = (96000, 88200, 64000, 48000, 44100, 32000, 24000, 22050, 16000, 12000, 11025, 8000)
+_AAC_BIT_RATE = 64_000
 _OPEN = 0xFFFFFFFF  # a length nobody knows yet
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
 # Threads of its own: decoding what clients send takes the default ones, for seconds at a time.
@@ -163,9 +169,58 @@ class Compressed:
         self._file.write(np.frombuffer(pcm, "<i2"))
 
 
+class Aac:
+    """AAC by FFmpeg, each packet behind a header of its own (ADTS), so that a stream can be played
+    from any of them. Decoders begin with 1,024 samples of silence."""
+
+    slow = True
+
+    def __init__(self, rate: int) -> None:
+        import av
+
+        self._frame_of = av.AudioFrame.from_ndarray
+        self._rate = rate
+        self._num_samples = 0
+        self._encoder = av.CodecContext.create("aac", "w")
+        self._encoder.sample_rate = rate
+        self._encoder.layout = "mono"
+        self._encoder.format = "fltp"
+        self._encoder.bit_rate = _AAC_BIT_RATE
+
+    def feed(self, pcm: bytes) -> bytes:
+        if not pcm:
+            return b""
+        samples = np.frombuffer(pcm, "<i2").astype(np.float32) / np.float32(32768)
+        frame = self._frame_of(samples[None], format="fltp", layout="mono")
+        frame.sample_rate = self._rate
+        frame.pts = self._num_samples
+        self._num_samples += len(samples)
+        return self._packets(frame)
+
+    def finish(self) -> bytes:
+        silence = b"" if self._num_samples else self.feed(bytes(2))  # no packet for no samples
+        return silence + self._packets(None)
+
+    def _packets(self, frame: Any) -> bytes:
+        packets = map(bytes, self._encoder.encode(frame))
+        return b"".join(adts_header(len(data), self._rate) + data for data in packets)
+
+
+def adts_header(size: int, rate: int) -> bytes:
+    """Of a packet of one AAC-LC frame, mono."""
+    sync, profile, channels, fullness = 0xFFF1, 1, 1, 0x7FF
+    bits = sync << 40 | profile << 38 | _ADTS_RATES.index(rate) << 34 | channels << 30
+    return (bits | (size + 7) << 13 | fullness << 2).to_bytes(7, "big")
+
+
 def streamed(format: str, rate: int) -> Encoder:
     """An encoder for speech that is sent as it is made."""
-    makers: dict[str, Callable[[], Encoder]] = {"pcm": Raw, "pcm16": Raw, "wav": lambda: Wav(rate)}
+    makers: dict[str, Callable[[], Encoder]] = {
+        "pcm": Raw,
+        "pcm16": Raw,
+        "wav": lambda: Wav(rate),
+        "aac": lambda: Aac(rate),
+    }
     return makers[format]() if format in makers else Compressed(format, rate)
 
 
@@ -175,6 +230,9 @@ def encode(format: str, pcm: bytes, rate: int) -> bytes:
         return pcm
     if format == "wav":
         return wav_header(rate, len(pcm)) + pcm
+    if format == "aac":
+        aac = Aac(rate)
+        return aac.feed(pcm) + aac.finish()
     encoder = Compressed(format, rate)
     encoder.write(pcm)
     return encoder.finish()
@@ -184,7 +242,7 @@ async def encode_elsewhere(format: str, pcm: bytes, rate: int) -> bytes:
     """The same without holding up the event loop."""
     return (
         await elsewhere(encode, format, pcm, rate)
-        if format in _LIBSNDFILE
+        if format in (*_LIBSNDFILE, "aac")
         else encode(format, pcm, rate)
     )
 
@@ -205,6 +263,17 @@ def check(format: str, param: str) -> None:
     if format not in CONTENT_TYPES:
         known = ", ".join(f for f in CONTENT_TYPES if f != "pcm16")
         raise Invalid(f"{param} {format!r} is not supported; use one of {known}", param)
+    if format == "aac" and not _has_ffmpeg():
+        raise Invalid(
+            f"{param}: aac needs PyAV where the server runs (pip install 'stretto[video]'); "
+            f"mp3 and opus need nothing",
+            param,
+        )
+
+
+@cache
+def _has_ffmpeg() -> bool:
+    return find_spec("av") is not None
 
 
 class Pieces:

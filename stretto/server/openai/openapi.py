@@ -25,6 +25,7 @@ from stretto.server.openai.schema import (
     TranscriptDelta,
     TranscriptDone,
     TranscriptionRequest,
+    TranscriptSegment,
     VerboseTranscript,
     Version,
     VoiceCard,
@@ -32,6 +33,7 @@ from stretto.server.openai.schema import (
     VoiceList,
     VoiceRequest,
 )
+from stretto.server.realtime.client_secret_route import ClientSecretAnswer, ClientSecretRequest
 
 RESPONSE_EVENTS = (
     r.Created,
@@ -80,7 +82,9 @@ def document() -> dict[str, Any]:
         ModelList,
     ]
     types += [VoiceRequest, VoiceCard, VoiceList, VoiceDeleted]
-    types += [TranscriptionRequest, Transcript, VerboseTranscript, TranscriptDelta, TranscriptDone]
+    types += [TranscriptionRequest, Transcript, VerboseTranscript]
+    types += [TranscriptDelta, TranscriptSegment, TranscriptDone]
+    types += [ClientSecretRequest, ClientSecretAnswer]
     _, parts = msgspec.json.schema_components([*types, Health, Version, Failure], ref_template=_REF)
     parts["ChatRequest"]["properties"] |= _undecoded()
     parts["ChatRequest"]["required"] = ["messages"]
@@ -88,6 +92,9 @@ def document() -> dict[str, Any]:
     parts["ResponsesRequest"]["required"] = ["input"]
     parts["VoiceRequest"]["properties"]["audio"] = {"type": "string", "contentEncoding": "base64"}
     parts["VoiceRequest"]["required"] = ["name", "audio"]
+    parts["ClientSecretRequest"]["properties"]["session"] = {
+        "anyOf": [{"type": "object"}, {"type": "null"}]
+    }
     parts["TranscriptionForm"] = _form(parts.pop("TranscriptionRequest"))
     return {
         "openapi": "3.1.0",
@@ -102,7 +109,7 @@ def document() -> dict[str, Any]:
 
 
 def _paths() -> dict[str, Any]:
-    audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg")}
+    audio: dict[str, Any] = {f"audio/{t}": {} for t in ("pcm", "wav", "mpeg", "flac", "ogg", "aac")}
     speech = {
         **audio,
         "text/event-stream": {"schema": _event("SpeechDelta", "SpeechDone", "Failure")},
@@ -121,7 +128,10 @@ def _paths() -> dict[str, Any]:
     heard = {
         "application/json": {"schema": either},
         "text/plain": {"schema": {"type": "string"}},
-        "text/event-stream": {"schema": _event("TranscriptDelta", "TranscriptDone", "Failure")},
+        "text/vtt": {"schema": {"type": "string"}},
+        "text/event-stream": {
+            "schema": _event("TranscriptDelta", "TranscriptSegment", "TranscriptDone", "Failure")
+        },
     }
     schema = {"$ref": _REF.format(name="TranscriptionForm")}
     form = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
@@ -150,6 +160,8 @@ def _paths() -> dict[str, Any]:
         "requestBody": form}},
         "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS),
         "requestBody": form}},
+        "/v1/realtime/client_secrets": {"post": _post("Make a key that a browser may hold",
+        "ClientSecretRequest", _as_json("ClientSecretAnswer"))},
         "/v1/models": {"get": _get("The models", _as_json("ModelList"), 401, 403, 421, 503)},
         "/v1/models/{model}": {
             "get": {**_get("One", _as_json("ModelCard"), 401, 403, 404, 421, 503),
@@ -262,7 +274,9 @@ def _messages() -> dict[str, Any]:
     url = {
         "type": "object",
         "required": ["url"],
-        "properties": {"url": {"type": "string", "description": "a data URI"}},
+        "properties": {
+            "url": {"type": "string", "description": "a data URI, or an address of an allowed host"}
+        },
     }
     sound = {
         "type": "object",

@@ -25,6 +25,7 @@ from stretto.preprocess.audio_references import references
 from stretto.preprocess.pool.jobs import ByteRange, Conversation
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import outline
+from stretto.preprocess.remote_media import remote_urls
 from stretto.server.http.body import ON_THE_LOOP, Body
 from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import response_schema as r
@@ -130,7 +131,7 @@ class ResponseInput:
 
 async def read_responses(service: Service, body: Body, request_log: RequestLog) -> ResponseInput:
     """Cuts a body into its fields: on the event loop if it is small, else in another process."""
-    short, long, known = await _outline(service, body, request_log)
+    short, long, known, urls = await _outline(service, body, request_log)
     request = decode(short, _decoder, _longest)
     refuse_unsupported(request)
     if not long.size("input"):
@@ -146,6 +147,7 @@ async def read_responses(service: Service, body: Body, request_log: RequestLog) 
         variables(request.chat_template_kwargs),
         "responses",
         long.spans.get("instructions"),
+        await service.media.fetch(urls, body),
     )
     grammar = await _grammar(service, request, long if calls else None, request_log)
     shown = long.shown("instructions", ABSENT), long.shown("tools", _EMPTY)
@@ -154,20 +156,23 @@ async def read_responses(service: Service, body: Body, request_log: RequestLog) 
 
 async def _outline(
     service: Service, body: Body, request_log: RequestLog
-) -> tuple[bytes, LongFields, tuple[str, ...]]:
-    """The short fields, the long ones, and ids of earlier items that may be in these."""
+) -> tuple[bytes, LongFields, tuple[str, ...], tuple[str, ...]]:
+    """The short fields, the long ones, and what these may refer to: ids of earlier items, and
+    addresses of media."""
     if body.memfile is None:
         short, found = outline(body.data, LONG_FIELDS, ON_THE_LOOP)
         ends = list(accumulate((len(value) for value in found.values()), initial=0))
         spans = dict(zip(found, pairwise(ends), strict=True))
         long = LongFields.of(b"".join(found.values()), spans)
-        return short, long, references(found.get("input", b""))
+        given = found.get("input", b"")
+        return short, long, references(given), remote_urls(given)
     outlined, file = await service.engine().outline(
         body.memfile, LONG_FIELDS, ON_THE_LOOP, request_log.sender
     )
     body.replace(file)
     await service.turns.take()
-    return file.read(0, outlined.short), LongFields.of(file, outlined.long), outlined.references
+    long = LongFields.of(file, outlined.long)
+    return file.read(0, outlined.short), long, outlined.references, outlined.remote
 
 
 def refuse_unsupported(request: r.ResponsesRequest) -> None:

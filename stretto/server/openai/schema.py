@@ -177,12 +177,15 @@ class TranscriptionRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_o
     language: Annotated[str, Meta(max_length=8)] | None = None
     # what the sound is about, names that are in it
     prompt: Annotated[str, Meta(max_length=4096)] | None = None
-    response_format: Literal["json", "text", "verbose_json"] | None = None  # None: json
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] | None = (
+        None  # None: json
+    )
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # None: greedy
     stream: bool | None = None
-    timestamp_granularities: Literal["segment"] | None = (
-        None  # of verbose_json: a segment is a window
-    )
+    # of verbose_json, which has segments anyhow
+    timestamp_granularities: (
+        Annotated[list[Literal["segment", "word"]], Meta(max_length=2)] | None
+    ) = None
 
     # Ours.
     seed: Seed | None = None
@@ -384,6 +387,15 @@ class VerboseTranscript(Struct, frozen=True):
     language: str
     duration: float
     segments: list[Segment]
+
+
+class TranscriptSegment(Struct, frozen=True, tag="transcript.text.segment"):
+    """Of a stream in verbose_json: a segment is complete."""
+
+    id: str
+    start: float
+    end: float
+    text: str
 
 
 class TranscriptDelta(Struct, frozen=True, tag="transcript.text.delta"):

@@ -64,8 +64,6 @@ def speak(
     info = engine.info
     defaults = engine.info.defaults
     service.check_model(request.model, engine)
-    if request.speed not in (None, 1.0):
-        raise Invalid("speed: only 1 is supported", "speed")
     check_lengths(
         request.min_audio_frames,
         request.max_audio_frames or defaults.max_frames,
@@ -76,6 +74,7 @@ def speak(
         **speech_fields(request),
         "max_frames": request.max_audio_frames,
         "min_frames": request.min_audio_frames,
+        "speed": request.speed,
     }
     request_log.sample_rate = info.sample_rate
     name = voice_name(request.voice)

@@ -1,17 +1,19 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its words out, as they
 are found.
 
-The file is decoded by the prompt worker, which cuts it into windows at quiet places; the model
-writes down one window after the other, so that a sound may be longer than its context. All else
-runs on the event loop."""
+The file is decoded by the prompt worker, which cuts it into windows; the model writes down one
+window after the other, so that a sound may be longer than its context. Formats that tell times get
+shorter windows, which end where speech pauses: each is a segment, whose times are where its speech
+begins and ends in the sound, and not what the model says. All else runs on the event loop."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from stretto.errors import Invalid
 from stretto.family import Transcription
 from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation
+from stretto.preprocess.pool.jobs import Windows as Cut
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange
@@ -33,6 +36,7 @@ from stretto.server.openai.schema import (
     TranscriptDelta,
     TranscriptDone,
     TranscriptionRequest,
+    TranscriptSegment,
     VerboseTranscript,
 )
 from stretto.server.request_log import RequestLog
@@ -42,6 +46,8 @@ from stretto.types import RequestId
 WINDOW_S = 30.0
 """Longest window: as much as recordings that models are taught with."""
 RATE = 16_000
+GRANULARITIES = "timestamp_granularities"
+WITH_TIMES = ("verbose_json", "srt", "vtt")
 _CODE = re.compile(r"[a-z]{2,3}")
 
 
@@ -80,6 +86,8 @@ def _of_form(source: Source, mark: bytes, translate: bool) -> Sound:
 def fields(form: Form) -> TranscriptionRequest:
     """Text, as forms have it, in the types of the struct."""
     given: dict[str, Any] = {name.removesuffix("[]"): value for name, value in form.fields.items()}
+    if GRANULARITIES in given:
+        given[GRANULARITIES] = given[GRANULARITIES].split(",")
     try:
         return msgspec.convert(given, TranscriptionRequest, strict=False)
     except msgspec.ValidationError as e:
@@ -94,14 +102,41 @@ async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> No
             sound.request,
         )  # which may be draining by now
         service.check_model(request.model, engine)
+        check_times(request)
         if engine.info.transcription is None:
             raise Invalid("this model cannot transcribe speech", "model")
         words = instruction(engine.info.transcription, request, sound.translate)
-        cut, file = await engine.cut(sound.file, WINDOW_S, request_log.sender)
+        longest = None if request.response_format in WITH_TIMES else WINDOW_S
+        cut, file = await engine.cut(sound.file, longest, request_log.sender)
     async with file:
         view = file.view()
-        texts = Windows(service, exchange, words, request, [view[a:b] for a, b in cut.windows])
+        windows = [view[a:b] for a, b in cut.windows]
+        texts = Windows(
+            service, exchange, words, request, windows, times(cut), file.size / 2 / RATE
+        )
         await (stream_text if request.stream else whole_text)(texts)
+
+
+def check_times(request: TranscriptionRequest) -> None:
+    if "word" in (request.timestamp_granularities or ()):
+        raise Invalid(
+            "timestamp_granularities: the model gives no times of words; segments have times",
+            GRANULARITIES,
+        )
+    if request.stream and request.response_format in ("srt", "vtt"):
+        raise Invalid(
+            f"response_format: {request.response_format} is not streamed; verbose_json is, with "
+            f"an event for each segment",
+            "response_format",
+        )
+
+
+def times(cut: Cut) -> list[tuple[float, float]]:
+    """When the speech of each segment begins and ends, in seconds."""
+    return [
+        (round((a // 2 + before) / RATE, 3), round((b // 2 - after) / RATE, 3))
+        for (a, b), (before, after) in zip(cut.windows, cut.quiet)
+    ]
 
 
 def instruction(how: Transcription, request: TranscriptionRequest, translate: bool) -> str:
@@ -127,7 +162,14 @@ class Windows:
     words: str
     request: TranscriptionRequest
     sounds: list[memoryview]
+    times: list[tuple[float, float]]  # of each, if these are asked for
+    seconds: float  # of the whole sound
     tokens: int = 0
+
+    def segments(self, parts: list[str]) -> list[Segment]:
+        """Those in which something is said."""
+        said = [(s, p.strip()) for s, p in zip(self.times, parts, strict=True) if p.strip()]
+        return [Segment(i, *span, text) for i, (span, text) in enumerate(said)]
 
     async def deltas(self) -> AsyncIterator[tuple[int, str]]:
         """Pieces of text with their window's number; a blank between two windows."""
@@ -176,31 +218,73 @@ async def whole_text(texts: Windows) -> None:
     exchange = texts.exchange
     match texts.request.response_format:
         case "text":
-            data = (whole + "\n").encode()
-            length = (b"content-length", str(len(data)).encode())
-            await exchange.start(200, [(b"content-type", b"text/plain; charset=utf-8"), length])
-            await exchange.write(data, more=False)
+            await reply_text(exchange, whole + "\n", "text/plain")
+        case "srt":
+            await reply_text(exchange, srt(texts.segments(parts)), "text/plain")
+        case "vtt":
+            await reply_text(exchange, vtt(texts.segments(parts)), "text/vtt")
         case "verbose_json":
-            segments = []
-            at = 0.0
-            for i, (part, pcm) in enumerate(zip(parts, texts.sounds, strict=True)):
-                stop = at + len(pcm) / 2 / RATE
-                segments.append(Segment(i, round(at, 3), round(stop, 3), part.strip()))
-                at = stop
             language = texts.request.language or ""
-            await exchange.reply(VerboseTranscript(whole, language, round(at, 3), segments))
+            found = texts.segments(parts)
+            await exchange.reply(VerboseTranscript(whole, language, round(texts.seconds, 3), found))
         case _:
             await exchange.reply(Transcript(whole))
 
 
+async def reply_text(exchange: Exchange, text: str, kind: str) -> None:
+    data = text.encode()
+    length = (b"content-length", str(len(data)).encode())
+    content = (b"content-type", f"{kind}; charset=utf-8".encode())
+    await exchange.start(200, [content, length])
+    await exchange.write(data, more=False)
+
+
+def srt(segments: Sequence[Segment]) -> str:
+    return "".join(
+        f"{s.id + 1}\n{clock(s.start, ',')} --> {clock(s.end, ',')}\n{one_line(s.text)}\n\n"
+        for s in segments
+    )
+
+
+def vtt(segments: Sequence[Segment]) -> str:
+    """The signs that mean something in WebVTT are escaped."""
+    cues = [
+        f"{clock(s.start, '.')} --> {clock(s.end, '.')}\n{escape(one_line(s.text), quote=False)}\n"
+        for s in segments
+    ]
+    return "\n".join(["WEBVTT\n", *cues])
+
+
+def one_line(text: str) -> str:
+    """An empty line would end a subtitle, and an arrow be taken for times."""
+    return " ".join(text.replace("-->", "→").split())
+
+
+def clock(seconds: float, point: str) -> str:
+    minutes, ms = divmod(round(1000 * seconds), 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{ms // 1000:02}{point}{ms % 1000:03}"
+
+
 async def stream_text(texts: Windows) -> None:
-    whole = ""
-    async for _, text in texts.deltas():
-        if not texts.exchange.started:
-            await texts.exchange.start_events()
-        whole += text
-        await texts.exchange.event(TranscriptDelta(text))
-    if not texts.exchange.started:
-        await texts.exchange.start_events()
-    await texts.exchange.event(TranscriptDone(whole.strip()))
-    await texts.exchange.write(b"", more=False)
+    exchange = texts.exchange
+    parts = [""] * len(texts.sounds)
+    done = 0  # windows whose text is complete
+    async for i, text in texts.deltas():
+        if not exchange.started:
+            await exchange.start_events()
+        await send_segments(texts, parts, done, i)
+        done = i
+        parts[i] += text
+        await exchange.event(TranscriptDelta(text))
+    if not exchange.started:
+        await exchange.start_events()
+    await send_segments(texts, parts, done, len(parts))
+    await exchange.event(TranscriptDone("".join(parts).strip()))
+    await exchange.write(b"", more=False)
+
+
+async def send_segments(texts: Windows, parts: list[str], start: int, stop: int) -> None:
+    """Of windows that are complete, where times are asked for."""
+    for i in range(start, min(stop, len(texts.times))):
+        if text := parts[i].strip():
+            await texts.exchange.event(TranscriptSegment(f"seg_{i}", *texts.times[i], text))

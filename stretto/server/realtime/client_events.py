@@ -95,7 +95,7 @@ class AudioInput(Struct):
 class AudioOutput(Struct):
     format: Format | UnsetType | None = UNSET
     voice: Name | VoiceId | UnsetType | None = UNSET
-    speed: float | UnsetType | None = UNSET
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | UnsetType | None = UNSET
 
 
 class Audio(Struct):

@@ -21,6 +21,8 @@ from stretto.server.loop_time import HEAVY
 from stretto.server.openai.error_body import respond
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
+from stretto.server.realtime.client_secret_route import read_session
+from stretto.server.realtime.client_secrets import CLIENT_SECRET, ClientSecret
 from stretto.server.realtime.options import Kind
 from stretto.server.realtime.realtime_session import RealtimeSession
 from stretto.server.realtime.send_queue import SendQueue, SlowClient
@@ -68,7 +70,8 @@ class Realtime:
         request_log.route = "realtime"
         try:
             engine = self.service.engine()
-            kind = _kind(scope)
+            secret: ClientSecret | None = scope.get(CLIENT_SECRET)
+            kind = _kind(scope, secret)
             model = self._model(engine, kind, _query(scope, "model"))
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
@@ -83,6 +86,8 @@ class Realtime:
                     self.service, session, send_queue, receive, send, request_log.owner, beta
                 )
                 try:
+                    if secret is not None:
+                        await session.begin_with(read_session(secret.session))
                     await connection.run(
                         SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None
                     )
@@ -243,11 +248,16 @@ class RealtimeConnection:
                 return IDLE
 
 
-def _kind(scope: Scope) -> Kind:
+def _kind(scope: Scope, secret: ClientSecret | None) -> Kind:
     intent = _query(scope, "intent")
     if intent not in (None, "conversation", "transcription"):
         raise Invalid("intent must be conversation or transcription", "intent")
-    return "transcription" if intent == "transcription" else "realtime"
+    kind: Kind = "transcription" if intent == "transcription" else "realtime"
+    if secret is None:
+        return kind
+    if intent is not None and kind != secret.kind:
+        raise Invalid(f"this client secret is for a {secret.kind} session", "intent")
+    return secret.kind
 
 
 def _query(scope: Scope, name: str) -> str | None:

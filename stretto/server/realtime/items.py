@@ -51,6 +51,12 @@ class Speech:
     text: str
     seconds: float  # of sound that was sent
     complete: bool  # that was all of it
+    speed: float = 1.0
+
+    def played_text(self, played_s: float) -> str:
+        """Its words up to this time of the sound."""
+        times = played_s * self.speed, self.seconds * self.speed
+        return played_text(self.text, *times, self.complete)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +182,7 @@ class Conversation:
     async def truncate(self, entry: Entry, played: float) -> None:
         """Forget what comes after this time of a spoken answer: it was not played."""
         assert entry.speech is not None
-        words = played_text(entry.speech.text, played, entry.speech.seconds, entry.speech.complete)
+        words = entry.speech.played_text(played)
         entry.item.content = [Part("output_audio", transcript=words)]
         await self.update_engine(entry, {"role": "assistant", "content": words} if words else None)
 

@@ -2,8 +2,8 @@
 
 Only fields that an update names change; objects merge; null clears or goes back to the default.
 Much of what we do not support is taken and ignored, since stock clients send it unasked and an
-error would end their session; what changes how an answer is made or cut (`speed`, `truncation`,
-`include`) is refused, unless it says what we do anyway."""
+error would end their session; what changes how an answer is cut or told (`truncation`, `include`)
+is refused, unless it says what we do anyway."""
 
 from __future__ import annotations
 
@@ -110,6 +110,7 @@ class Options:
     only_tool: str | None = None  # the one that may be called
     max_output_tokens: int | Literal["inf"] = "inf"
     output_format: FormatName = "audio/pcm"
+    speed: float = 1.0
     temperature: float | None = None
     seed: int | None = None
     greedy_speech: bool | None = None
@@ -154,6 +155,7 @@ class Options:
             "seed": self.seed,
             "greedy_speech": self.greedy_speech,
             "max_frames": self.max_audio_frames,
+            "speed": self.speed,
             "max_text_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
         chosen: dict[str, Any] = {k: v for k, v in stated.items() if v is not None}
@@ -190,8 +192,8 @@ class Options:
             )
         if "voice" in output:
             changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
-        if output.get("speed") not in (None, 1.0):
-            raise Invalid("audio.output.speed: only 1 is supported", "audio.output.speed")
+        if "speed" in output:
+            changes["speed"] = output["speed"] or default.speed
         result = replace(self, **changes)
         size = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
         if size > MAX_TEXT_BYTES:
@@ -229,6 +231,14 @@ class SessionState:
     noise_reduction: c.NoiseReduction | None = None
     logprobs: bool = False  # of transcriptions
     turns: TurnSettings | None = field(default_factory=TurnSettings)
+
+    @classmethod
+    def default(
+        cls, info: ModelInfo, kind: Kind, id: str, model: str, expires_at: int
+    ) -> SessionState:
+        transcription = c.Transcription() if kind == "transcription" else None
+        options = Options(info.default_voice)
+        return cls(id, model, expires_at, options, kind, transcription=transcription)
 
     def updated(
         self, fields: c.SessionFields, info: ModelInfo, tools: Sequence[Function] | None = None
@@ -295,7 +305,7 @@ class SessionState:
                 "output": {
                     "format": format_to_wire(a.output_format),
                     "voice": a.voice,
-                    "speed": 1.0,
+                    "speed": a.speed,
                 },
             },
         }

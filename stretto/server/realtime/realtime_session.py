@@ -19,7 +19,7 @@ from stretto.engine.protocol import EngineClient
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
-from stretto.server.openai.error_body import describe
+from stretto.server.openai.error_body import Refused, describe
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.answer_log import AnswerRecorder
@@ -33,11 +33,7 @@ from stretto.server.realtime.items import (
     NoSuchItem,
     new_id,
 )
-from stretto.server.realtime.options import (
-    Kind,
-    Options,
-    SessionState,
-)
+from stretto.server.realtime.options import Kind, SessionState
 from stretto.server.realtime.partial_transcripts import PartialTranscripts
 from stretto.server.realtime.response import ResponseTask, SpeechEnd, clock
 from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND, ResponseManager
@@ -120,11 +116,7 @@ class RealtimeSession:
         kind: Kind = "realtime",
     ) -> RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
-        transcription = c.Transcription() if kind == "transcription" else None
-        options = Options(engine.info.default_voice)
-        state = SessionState(
-            new_id("sess"), model, expires, options, kind, transcription=transcription
-        )
+        state = SessionState.default(engine.info, kind, new_id("sess"), model, expires)
         engine_session = engine.session(owner=request_log.owner, sender=request_log.sender)
         request_log.realtime_session = state.id
         recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
@@ -133,6 +125,14 @@ class RealtimeSession:
         )
         session._expect()
         return session
+
+    async def begin_with(self, fields: c.SessionFields) -> None:
+        """Settings from before it was open, those of a client secret."""
+        try:
+            await self._update(fields)
+        except Problem as e:
+            raise Refused(429, str(e), kind="rate_limit_error", code=e.code) from None
+        self._count_memory()
 
     @property
     def busy(self) -> bool:

@@ -24,7 +24,7 @@ from stretto.server.realtime.answer_log import AnswerLog
 from stretto.server.realtime.items import Conversation, Entry, call_message
 from stretto.server.realtime.playback_estimate import PlaybackClock
 from stretto.server.realtime.send_queue import SendQueue
-from stretto.server.realtime.writer import FRAMES_A_SECOND, ResponseWriter, usage_to_wire
+from stretto.server.realtime.writer import ResponseWriter, usage_to_wire
 
 Reason = Literal["turn_detected", "client_cancelled"]
 MAX_SPANS = 2000
@@ -196,7 +196,7 @@ class ResponseTask:
             return False
         if isinstance(event, TextDelta):
             return not event.text
-        return self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND > self._tokens + 1
+        return self.writer.frames_of(self._samples) > self._tokens + 1
 
     def _record_prompt(self, asked: Usage) -> None:
         self._prompt_usage = asked
@@ -324,7 +324,7 @@ class ResponseTask:
         return usage_to_wire(self._engine_usage())
 
     def _engine_usage(self) -> Usage:
-        frames = round(self._samples / self.writer.info.sample_rate * FRAMES_A_SECOND)
+        frames = round(self.writer.frames_of(self._samples))
         return replace(
             self._prompt_usage, text_tokens=self._tokens, frames=frames, samples=self._samples
         )

@@ -168,6 +168,11 @@ class ResponseWriter:
             self.put(s.ItemAdded(previous_item_id=previous, item=item))
         return entry
 
+    def frames_of(self, num_samples: int) -> float:
+        """How many frames of speech these samples were made of."""
+        seconds = num_samples / self.info.sample_rate * self.options.speed
+        return seconds * FRAMES_A_SECOND
+
     def close(self, completed: bool, whole: bool = True) -> None:
         """The end of the message that is open, if one is. `whole`: its sound is all that there
         would have been."""
@@ -184,7 +189,10 @@ class ResponseWriter:
             part = s.Part("audio", transcript=text)
             stored = s.Part("output_audio", transcript=text)
             message.entry.speech = Speech(
-                text, message.samples / self.info.sample_rate, completed and whole
+                text,
+                message.samples / self.info.sample_rate,
+                completed and whole,
+                self.options.speed,
             )
         else:
             self.put(s.TextDone(**location, text=text))

@@ -289,7 +289,7 @@ def test_models(solo_server: Running) -> None:
         ({"extra_body": {"tempratur": 1}}, openai.BadRequestError, "tempratur"),
         ({**SPOKEN, "audio": {"voice": "hal", "format": "wav"}}, openai.BadRequestError,
         "audio.voice"),
-        ({**SPOKEN, "audio": {"voice": "ethan", "format": "aac"}}, openai.BadRequestError,
+        ({**SPOKEN, "audio": {"voice": "ethan", "format": "amr"}}, openai.BadRequestError,
         "audio.format"),
         ({"stream": True, **SPOKEN}, openai.BadRequestError, "audio.format"),
     ],

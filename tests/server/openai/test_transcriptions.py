@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import re
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +14,16 @@ import openai
 import pytest
 import soundfile
 
+from stretto.engine.events import Event
+from stretto.preprocess.pool.jobs import Windows
+from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.pool.split import do_cut
+from stretto.server.openai.schema import Segment
+from stretto.server.openai.transcriptions import srt, vtt
 from tests.server.conftest import Running, serve
+from tests.server.realtime.sounds import speech
 from tests.server.scripted_engine import ScriptedEngine
+from tests.server.solo_engine import decoded
 
 RATE = 16_000
 FEW = {"max_tokens": 8}  # random weights find no end
@@ -67,17 +79,117 @@ def test_a_long_sound_is_heard_window_by_window(real_server: Running) -> None:
     )
     told = answer.to_dict()
     assert told["duration"] == pytest.approx(40, abs=0.01)
-    first, second = told["segments"]  # type: ignore[misc]
-    assert first["end"] == second["start"]
-    assert 24 <= first["end"] <= 30
-    assert told["text"] == f"{first['text']} {second['text']}".strip()
+    segments: Any = told["segments"]
+    assert len(segments) >= 4  # noise without a pause
+    assert all(a["end"] <= b["start"] < b["end"] for a, b in pairwise(segments))
+    assert told["text"] == " ".join(s["text"] for s in segments)
+
+
+# ---- times
+
+
+class Scribe(ScriptedEngine):
+    """Hears how long each window is; a sound is cut for real."""
+
+    async def cut(
+        self, sound: MemFile, seconds: float | None, sender: str = ""
+    ) -> tuple[Windows, MemFile]:
+        return do_cut(sound.view(), seconds)
+
+    def generate(self, messages: Any, **given: Any) -> AsyncIterator[Event]:
+        data = decoded(messages)[0][0]["content"][0]["input_audio"]["data"]
+        self.pieces = (f"I heard {len(base64.b64decode(data)) / 2 / RATE:.0f}", " <seconds>.\n")
+        return super().generate(messages, **given)
+
+
+@pytest.fixture(scope="module")
+def scribe() -> Iterator[Running]:
+    with serve(Scribe()) as running:
+        yield running
+
+
+def two_sentences() -> io.BytesIO:
+    """Speech from 0 to 4 s and from 5 to 9 s."""
+    parts = [speech(4.0), np.zeros(RATE), speech(4.0, seed=1), np.zeros(2 * RATE)]
+    file = io.BytesIO()
+    soundfile.write(file, np.concatenate(parts).astype(np.float32), RATE, format="WAV")
+    file.seek(0)
+    file.name = "two.wav"
+    return file
+
+
+def times_of(text: str) -> list[float]:
+    found = re.findall(r"(\d\d):(\d\d):(\d\d)[.,](\d{3})", text)
+    return [int(h) * 3600 + int(m) * 60 + int(s) + int(ms) / 1000 for h, m, s, ms in found]
+
+
+def test_subtitles(scribe: Running) -> None:
+    create = scribe.client().audio.transcriptions.create
+    srt = create(file=two_sentences(), model="default", response_format="srt")
+    assert re.sub(r"\d\d:\d\d:\d\d,\d{3}", "T", str(srt)) == (
+        "1\nT --> T\nI heard 4 <seconds>.\n\n2\nT --> T\nI heard 6 <seconds>.\n\n"
+    )
+    np.testing.assert_allclose(times_of(str(srt)), [0, 4, 5, 9], atol=0.15)
+    vtt = create(file=two_sentences(), model="default", response_format="vtt")
+    assert str(vtt).startswith("WEBVTT\n\n00:00:00.")
+    assert str(vtt).count("&lt;seconds&gt;") == 2
+    assert times_of(str(vtt)) == times_of(str(srt))
+    told = create(
+        file=two_sentences(),
+        model="default",
+        response_format="verbose_json",
+        timestamp_granularities=["segment"],
+    )
+    assert told.segments is not None
+    assert [t for s in told.segments for t in (s.start, s.end)] == times_of(str(srt))
+    assert (told.duration, told.text) == (11.0, "I heard 4 <seconds>.\n I heard 6 <seconds>.")
+
+
+def test_a_stream_with_times_brings_each_segment_when_it_is_complete(scribe: Running) -> None:
+    options: Any = {"model": "default", "stream": True, "response_format": "verbose_json"}
+    stream = scribe.client().audio.transcriptions.create(file=two_sentences(), **options)
+    events: list[Any] = [e.to_dict() for e in stream]
+    kinds = [e["type"].removeprefix("transcript.text.") for e in events]
+    assert kinds == ["delta", "delta", "segment", "delta", "delta", "segment", "done"]
+    segments = [e for e in events if e["type"].endswith("segment")]
+    assert [s["text"] for s in segments] == ["I heard 4 <seconds>.", "I heard 6 <seconds>."]
+    assert 0 <= segments[0]["start"] < segments[0]["end"] < segments[1]["start"]
+
+
+def test_silence_has_no_subtitles(scribe: Running) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(RATE, np.float32), RATE, format="WAV")
+    file.seek(0)
+    file.name = "silence.wav"
+    create = scribe.client().audio.transcriptions.create
+    assert create(file=file, model="default", response_format="vtt") == "WEBVTT\n"  # type: ignore[comparison-overlap]
+
+
+def test_what_a_player_would_misread_is_written_otherwise() -> None:
+    segments = [Segment(0, 3599.9996, 36_000.05, "a\n\nb --> c & d")]
+    assert srt(segments) == "1\n01:00:00,000 --> 10:00:00,050\na b → c & d\n\n"
+    assert vtt(segments) == "WEBVTT\n\n01:00:00.000 --> 10:00:00.050\na b → c &amp; d\n"
+
+
+@pytest.mark.parametrize("asked", [["word"], ["word", "segment"], ["segment", "word"]])
+def test_times_of_words_are_refused_in_a_sentence(scribe: Running, asked: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="no times of words") as caught:
+        scribe.client().audio.transcriptions.create(
+            file=two_sentences(),
+            model="default",
+            response_format="verbose_json",
+            timestamp_granularities=asked,
+        )
+    assert caught.value.body["param"] == "timestamp_granularities"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"language": "xx"}, "language"),
-        ({"response_format": "srt"}, "response_format"),
+        ({"response_format": "diarized_json"}, "response_format"),
+        ({"response_format": "srt", "stream": True}, "response_format"),
+        ({"timestamp_granularities": ["letter"]}, "timestamp_granularities[0]"),
         ({"model": "other"}, "model"),
         ({"extra_body": {"colour": "red"}}, "colour"),
     ],

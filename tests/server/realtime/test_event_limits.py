@@ -473,7 +473,6 @@ def test_log_probabilities_of_a_transcription(
 @pytest.mark.parametrize(
     ("session", "param"),
     [
-        ({"audio": {"output": {"speed": 1.25}}}, "audio.output.speed"),
         ({"truncation": "disabled"}, "truncation"),
         ({"truncation": {"type": "retention_ratio", "retention_ratio": 0.8}}, "truncation"),
         ({"include": ["message.input_image.image_url"]}, "include"),
@@ -504,9 +503,9 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
             )
         c.send(
             "response.create",
-            response={"audio": {"output": {"speed": 2.0}}, "instructions": "Sing."},
+            response={"audio": {"output": {"speed": 4.1}}, "instructions": "Sing."},
         )
-        assert refused(c)["param"] == "audio.output.speed"
+        assert refused(c)["param"] == "response.audio.output.speed"
 
 
 # ---- leaving

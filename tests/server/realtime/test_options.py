@@ -231,3 +231,16 @@ def test_a_session_fits_in_a_message() -> None:
         len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).to_wire()))
         < MAX_TEXT_BYTES + 4096
     )
+
+
+def test_speed_of_a_session_and_of_one_response() -> None:
+    session = update(state(), audio={"output": {"speed": 1.5}})
+    assert session.to_wire()["audio"]["output"]["speed"] == 1.5
+    assert session.answers.params(ChunkSizes(), Params()).speed == 1.5
+
+    def response(**output: Any) -> float:
+        given = fields(c.ResponseFields, audio={"output": output})
+        return session.answers.updated(given, INFO).speed
+
+    assert (response(), response(speed=None), response(speed=0.5)) == (1.5, 1.5, 0.5)
+    assert update(session, audio={"output": {"speed": None}}).answers.speed == 1.0

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.server.realtime.items import Speech
 from stretto.server.realtime.playback_estimate import PlaybackClock, played_text, reading_time
 
 TEXT = "one two three four five six seven eight nine ten"
@@ -24,6 +25,13 @@ def test_text_that_runs_ahead_of_its_sound_was_not_heard() -> None:
     assert reading_time(said) <= 0.5
     # Slow speech: more sound than the text should take. The share is of what was made.
     assert played_text("one two", 3.0, 6.0, False) == "one"
+
+
+def test_fast_speech_has_more_words_in_the_same_time() -> None:
+    assert Speech(TEXT, 5.0, True, speed=2.0).played_text(2.5) == "one two three four five"
+    # Not all of its sound was sent: at twice the speed, half a second is a second of reading.
+    fast = Speech(TEXT, 0.5, False, speed=2.0)
+    assert fast.played_text(0.5) == played_text(TEXT, 1.0, 1.0, False)
 
 
 def test_signs_count_one_by_one() -> None:
