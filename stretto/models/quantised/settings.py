@@ -70,6 +70,14 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> QuantisationSet
     return found[0] if found else None
 
 
+def speaks_of_quantisation(directory: Path, config: Mapping[str, Any]) -> str:
+    """Where a checkpoint says that it is quantised, in whatever way; empty if it does not."""
+    try:
+        return next((where for where, _ in _objects(directory, config)), "")
+    except CheckpointError as e:
+        return str(e)
+
+
 def _objects(directory: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path = directory / "config.json"
     if isinstance(config.get("quantization"), dict):
