@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.env import describe
+from bench.harness.results import write
 from recipes.nano import score, thinker
 from recipes.nano.report import say
 from stretto import Engine
@@ -46,7 +47,7 @@ def run(checkpoint: Path, recogniser: Path, out: Path) -> None:
                 **_measure(folder, listener),
             }
         say("quantised", f"{name}: {found['formats'][name]}")
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write(out, found)
 
 
 def _measure(checkpoint: Path, listener: score.Listener) -> dict[str, Any]:

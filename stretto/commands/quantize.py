@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.hardware import find_device
 from stretto.hub import find_model
 from stretto.registry import PACKABLE_TOO, Quantising, card_rooms, open_model, quantise
 
@@ -52,7 +51,7 @@ def add_quantize_parser(jobs: Any) -> None:
         "--asymmetric", dest="symmetric", action="store_false", help="int4 with zero points"
     )
     how = quantize.add_argument_group("how")
-    how.add_argument("--device", help="default: cuda if there is one, else cpu")
+    how.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda if there is one)")
     how.add_argument("--quiet", action="store_true", help="no progress bar")
     quantize.set_defaults(job=run_quantize, symmetric=True)
 
@@ -66,7 +65,7 @@ def run_quantize(args: argparse.Namespace) -> int:
         args.format,
         group=args.group_size,
         symmetric=args.symmetric,
-        device=args.device or find_device(),
+        device=args.device,
     )
     try:
         show(job, args.quiet)

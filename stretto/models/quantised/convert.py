@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch
 from stretto import __version__, cpu
 from stretto._validation import read_json_file
 from stretto.errors import CheckpointError, Invalid, StrettoError
+from stretto.hardware import card_of
 from stretto.kernels.reference.packed import PackedWeight, empty, pack
 from stretto.models.checkpoint import INDEX, SINGLE, CheckpointFiles, StoredTensor
 from stretto.models.quantised.recognise import OWN_SUFFIXES
@@ -85,17 +87,18 @@ class QuantiseJob:
         name: SchemeName,
         group: int,
         symmetric: bool,
-        device: str,
+        device: str | None,
     ) -> QuantiseJob:
-        """`parts`: names of matrices. Refuses what cannot be done before anything is written."""
-        scheme = Scheme(name, group, symmetric)
+        """`parts`: names of matrices. `device`: None for a GPU, if there is one. Refuses what
+        cannot be done before anything is written."""
+        scheme, where = Scheme(name, group, symmetric), _device(device)
         config = read_json_file(source / CONFIG)
         files = CheckpointFiles.open(source)
         _refuse_quantised(source, config, files)
         names = [name for part in parts.values() for name in part]
         if missing := next((n for n in names if n not in files.tensors), None):
             raise CheckpointError(f"{source}: {missing} is missing")
-        job = cls(source, out, scheme, frozenset(names), files, torch.device(device))
+        job = cls(source, out, scheme, frozenset(names), files, where)
         _check_out(source, out)
         job._check_disk()
         return job
@@ -195,8 +198,8 @@ class QuantiseJob:
             new.put(shard.layout.header, 0)
             for stored in shard.sources:
                 if stored.name in self.names:
-                    for name, data in self._quantised(stored, f.fileno()).items():
-                        new.put(_bytes(data), shard.layout.places[name][0])
+                    for name, made in self._quantised(stored, f.fileno()).items():
+                        new.put(_bytes(made), shard.layout.places[name][0])
                     tick(stored.nbytes)
                 else:
                     at, _ = shard.layout.places[stored.name]
@@ -238,6 +241,17 @@ class QuantiseJob:
             for t in self.files.tensors.values()
             if t.name.endswith(".weight") and len(t.shape) == 2 and t.name not in self.names
         )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise Invalid(f"--device must be cpu, cuda or cuda:N, got {name}", "device")
+    card, count = card_of(name), torch.cuda.device_count()
+    if card is not None and card >= count:
+        raise Invalid(f"--device {name}: PyTorch sees {count} GPUs", "device")
+    return torch.device(name)
 
 
 def _refuse_quantised(source: Path, config: Mapping[str, Any], files: CheckpointFiles) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,11 +101,11 @@ class Scheme:
         }
 
     def _weights(self) -> dict[str, Any]:
-        how: Mapping[str, Any] = {
+        ways: dict[SchemeName, dict[str, Any]] = {
             "int4": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group},
             "fp8-block": {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
             "fp8-row": {"strategy": "channel"},
-        }[self.name]
+        }
         usual = {
             "num_bits": 8,
             "type": "float",
@@ -113,11 +113,11 @@ class Scheme:
             "block_structure": None,
             "actorder": None,
         }
-        return {**usual, **how, "symmetric": self.symmetric, "dynamic": False}
+        return {**usual, **ways[self.name], "symmetric": self.symmetric, "dynamic": False}
 
     def _activations(self) -> dict[str, Any]:
         """What other engines may do with activations; Stretto leaves them as they are."""
-        by = {"strategy": "token", "group_size": None}
+        by: dict[str, Any] = {"strategy": "token", "group_size": None}
         if self.name == "fp8-block":
             by = {"strategy": "group", "group_size": BLOCK}
         return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, **by}
