@@ -21,6 +21,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding", "cards"),
     "connectors": ("hops", "copies", "machines"),
     "ingress": (),
+    "memory": (),
     "path": (),
     "report": (),
 }

@@ -13,6 +13,7 @@ from stretto.commands.bench import add_bench_parser
 from stretto.commands.completion import add_completion_parser
 from stretto.commands.generate import add_generate_parser
 from stretto.commands.parsers import check_command, commands, unrecognized
+from stretto.commands.quantize import add_quantize_parser
 from stretto.commands.serve import add_env_parser, add_serve_parser
 from stretto.commands.speak import add_speak_parser
 from stretto.commands.talk import add_talk_parser
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     tiny.add_argument("--seed", type=int, default=0)
     tiny.add_argument("--family", metavar="NAME", help="of which model (a wrong name lists them)")
     tiny.set_defaults(job=run_tiny)
+    add_quantize_parser(jobs)
     add_env_parser(jobs)
     add_completion_parser(jobs, parser)
     for job in jobs.choices.values():

@@ -130,6 +130,12 @@ def _score(a: argparse.Namespace) -> None:
     )
 
 
+def _quantised(a: argparse.Namespace) -> None:
+    from recipes.nano import quantised
+
+    quantised.run(a.checkpoint, a.recogniser, a.out)
+
+
 def _heard(a: argparse.Namespace) -> None:
     from recipes.nano import heard
 
@@ -255,6 +261,10 @@ def main() -> None:
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
+    p = step("quantised", _quantised, "what `stretto quantize` does to the checkpoint's answers")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
+    p.add_argument("--out", type=Path, required=True, help="a JSON file; it goes on with one")
     p = step(
         "heard",
         _heard,

@@ -96,9 +96,12 @@ def add_env_parser(jobs: Any) -> None:
     env = jobs.add_parser(
         "env",
         help="describe this machine and installation, for reports",
-        usage="stretto env [MODEL] [--json]",
+        usage="stretto env [MODEL] [--cards] [--json]",
     )
     env.add_argument("model", nargs="?", help="a checkpoint to describe too, as for `serve`")
+    env.add_argument(
+        "--cards", action="store_true", help="and on which cards it fits, with how much KV cache"
+    )
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(job=run_env)
 
@@ -297,7 +300,9 @@ def _quote(word: str) -> str:
 
 
 def run_env(args: argparse.Namespace) -> int:
-    facts = describe() | describe_model(args.model)
+    if args.cards and args.model is None:
+        raise Invalid("--cards is of a checkpoint: name a MODEL", "cards")
+    facts = describe() | describe_model(args.model, args.cards)
     text = (
         json.dumps(facts, indent=2)
         if args.json
@@ -323,15 +328,16 @@ def describe() -> dict[str, str]:
     return facts | _gpus()
 
 
-def describe_model(model: str | None) -> dict[str, str]:
-    """A checkpoint's family, and how its weights are stored."""
+def describe_model(model: str | None, on_cards: bool = False) -> dict[str, str]:
+    """A checkpoint's family, how its weights are stored, and which cards it fits."""
     if model is None:
         return {}
-    from stretto.registry import model_type, open_model
+    from stretto.registry import card_rooms, model_type, open_model
 
     directory = find_model(model, lambda line: _say(f"stretto: {line}"))
     weights = open_model(directory).info.weights or "not quantised"
-    return {"model": str(directory), "family": model_type(directory), "weights": weights}
+    facts = {"model": str(directory), "family": model_type(directory), "weights": weights}
+    return facts | (card_rooms(directory) if on_cards else {})
 
 
 def _gpus() -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -66,6 +67,8 @@ class FamilyBuild(Generic[S]):
     open: Callable[[StageContext], S]
     stages: Mapping[str, StageBuild[S]]
     compile_ahead: CompileAhead | None = None
+    # of a checkpoint's directory, as a GPU keeps its weights; None: nobody asks for a plan ahead
+    config: Callable[[Path], Any] | None = None
 
     def __call__(self, stages: Sequence[str], context: StageContext) -> dict[str, Stage]:
         return HostBuilder(self, stages, context).build()

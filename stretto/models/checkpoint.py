@@ -56,6 +56,11 @@ class CheckpointFiles:
         raise CheckpointError(f"{folder}: has neither {INDEX} nor {SINGLE}")
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are any: random ones need none."""
+    return any((directory / name).exists() for name in (INDEX, SINGLE))
+
+
 def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     where = _read_index(folder / INDEX)
     shards: dict[str, dict[str, StoredTensor]] = {}

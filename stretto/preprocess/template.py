@@ -221,7 +221,10 @@ class ChatTemplate:
                 if source is None and (path := folder / name).exists():
                     source = read_json_file(path).get("chat_template")
         if not isinstance(source, str):
-            raise CheckpointError(f"{folder}: no chat template in it")
+            raise CheckpointError(
+                f"{folder}: no chat template in it; if it was made of another checkpoint, copy "
+                f"chat_template.jinja or chat_template.json from there"
+            )
         try:
             return cls(source, markers)
         except jinja2.TemplateError as e:

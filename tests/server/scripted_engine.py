@@ -56,13 +56,14 @@ class ScriptedEngine:
     defaults: Params = field(default_factory=Params)
     live_text: bool = False
     transcription: Transcription | None = TRANSCRIPTION
+    weights: str = ""
 
     @property
     def info(self) -> ModelInfo:
         names = ("Ethan", "Chelsie", "Aiden")
         return ModelInfo(
             self.name, names, "Ethan", 24_000, 32768, defaults=self.defaults,
-            live_text=self.live_text, transcription=self.transcription,
+            live_text=self.live_text, transcription=self.transcription, weights=self.weights,
         )  # fmt: skip
 
     @property

@@ -452,6 +452,11 @@ def test_names() -> None:
         assert running.ask("/v1/models/two").json["root"] == "scripted"
 
 
+def test_the_format_of_quantised_weights_is_listed() -> None:
+    with serve(ScriptedEngine(weights="int4, groups of 32")) as running:
+        assert running.ask("/v1/models").json["data"][0]["weights"] == "int4, groups of 32"
+
+
 def test_pages(tmp_path: Path) -> None:
     web = tmp_path / "web"
     (web / "icons").mkdir(parents=True)

@@ -102,6 +102,16 @@ def test_a_model_that_reads_aloud_is_greeted_with_a_text_to_read(
     assert "()" not in said
 
 
+def test_the_greeting_names_the_format_of_quantised_weights() -> None:
+    def said(weights: str) -> str:
+        engine = ScriptedEngine(weights=weights)
+        service = SimpleNamespace(engine=lambda: engine, model_names=lambda engine: ["m"])
+        return greeting(ServerConfig(), service)  # type: ignore[arg-type]
+
+    assert "\n  weights  int4, groups of 32\n" in said("int4, groups of 32")
+    assert "weights" not in said("")
+
+
 def test_sigterm_drains_and_exits_with_0() -> None:
     with started("json") as process:
         assert process.stderr is not None

@@ -19,6 +19,9 @@ from stretto.kernels.reference.quantized import FLOAT8, LARGEST, LEAST_SCALE, sc
 
 PART = 1 << 24
 """Numbers that are widened at a time: there are a few float32 of each meanwhile."""
+CACHED_PART = 1 << 17
+"""Numbers that a CPU quantises at a time: what a scale's search goes through stays in its cache,
+which makes it four times as fast."""
 RATIOS = 20
 LEAST_INT4 = 2.0**-24
 """A scale that float16 still has."""
@@ -86,23 +89,24 @@ class PackedWeight:
         return tuple(PackedWeight(self.format, c, s, z) for c, s, z in parts)
 
     def fill(self, wide: torch.Tensor) -> None:
-        """Quantise a matrix into this one, without zero points."""
-        for part, rows in zip(self._parts(), torch.split(wide, self._part_rows), strict=True):
-            _quantise(rows, part)
+        """Quantise a matrix into this one."""
+        rows = self._part_rows(CACHED_PART if self.device.type == "cpu" else PART)
+        for part, some in zip(self.split(rows), torch.split(wide, rows), strict=True):
+            _quantise(some, part)
 
-    @property
-    def _part_rows(self) -> int:
+    def _part_rows(self, numbers: int = PART) -> int:
         block = self.format.block_rows
-        return max(1, PART // self.shape[-1] // block) * block
+        return max(1, numbers // self.shape[-1] // block) * block
 
     def _parts(self) -> tuple[PackedWeight, ...]:
-        return self.split(self._part_rows)
+        return self.split(self._part_rows())
 
 
 def empty(
     form: WeightFormat, *shape: int, device: torch.device | str | None = None
 ) -> PackedWeight:
-    """An uninitialised matrix [..., outputs, inputs]. Blocks must divide the outputs."""
+    """An uninitialised matrix [..., outputs, inputs]. Of several, blocks must divide the
+    outputs."""
     *first, outputs, inputs = shape
     if form.kind == "float8":
         codes = torch.empty(*shape, dtype=FLOAT8, device=device)
@@ -111,7 +115,7 @@ def empty(
         codes = torch.empty(*first, outputs, words, dtype=torch.int32, device=device)
     scales: tuple[int, ...] = (outputs,)
     if not form.per_row:
-        scales = (outputs // form.block_rows, -(-inputs // form.group))
+        scales = (-(-outputs // form.block_rows), -(-inputs // form.group))
     dtype: torch.dtype = getattr(torch, form.scale_dtype)
     scale = torch.empty(*first, *scales, dtype=dtype, device=device)
     zero = None
@@ -199,30 +203,41 @@ def _quantise(wide: torch.Tensor, into: PackedWeight) -> None:
 
 
 def _to_integers(wide: torch.Tensor, into: PackedWeight) -> None:
-    """Round to nearest, of a few scales for each group the one with the least squared error. The
-    range has one number more below zero than above, so a scale may be negative."""
+    """Round to nearest, of a few scales for each group the one with the least squared error."""
     form = into.format
     low, high = -(1 << form.bits - 1), (1 << form.bits - 1) - 1
     groups = torch.unflatten(wide.float(), -1, (-1, form.group))
-    largest = groups.abs().amax(-1, keepdim=True)
-    positive = groups.amax(-1, keepdim=True) == largest
-    sign = torch.where(positive, -1.0, 1.0)
-    best = torch.full_like(largest, torch.inf)
-    scale = torch.ones_like(largest)
+    widest, zero = _whole_range(groups, form)
+    best = torch.full_like(widest, torch.inf)
+    scale = torch.ones_like(widest)
     for i in range(RATIOS):
-        # From the largest number at the end of the range, inwards to four fifths of it.
-        fit = largest / -low * (1.0 - 0.2 * i / (RATIOS - 1))
-        tried = (sign * fit.clamp_min(LEAST_INT4)).to(into.scale.dtype).float()
-        rounded = (groups / tried).round().clamp(low, high)
-        error = (rounded * tried - groups).square().sum(-1, keepdim=True)
+        # From all numbers within the range, inwards to four fifths of it.
+        tried = (widest * (1.0 - 0.2 * i / (RATIOS - 1))).to(into.scale.dtype).float()
+        error = (groups / tried).add_(zero).round_().clamp_(low, high)
+        error = error.sub_(zero).mul_(tried).sub_(groups).square_().sum(-1, keepdim=True)
         better = error < best
         best = torch.where(better, error, best)
         scale = torch.where(better, tried, scale)
-    rounded = (groups / scale).round().clamp(low, high)
+    rounded = (groups / scale).add_(zero).round_().clamp_(low, high)
     into.scale.copy_(scale.squeeze(-1))
     into.codes.copy_(pack((rounded - low).flatten(-2), form.bits))
     if into.zero is not None:
-        into.zero.zero_()
+        into.zero.copy_(zero.squeeze(-1))
+
+
+def _whole_range(groups: torch.Tensor, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each group, the scale by which all of its numbers are within the range, and the zero
+    point. Without zero points the range has one number more below zero than above, so a scale may
+    be negative."""
+    most = groups.amax(-1, keepdim=True)
+    if form.symmetric:
+        largest = groups.abs().amax(-1, keepdim=True)
+        fit = (largest / (1 << form.bits - 1)).clamp_min(LEAST_INT4)
+        return torch.where(most == largest, -fit, fit), torch.zeros_like(fit)
+    above, below = most.clamp_min(0), groups.amin(-1, keepdim=True).clamp_max(0)
+    half = 1 << form.bits - 1
+    fit = ((above - below) / (2 * half - 1)).clamp_min(LEAST_INT4)
+    return fit, (-below / fit).round().clamp(0, 2 * half - 1) - half
 
 
 def _to_float8(wide: torch.Tensor, into: PackedWeight) -> None:

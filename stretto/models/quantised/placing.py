@@ -15,7 +15,7 @@ from stretto._validation import read_json_file
 from stretto.errors import CheckpointError
 from stretto.kernels.formats import FLOAT8_ROWS, WeightFormat
 from stretto.layers.config import DecoderConfig
-from stretto.models.checkpoint import INDEX, SINGLE, CheckpointFiles
+from stretto.models.checkpoint import CheckpointFiles, has_weights
 from stretto.models.quantised.recognise import QuantisedTensor, describe, recognise
 from stretto.models.quantised.settings import read_settings
 
@@ -38,7 +38,7 @@ def weights_of(directory: Path) -> str:
     """How a checkpoint's weights are stored, in words; empty if they are wide, or if there are
     none."""
     settings = read_settings(directory, read_json_file(directory / "config.json"))
-    if not any((directory / name).exists() for name in (INDEX, SINGLE)):
+    if not has_weights(directory):
         return ""
     try:
         files = CheckpointFiles.open(directory)

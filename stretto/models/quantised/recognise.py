@@ -14,7 +14,7 @@ from typing import Literal
 from stretto.errors import CheckpointError
 from stretto.kernels.formats import CodeKind, WeightFormat
 from stretto.models.checkpoint import StoredTensor
-from stretto.models.quantised.settings import QuantisationSettings
+from stretto.models.quantised.settings import QuantisationSettings, StoredKind
 
 Layout = Literal["rows", "columns"]
 """Which of a matrix's sides the words of integer codes run along: a row each (compressed-tensors),
@@ -85,11 +85,14 @@ def _matrix(
         raise _refuse(first, "NVFP4 weights are not supported")
     if "weight" in parts and suffixes & {"weight_packed", "qweight"}:
         raise _refuse(parts["weight"], "is there both wide and packed")
+    kind: StoredKind = "float8"
     if suffixes & {"qweight", "qzeros", "scales", "g_idx"}:
-        return _gptq(stem, parts, settings)
-    if suffixes & {"weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"}:
-        return _packed(stem, parts, settings)
-    return _float8(stem, parts, settings)
+        kind = "gptq"
+    elif suffixes & {"weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"}:
+        kind = "packed"
+    if settings is not None and settings.kind != kind:
+        raise _refuse(first, f"is not what quantization_config ({settings.method}) says")
+    return {"gptq": _gptq, "packed": _packed, "float8": _float8}[kind](stem, parts, settings)
 
 
 def _nvfp4(parts: Mapping[str, StoredTensor]) -> bool:
@@ -199,8 +202,11 @@ def _float8(
     if codes.dtype != "F8_E4M3" or len(codes.shape) != 2:
         raise _refuse(codes, f"is {codes.dtype} {list(codes.shape)} beside {name}")
     outputs, inputs = codes.shape
-    if name == "weight_scale" and scale.shape == (outputs, 1):
+    in_blocks = settings is not None and settings.block is not None
+    if name == "weight_scale" and scale.shape == (outputs, 1) and not in_blocks:
         form = WeightFormat("float8", 0)
+    elif settings is not None and settings.per_row:
+        raise _refuse(scale, f"has shape {list(scale.shape)} instead of {[outputs, 1]}")
     else:
         form = WeightFormat("float8", *_block(codes, scale, settings))
     _scale_dtype(scale)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stretto.errors import CheckpointError
 
@@ -25,14 +25,20 @@ GPTQ_PACKINGS = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:
 """Whether zero points are stored less one."""
 
 
+StoredKind = Literal["packed", "gptq", "float8"]
+"""What the tensors of a matrix are: compressed-tensors' words, GPTQ's words, or FP8."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisationSettings:
     method: str
+    kind: StoredKind
     bits: int = 8
     group: int | None = None
     symmetric: bool = True
     zeros_less_one: bool = True
     block: tuple[int, int] | None = None  # outputs, inputs
+    per_row: bool = False  # says that FP8 has a scale for each row
     dynamic_activations: bool = False
 
 
@@ -68,6 +74,14 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> QuantisationSet
             raise CheckpointError(f"{where}: contradicts another quantization_config")
         found.append(settings)
     return found[0] if found else None
+
+
+def speaks_of_quantisation(directory: Path, config: Mapping[str, Any]) -> str:
+    """Where a checkpoint says that it is quantised, in whatever way; empty if it does not."""
+    try:
+        return next((where for where, _ in _objects(directory, config)), "")
+    except CheckpointError as e:
+        return str(e)
 
 
 def _objects(directory: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -149,7 +163,11 @@ def _pack_quantized(r: _Reader, activations: object) -> QuantisationSettings:
     if type(group) is not int or group < 1:
         raise r.refuse(f"group_size {group!r}")
     return QuantisationSettings(
-        "compressed-tensors", bits, group, symmetric=r.only("symmetric", (True, False), True)
+        "compressed-tensors",
+        "packed",
+        bits,
+        group,
+        symmetric=r.only("symmetric", (True, False), True),
     )
 
 
@@ -167,7 +185,13 @@ def _float_quantized(r: _Reader, activations: object) -> QuantisationSettings:
             raise r.refuse("activations that are not FP8")
         dynamic = True
     block = _block(r, "block_structure") if strategy == "block" else None
-    return QuantisationSettings("compressed-tensors", block=block, dynamic_activations=dynamic)
+    return QuantisationSettings(
+        "compressed-tensors",
+        "float8",
+        block=block,
+        per_row=block is None,
+        dynamic_activations=dynamic,
+    )
 
 
 def _block(r: _Reader, key: str) -> tuple[int, int]:
@@ -195,18 +219,18 @@ def _auto_round(r: _Reader) -> QuantisationSettings:
     if r.raw.get("act_bits") not in (None, 16, 32):
         raise r.refuse(f"act_bits {r.raw['act_bits']!r}")
     return QuantisationSettings(
-        "auto-round", 4, _integers(r), zeros_less_one=GPTQ_PACKINGS[packing]
+        "auto-round", "gptq", 4, _integers(r), zeros_less_one=GPTQ_PACKINGS[packing]
     )
 
 
 def _gptq(r: _Reader) -> QuantisationSettings:
     r.only("desc_act", (False,), False)
     version = r.only("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    return QuantisationSettings("gptq", 4, _integers(r), zeros_less_one=version == "gptq")
+    return QuantisationSettings("gptq", "gptq", 4, _integers(r), zeros_less_one=version == "gptq")
 
 
 def _fp8(r: _Reader) -> QuantisationSettings:
     r.only("activation_scheme", ("dynamic",), "dynamic")
     r.only("fmt", ("e4m3", None), "e4m3")
     block = _block(r, "weight_block_size") if r.raw.get("weight_block_size") is not None else None
-    return QuantisationSettings("fp8", block=block, dynamic_activations=True)
+    return QuantisationSettings("fp8", "float8", block=block, dynamic_activations=True)

@@ -4,15 +4,18 @@ adapter, and the adapters of the processes that compile kernels ahead. See `mode
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from stretto.models.building import FamilyBuild, HostBuilder, PlanInput, StageBuild, module_bytes
+from stretto.models.checkpoint import CheckpointFiles, has_weights
 from stretto.models.compile_ahead import CompileAhead, CompileJob, StageModel, few
+from stretto.models.quantised.placing import quantised_in
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
-from stretto.models.qwen3_omni.load import Source
+from stretto.models.qwen3_omni.load import Source, quantised_formats
 from stretto.models.qwen3_omni.stages.talker import TalkerStage
 from stretto.models.qwen3_omni.stages.thinker import ThinkerStage
 from stretto.models.qwen3_omni.talker import Talker, TalkerAdapter
@@ -39,6 +42,16 @@ def open_source(c: StageContext) -> Source:
         s.load_format,
         progress=False,
         expert_weights=s.expert_weights,
+    )
+
+
+def stored_config(directory: Path) -> OmniConfig:
+    """With those parts packed that a GPU keeps packed."""
+    config = OmniConfig.read(directory)
+    if not has_weights(directory):
+        return config
+    return config.with_formats(
+        quantised_formats(quantised_in(directory, CheckpointFiles.open(directory)), config)
     )
 
 
@@ -186,6 +199,7 @@ def small_stage(job: CompileJob) -> StageModel:
 
 BUILD = FamilyBuild(
     open=open_source,
+    config=stored_config,
     stages={
         "thinker": StageBuild(
             plan=plan_thinker,

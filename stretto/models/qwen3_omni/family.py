@@ -22,7 +22,7 @@ from stretto.family import (
     Transcription,
 )
 from stretto.hub import model_name
-from stretto.models.quantised.placing import weights_of
+from stretto.models.quantised.placing import attention_names, expert_names, weights_of
 from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.params import read_defaults, stage_params
 from stretto.params import RequestOptions
@@ -42,6 +42,16 @@ TRANSCRIPTION = Transcription(
     },
 )  # fmt: skip
 """In the words that the released model's documentation uses."""
+
+
+def packable(directory: Path) -> dict[str, list[str]]:
+    """The matrices that can stay packed, by part."""
+    config = OmniConfig.read(directory)
+    decoders = {"thinker": config.thinker.text, "talker": config.talker.text}
+    return {
+        part: [*attention_names(f"{part}.model.", c), *expert_names(f"{part}.model.", c)]
+        for part, c in decoders.items()
+    }
 
 
 def open_grammars(directory: Path) -> GrammarCompiler:

@@ -121,6 +121,7 @@ def small_stage(job: CompileJob) -> StageModel:
 
 BUILD = FamilyBuild(
     open=open_source,
+    config=TtsConfig.read,
     stages={
         "talker": StageBuild(plan=plan_talker, build=build_talker, cpu_blocks=1024),
         "enroller": StageBuild(plan=plan_enroller, build=build_enroller),

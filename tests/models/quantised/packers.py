@@ -18,6 +18,7 @@ Packed = tuple[Tensors, torch.Tensor]
 """Tensors by suffix, and the wide matrix in float32."""
 
 THINKER = r"thinker\.model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.experts\.\d+\.\w+_proj)"
+PROJECTIONS = r"talker\.(text|hidden)_projection\.linear_fc[12]"
 TALKER = (
     r"talker\.(model|code_predictor\.model)\.layers\.\d+\."
     r"(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)"
@@ -118,7 +119,7 @@ def pack_blocks(
         for r in range(len(s)):
             for c in range(s.shape[1]):
                 part = w[r * block : (r + 1) * block, c * block : (c + 1) * block]
-                s[r, c] = part.abs().max() / 448
+                s[r, c] = part.abs().max() / 448 if part.any() else 1.0
         stored = (1 / s if inverse else s).to(dtype)
         used = 1 / stored.float() if inverse else stored.float()
         each = used.repeat_interleave(block, 0)[:o].repeat_interleave(block, 1)[:, :i]
@@ -132,7 +133,8 @@ def pack_rows(dtype: torch.dtype = torch.bfloat16) -> Callable[[torch.Tensor], P
     """D."""
 
     def pack(w: torch.Tensor) -> Packed:
-        s = (w.abs().amax(1, keepdim=True) / 448).to(dtype)
+        largest = w.abs().amax(1, keepdim=True)
+        s = torch.where(largest > 0, largest / 448, 1.0).to(dtype)
         q = (w / s.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
         return {"weight": q, "weight_scale": s}, q.float() * s.float()
 
@@ -209,15 +211,29 @@ class QuantisedCase:
 
 
 FP8 = "FP8, blocks of 32 x 32"
+INT8 = "int8, groups of 32"
 CASES: dict[str, QuantisedCase] = {
     "A": QuantisedCase(pack_quantized(), config_a(), says="int4, groups of 32"),
     "A asymmetric": QuantisedCase(
         pack_asymmetric(), config_a(symmetric=False), says="int4, groups of 32, with zero points"
     ),
-    "A 8 bits": QuantisedCase(pack_quantized(bits=8), config_a(8), says="int8, groups of 32"),
+    "A 8 bits": QuantisedCase(pack_quantized(bits=8), config_a(8), says=INT8),
+    "A asymmetric, 8 bits": QuantisedCase(
+        pack_asymmetric(bits=8), config_a(8, symmetric=False), says=f"{INT8}, with zero points"
+    ),
+    "A, talker too": QuantisedCase(
+        pack_quantized(8), config_a(group=8), (THINKER, TALKER, PROJECTIONS), "int4, groups of 8"
+    ),
     "B AutoRound": QuantisedCase(pack_gptq(), CONFIG_AUTOROUND, says="int4, groups of 32"),
     "B GPTQ": QuantisedCase(
         pack_gptq(word=0x88888888, order=True), CONFIG_GPTQ, says="int4, groups of 32"
+    ),
+    # its model-free mode: projections too, which have biases
+    "B AutoRound, talker too": QuantisedCase(
+        pack_gptq(8),
+        {**CONFIG_AUTOROUND, "group_size": 8},
+        (THINKER, TALKER, PROJECTIONS),
+        "int4, groups of 8",
     ),
     "C": QuantisedCase(pack_blocks(), CONFIG_FP8, (THINKER, TALKER), FP8),
     "C reciprocal": QuantisedCase(
@@ -253,6 +269,8 @@ def write(source: Path, folder: Path, case: QuantisedCase) -> Written:
             stem = name.removesuffix(".weight")
             packed[name] = wide[name] = w
             if stem != name and pattern.fullmatch(stem):
+                if stem.endswith("experts.1.down_proj"):
+                    w[:, :32] = 0  # groups, and blocks, of zeros alone
                 tensors, value = case.pack(w)
                 del packed[name]
                 packed |= {f"{stem}.{suffix}": t for suffix, t in tensors.items()}

@@ -4,6 +4,7 @@ float32."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,25 @@ import torch
 from torch import nn
 
 from stretto.cli import main
-from stretto.kernels.reference.packed import PackedWeight, widen
+from stretto.kernels.formats import WeightFormat
+from stretto.kernels.reference.packed import PackedWeight, pack, widen
 from stretto.layers.linear import PackedMatrix
 from stretto.layers.mlp import Experts
 from stretto.layers.targets import Float8Rows, targets
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.registry import open_model, write_tiny
 from tests.kernels.wide import dequantize
-from tests.models.quantised.packers import CASES, Written, config_a, pack_quantized, write
+from tests.models.quantised.packers import (
+    CASES,
+    CONFIG_GPTQ,
+    QuantisedCase,
+    Written,
+    config_a,
+    pack_asymmetric,
+    pack_gptq,
+    pack_quantized,
+    write,
+)
 from tests.models.qwen3_omni.test_solo import LIMITS, check_greedy, codes, texts
 from tests.oracle import load_oracle
 from tests.prompts import make
@@ -89,24 +101,29 @@ def test_packed_weights_take_the_checkpoints_bytes(
     assert stored <= taken <= 1.2 * stored
 
 
-@pytest.mark.parametrize(
-    ("name", "packed", "kind"),
-    [
-        ("A", True, "audio+image"),
-        ("A asymmetric", True, "text"),
-        ("B AutoRound", False, "multi-turn"),
-        ("C reciprocal", True, "audio"),
-        ("D", True, "text"),
-    ],
-)
-def test_answers_are_the_references(
-    name: str, packed: bool, kind: str, written: Callable[[str], Written]
-) -> None:
-    """Text, codes and samples, greedy; a sampled answer in one run and cut into pieces."""
-    case = written(name)
+GROUP_16 = {"group_size": 16}
+KINDS = {"A": "audio+image", "B AutoRound": "multi-turn", "C reciprocal": "audio"}
+"""Of prompts, where it is not text."""
+WIDENED = ("B AutoRound", "C")
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_answers_are_the_references(name: str, written: Callable[[str], Written]) -> None:
+    """Text, codes and samples, greedy, of weights that stay packed where they can."""
+    case, kind = written(name), KINDS.get(name, "text")
+    packed = name not in WIDENED
     source = Source.open(case.directory, "cpu", torch.float32, progress=False, packed=packed)
+    check_greedy(kind, Models.open(source), load_oracle(case.wide))
+
+
+@pytest.mark.parametrize("name", ["A", "A asymmetric", "C", "D"])
+def test_answers_do_not_depend_on_their_company(
+    name: str, written: Callable[[str], Written]
+) -> None:
+    """Sampled ones, in one run and cut into pieces."""
+    kind = KINDS.get(name, "text")
+    source = Source.open(written(name).directory, "cpu", torch.float32, progress=False, packed=True)
     models = Models.open(source)
-    check_greedy(kind, models, load_oracle(case.wide))
     prompts = [make(k, models.config, seed=i) for i, k in enumerate(("text", kind))]
     options = [replace(LIMITS.seeded(i), prefill_chunk=7 * i or None) for i in range(2)]
     together = list(Solo(models).run(prompts, options))
@@ -142,13 +159,23 @@ def test_little_is_staged_at_a_time(staging: int, written: Callable[[str], Writt
             assert torch.equal(ours, theirs), key
 
 
-def test_another_familys_weights_are_widened(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASES["A"], pack=pack_quantized(16), config=config_a(group=16)),
+        replace(CASES["A asymmetric"], pack=pack_asymmetric(16), config=config_a(4, 16, False)),
+        replace(CASES["B GPTQ"], pack=pack_gptq(16, 0x88888888), config=CONFIG_GPTQ | GROUP_16),
+        CASES["C reciprocal"],
+        CASES["D"],
+    ],
+    ids=["A", "A asymmetric", "B", "C", "D"],
+)
+def test_another_familys_weights_are_widened(case: QuantisedCase, tmp_path: Path) -> None:
     """Qwen3-TTS: no public checkpoint is known, but nothing speaks against one."""
     from stretto.models.qwen3_tts.load import Source as Tts
 
     write_tiny(tmp_path / "tts", family="qwen3-tts")
-    case = replace(CASES["A"], names=(r"talker\.model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj",))
-    case = replace(case, pack=pack_quantized(16), config=config_a(group=16))
+    case = replace(case, names=(r"talker\.model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj",))
     made = write(tmp_path / "tts", tmp_path / "made", case)
     talker = Tts.open(made.directory, progress=False).talker()
     loaded = {n: t for n, t in targets(talker, "talker.").items() if n in made.values}
@@ -156,7 +183,37 @@ def test_another_familys_weights_are_widened(tmp_path: Path) -> None:
     for name, t in loaded.items():
         assert isinstance(t, torch.Tensor)
         assert torch.equal(t, made.values[name]), name
-    assert open_model(made.directory).info.weights == "int4, groups of 16"
+    said = case.says if case.says.startswith("FP8") else case.says.replace("of 32", "of 16")
+    assert open_model(made.directory).info.weights == said
+
+
+@pytest.mark.parametrize("section", [("thinker_config",), ("thinker_config", "text_config")])
+def test_settings_in_a_parts_section(
+    section: tuple[str, ...], written: Callable[[str], Written], tmp_path: Path
+) -> None:
+    """Where some tools put them: only there it says that the numbers have 8 bits."""
+    for file in written("A 8 bits").directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    part = config
+    for key in section:
+        part = part[key]
+    part["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_model(tmp_path).info.weights == "int8, groups of 32"
+    Source.open(tmp_path, progress=False).thinker()
+
+
+def test_the_words_of_the_published_layouts(tmp_path: Path) -> None:
+    """Codes -8 to 7 in order, as compressed-tensors and GPTQ pack them: fixed numbers, so that a
+    mistake that packing and reading share shows."""
+    codes = torch.arange(-8, 8)[None]
+    words = torch.tensor([[0x76543210, 0xFEDCBA98 - 2**32]], dtype=torch.int32)
+    form = WeightFormat("int4", 16)
+    w = PackedWeight(form, words, torch.ones(1, 1))
+    assert torch.equal(widen(w, torch.float32), codes.float())
+    assert torch.equal(pack(codes + 8, 4), words)
 
 
 def test_the_command_line_says_the_format(

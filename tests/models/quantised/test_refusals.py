@@ -159,6 +159,8 @@ TENSORS = [
     ("D", put("weight", lambda t: t.view(torch.float8_e5m2)), "is F8_E5M2"),
     ("D", put("weight_scale", bad((3, 0), torch.nan)), "holds infinities or NaN"),
     ("D", put("weight_scale", lambda t: t[:5].contiguous()), "has shape"),
+    ("D", put("weight_scale", lambda t: torch.ones(1, 1)), r"has shape \[1, 1\] instead of"),
+    ("C compressed-tensors", put("weight_scale", lambda t: torch.ones(32, 1)), "need"),
     ("D", nvfp4_modelopt, "NVFP4 weights are not supported"),
 ]  # fmt: skip
 
@@ -246,6 +248,20 @@ def test_a_field_that_asks_for_more_is_named(
     assert why in text
     assert "config.json: quantization_config" in text
     assert text.endswith("is not supported")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("A", "B GPTQ"), ("A", "C"), ("A", "D"), ("B GPTQ", "A"), ("C", "A"), ("D", "B AutoRound")],
+)
+def test_a_config_of_another_format_is_refused(
+    name: str, config: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = changed(folders(name), tmp_path / "other", lambda tensors: None)
+    set_config(folder, CASES[config].config)
+    text = refusal(folder)
+    method = CASES[config].config["quant_method"]
+    assert text.endswith(f"is not what quantization_config ({method}) says"), text
 
 
 def test_configs_in_other_places(tiny_dir: Path, tmp_path: Path) -> None:
