@@ -24,7 +24,7 @@ from stretto.server.origins import Callers, check_json, preflight_headers
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
-from stretto.server.shares import owner_of_address
+from stretto.server.shares import sender_of_address
 from stretto.types import RequestId
 
 log = logging.getLogger("stretto.access")
@@ -108,7 +108,7 @@ class AccessMiddleware:
         request_log.owner = self.service.keys.owner(headers, other_key)
         address = str((scope.get("client") or ("",))[0])
         request_log.sender = (
-            request_log.owner if self.service.keys.needed else owner_of_address(address)
+            request_log.owner if self.service.keys.needed else sender_of_address(address)
         )
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:

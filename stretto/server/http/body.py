@@ -1,4 +1,4 @@
-"""A request's body while it arrives: within limits of size, rate and its owner's share of all
+"""A request's body while it arrives: within limits of size, rate and its sender's share of all
 bodies, and never in one piece on the event loop. Small bodies are plain bytes; larger ones go into
 a memory file, part by part.
 
@@ -27,13 +27,13 @@ class Body:
     `shares`: bytes of all bodies that are held at the moment."""
 
     shares: Shares
-    owner: str
+    sender: str
     size: int = 0
     memfile: MemFile | None = None  # holds all of it, once it is large
     _parts: list[bytes] = field(default_factory=list)
 
     def add(self, part: bytes) -> None:
-        if not self.shares.take(self.owner, len(part)):
+        if not self.shares.take(self.sender, len(part)):
             raise self._too_many(len(part))
         self.size += len(part)
         if self.memfile is None and self.size > ON_THE_LOOP:
@@ -60,7 +60,7 @@ class Body:
         self.memfile = memfile
 
     def close(self) -> None:
-        self.shares.give_back(self.owner, self.size)
+        self.shares.give_back(self.sender, self.size)
         self.size = 0
         self._parts.clear()
         if self.memfile is not None:
