@@ -193,7 +193,7 @@ class GapHost(OneHost):
 
         codec.run = marked
 
-    def _report(self, message: FromHost, blob: bytes) -> None:
+    def post(self, message: FromHost, blob: bytes = b"") -> None:
         match message:
             case Pcm(request=id) if self.round.audible is None:
                 self.round.begun.add(id)
@@ -201,7 +201,7 @@ class GapHost(OneHost):
                     self.round.audible = len(self.round.marks)
             case Ended(stage=stage):
                 self.round.ended.setdefault(stage, len(self.round.marks))
-        super()._report(message, blob)
+        super().post(message, blob)
 
     def begin(self, requests: int) -> None:
         """A new round of so many."""

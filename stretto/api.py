@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -35,6 +36,7 @@ from stretto.config.placement import parse_devices
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import (
     AudioChunk,
+    CodeFrames,
     Event,
     Finished,
     Message,
@@ -65,22 +67,47 @@ class Answer:
     audio: npt.NDArray[np.float32]  # mono, from -1 to 1; empty if none was asked for
     sample_rate: int
     finished: Finished  # why it ended, what it used, its seed and timeline
+    text_ids: tuple[int, ...]
     # of each token of the text, where `logprobs` was asked for
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...]
+    # codec frames [frames, codes], where `want_codes` asked for them
+    codes: npt.NDArray[np.int32]
+    # seconds from the question to the first text, the first sound and the end
+    first_text_s: float | None
+    first_audio_s: float | None
+    total_s: float
 
     @classmethod
-    def of(cls, events: Sequence[Event], sample_rate: int) -> Answer:
-        """All events of a request, in order."""
-        texts = [e for e in events if isinstance(e, TextDelta)]
-        audio = [e.samples for e in events if isinstance(e, AudioChunk)]
-        finished = events[-1]
-        assert isinstance(finished, Finished)
+    async def of(cls, events: AsyncIterator[Event], sample_rate: int) -> Answer:
+        """All events of a request."""
+        start = time.perf_counter()
+        texts: list[TextDelta] = []
+        audio = [np.zeros(0, np.float32)]
+        codes: list[npt.NDArray[np.int32]] = []
+        first: dict[type[Event], float] = {}
+        async for event in events:
+            total_s = time.perf_counter() - start
+            first.setdefault(type(event), total_s)
+            match event:
+                case TextDelta():
+                    texts.append(event)
+                case AudioChunk(samples=samples):
+                    audio.append(samples)
+                case CodeFrames(codes=frames):
+                    codes.append(frames)
+                case Finished() as finished:
+                    pass
         return cls(
-            "".join(e.text for e in texts),
-            np.concatenate([np.zeros(0, np.float32), *audio]),
-            sample_rate,
-            finished,
-            tuple(t for e in texts for t in e.logprobs),
+            text="".join(e.text for e in texts),
+            audio=np.concatenate(audio),
+            sample_rate=sample_rate,
+            finished=finished,
+            text_ids=tuple(i for e in texts for i in e.ids),
+            logprobs=tuple(t for e in texts for t in e.logprobs),
+            codes=np.concatenate(codes) if codes else np.zeros((0, 0), np.int32),
+            first_text_s=first.get(TextDelta),
+            first_audio_s=first.get(AudioChunk),
+            total_s=total_s,
         )
 
     @property
@@ -162,7 +189,7 @@ class AsyncEngine:
         events = self.stream(
             messages, modalities=modalities, voice=voice, tools=tools, params=params, **options
         )
-        return Answer.of([e async for e in events], self.info.sample_rate)
+        return await Answer.of(events, self.info.sample_rate)
 
     def stream(
         self,
@@ -198,7 +225,7 @@ class AsyncEngine:
         """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not
         all models take all of it."""
         events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
-        return replace(Answer.of([e async for e in events], self.info.sample_rate), text=text)
+        return replace(await Answer.of(events, self.info.sample_rate), text=text)
 
     def stream_aloud(
         self,

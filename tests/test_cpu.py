@@ -53,11 +53,12 @@ class Machine:
 
     def decide(self, probe: Callable[[str], bool | None] | None = None) -> str | None:
         info = cpuinfo(self.folder / "cpuinfo", self.flags)
-        cpu.limit_onednn(self.environ, info, self.folder / "cache", probe or self.probe)
+        self.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        cpu.limit_onednn(self.environ, info, probe or self.probe)
         return self.environ.get(cpu.VARIABLE)
 
     def kept(self) -> list[str]:
-        return [p.read_text().strip() for p in (self.folder / "cache").glob("onednn-*")]
+        return [p.read_text().strip() for p in (self.folder / "cache" / "stretto").glob("onednn-*")]
 
 
 BOTH = [cpu.UNLIMITED, cpu.LIMIT]
@@ -87,8 +88,8 @@ def test_it_is_found_out_once(tmp_path: Path, lives: str) -> None:
 def test_another_cpu_or_torch_is_asked_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def key(**changes: str) -> str:
-        return cpu.digest(cpu.first_core(cpuinfo(tmp_path / "cpuinfo", **changes)))
+    def key(**changes: str) -> Path:
+        return cpu.cache_file({}, cpu.first_core(cpuinfo(tmp_path / "cpuinfo", **changes)))
 
     base = key()
     assert key(mhz="1800") == base
@@ -109,7 +110,8 @@ def test_no_limit_works(tmp_path: Path) -> None:
 def test_the_users_value_stays(tmp_path: Path, name: str) -> None:
     machine = Machine(tmp_path, (), environ={name: "SSE41"})
     machine.decide()
-    assert machine.environ == {name: "SSE41"}
+    assert machine.environ[name] == "SSE41"
+    assert {cpu.VARIABLE, "DNNL_MAX_CPU_ISA"} & machine.environ.keys() == {name}
     assert machine.asked == []
 
 
@@ -119,7 +121,7 @@ def test_without_amx_nothing_is_asked_or_written(tmp_path: Path, flags: str) -> 
     assert machine.decide() is None
     assert machine.asked == []
     assert not (tmp_path / "cache").exists()
-    cpu.limit_onednn(machine.environ, tmp_path / "nowhere", tmp_path / "cache", machine.probe)
+    cpu.limit_onednn(machine.environ, tmp_path / "nowhere", machine.probe)
     assert machine.asked == []
 
 
@@ -145,7 +147,7 @@ def test_costs_nothing_where_it_cannot_matter(
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"AVX", b"ALL" * 9999, None])
 def test_a_cache_that_makes_no_sense_is_written_anew(tmp_path: Path, content: bytes | None) -> None:
     Machine(tmp_path, (cpu.LIMIT,)).decide()
-    [kept] = (tmp_path / "cache").glob("onednn-*")
+    [kept] = (tmp_path / "cache" / "stretto").glob("onednn-*")
     kept.unlink()
     if content is None:
         kept.mkdir()  # not even a file
@@ -167,10 +169,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_nobodys_home() -> None:
-    assert cpu.folder({"XDG_CACHE_HOME": "/given", "HOME": "/home"}) == Path("/given/stretto")
-    nowhere = cpu.folder({}) / "onednn-0"
-    cpu.keep(nowhere, cpu.LIMIT)
-    assert cpu.recall(nowhere) is None
+    given = {"XDG_CACHE_HOME": "/given", "HOME": "/home"}
+    assert cpu.cache_file(given, "").parent == Path("/given/stretto")
+    assert cpu.cache_file({"HOME": "/home"}, "").parent == Path("/home/.cache/stretto")
+    assert cpu.cache_file({}, "").parent == Path("/dev/null/.cache/stretto"), "nothing can be kept"
 
 
 # -- what is said
@@ -219,7 +221,7 @@ KILL = "os.kill(os.getpid(), signal.{})"
 )
 def test_how_a_child_ends(script: str, lived: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
-    assert cpu.compute(cpu.UNLIMITED, child(script)) is lived
+    assert cpu.survives(cpu.UNLIMITED, child(script)) is lived
 
 
 def test_a_child_that_dies_without_the_limit_only(
@@ -228,18 +230,18 @@ def test_a_child_that_dies_without_the_limit_only(
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
     command = child(f"if limit != {cpu.LIMIT!r}: " + KILL.format("SIGILL"))
     machine = Machine(tmp_path, ())
-    assert machine.decide(lambda limit: cpu.compute(limit, command)) == cpu.LIMIT
+    assert machine.decide(lambda limit: cpu.survives(limit, command)) == cpu.LIMIT
 
 
 def test_a_child_that_cannot_be_started_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.compute(cpu.UNLIMITED, ("/nowhere/python",)) is None
+    assert cpu.survives(cpu.UNLIMITED, ("/nowhere/python",)) is None
     monkeypatch.setattr(cpu, "PATIENCE_S", 0.01)
-    assert cpu.compute(cpu.UNLIMITED, child("signal.pause()")) is None
+    assert cpu.survives(cpu.UNLIMITED, child("signal.pause()")) is None
 
 
 def test_the_real_child_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
-    assert cpu.find_limit(cpu.compute) in BOTH
+    assert cpu.find_limit() in BOTH
 
 
 # -- in time: after imports, before anything is computed

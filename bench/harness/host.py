@@ -73,15 +73,13 @@ class OneHost:
         theirs.close()
         self.channel = Channel(ours)
         told = configure(str(directory), STAGES, settings)
-        # Through methods of this object, so that a subclass may do more.
-        self.host = Host(
-            told, settings, lambda m, blob: self._report(m, blob), lambda: self._push()
-        )
+        self.host = Host(told, settings, self)  # type: ignore[arg-type]
         start = time.perf_counter()
         self.host.load()
         self.load_s = time.perf_counter() - start
 
-    def _report(self, message: FromHost, blob: bytes) -> None:
+    def post(self, message: FromHost, blob: bytes = b"") -> None:
+        """As the host's channel."""
         now = time.perf_counter() - self.begun
         match message:
             case Text(request=id) if id in self.heard:
@@ -97,8 +95,12 @@ class OneHost:
                 self.failed = text
         self.channel.post(message, blob)
 
-    def _push(self) -> None:
+    def push(self) -> None:
         self.channel.push()
+
+    def send(self, message: FromHost, blob: bytes = b"") -> None:
+        self.post(message, blob)
+        self.push()
 
     def ask(self, questions: Sequence[Question], apart_s: float = 0.0) -> list[Sample]:
         """All of them, each to its end; at once, or one every so many seconds."""
@@ -109,7 +111,7 @@ class OneHost:
         arrivals = Arrivals(self, questions, apart_s)
         stages = {stage for a, _ in questions for stage in a.stages}
         arrivals.ask()
-        with swapped([(host.loop, "polled", arrivals)]):
+        with swapped([(host.loop, "driven", arrivals)]):
             while not all(self.over(stage) for stage in stages):
                 busy = host.loop.round()
                 if self.failed is not None:

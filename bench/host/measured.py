@@ -123,10 +123,10 @@ class MeasuredHost(OneHost):
         if phases:
             self._watch_phases()
 
-    def _report(self, message: FromHost, blob: bytes) -> None:
+    def post(self, message: FromHost, blob: bytes = b"") -> None:
         if isinstance(message, Pcm):
             self.spoken.add(message.request)
-        super()._report(message, blob)
+        super().post(message, blob)
 
     def _watch_device(self) -> None:
         for name, node in self.host.stages.items():

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -27,7 +27,7 @@ LEFT_OUT = ("min_pace", "share_prefix_cache")
 are one owner's."""
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from stretto.api import Answer, AsyncEngine
     from stretto.config.engine import EngineConfig
@@ -44,134 +44,45 @@ def add_generate_parser(jobs: Any) -> None:
         "(STRETTO_DEVICE=cpu).",
     )
     gen.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    what = gen.add_argument_group("what to answer: a question of these parts, or a file")
-    what.add_argument("--text", help="a user's message; -: from standard input")
+    add = gen.add_argument_group(
+        "what to answer: a question of these parts, or a file"
+    ).add_argument
+    add("--text", help="a user's message; -: from standard input")
     for kind in MEDIA:
         files = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
-        what.add_argument(f"--{kind}", help="goes before --text; repeatable", **files)
-    what.add_argument("--system", help="system prompt")
-    what.add_argument(
-        "--messages", type=Path, metavar="FILE.json", help="a conversation in OpenAI chat format"
-    )
-    what.add_argument(
-        "--batch",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="one conversation a line; answers go to --out-dir",
-    )
-    out = gen.add_argument_group("where the answer goes")
-    out.add_argument("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, .wav or .flac")
-    out.add_argument(
-        "--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion"
-    )
-    out.add_argument("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, codes]")
-    out.add_argument(
-        "--json", type=Path, metavar="OUT.json", help="ids, text, counts, finish reasons, timings"
-    )
-    out.add_argument(
-        "--trace", type=Path, metavar="T.json", help="the stages' timeline, for ui.perfetto.dev"
-    )
-    out.add_argument(
-        "--out-dir", type=Path, metavar="DIR", help="for --batch: answers as 0.wav, 0.json, ..."
-    )
-    out.add_argument("--text-only", action="store_true", help="do not speak")
-    how = gen.add_argument_group("how")
-    how.add_argument("--voice", help="one of the model's voices (case does not matter)")
-    how.add_argument("--greedy", action="store_true", help="no chance in any stage")
+        add(f"--{kind}", help="goes before --text; repeatable", **files)
+    add("--system", help="system prompt")
+    conversation = "a conversation in OpenAI chat format"
+    add("--messages", type=Path, metavar="FILE.json", help=conversation)
+    lines = "one conversation a line; answers go to --out-dir"
+    add("--batch", type=Path, metavar="FILE.jsonl", help=lines)
+    add = gen.add_argument_group("where the answer goes").add_argument
+    add("--out", type=Path, metavar="A.wav", help="the speech, 16 bit, .wav or .flac")
+    add("--samples", type=Path, metavar="A.npy", help="float32 samples before any conversion")
+    add("--codes", type=Path, metavar="CODES.npy", help="codec frames [frames, codes]")
+    report = "ids, text, counts, finish reasons, timings"
+    add("--json", type=Path, metavar="OUT.json", help=report)
+    timeline = "the stages' timeline, for ui.perfetto.dev"
+    add("--trace", type=Path, metavar="T.json", help=timeline)
+    answers = "for --batch: answers as 0.wav, 0.json, ..."
+    add("--out-dir", type=Path, metavar="DIR", help=answers)
+    add("--text-only", action="store_true", help="do not speak")
+    add = gen.add_argument_group("how").add_argument
     own = "(default: the checkpoint's own)"
-    how.add_argument("--temperature", type=float, help=f"of the text; 0 is greedy {own}")
-    how.add_argument("--top-p", type=float, help=own)
-    how.add_argument("--top-k", type=int, help=own)
-    how.add_argument("--seed", type=int, default=0)
-    how.add_argument(
-        "--max-tokens", "--max-text-tokens", type=int, metavar="N", help=f"of text {own}"
-    )
-    how.add_argument(
-        "--max-audio-frames",
-        "--max-frames",
-        type=int,
-        metavar="N",
-        help=f"12.5 frames are a second {own}",
-    )
-    how.add_argument(
-        "--first-frames", type=int, default=1, metavar="N", help="frames in the first packet"
-    )
-    how.add_argument(
-        "--each-frames", type=int, default=None, metavar="N", help="frames in the others"
-    )
-    how.add_argument("--concurrency", type=int, default=8, metavar="N", help="of --batch")
+    seconds = f"12.5 frames are a second {own}"
+    add("--voice", help="one of the model's voices (case does not matter)")
+    add("--greedy", action="store_true", help="no chance in any stage")
+    add("--temperature", type=float, help=f"of the text; 0 is greedy {own}")
+    add("--top-p", type=float, help=own)
+    add("--top-k", type=int, help=own)
+    add("--seed", type=int, default=0)
+    add("--max-tokens", "--max-text-tokens", type=int, metavar="N", help=f"of text {own}")
+    add("--max-audio-frames", "--max-frames", type=int, metavar="N", help=seconds)
+    add("--first-frames", type=int, default=1, metavar="N", help="frames in the first packet")
+    add("--each-frames", type=int, default=None, metavar="N", help="frames in the others")
+    add("--concurrency", type=int, default=8, metavar="N", help="of --batch")
     add_flags(gen, ENGINE_RECORDS, LEFT_OUT)
     gen.set_defaults(job=run_generate)
-
-
-@dataclass(slots=True, eq=False)
-class Result:
-    """The events of one answer, and when the first of each kind came."""
-
-    since: float = field(default_factory=time.perf_counter)
-    events: list[Event] = field(default_factory=list)
-    first: dict[str, float] = field(default_factory=dict)
-    total: float = 0.0
-
-    def add(self, event: Event) -> None:
-        self.events.append(event)
-        self.total = time.perf_counter() - self.since
-        self.first.setdefault(type(event).__name__, self.total)
-
-    def report(self, answer: Answer, load_s: float) -> dict[str, Any]:
-        from stretto.engine.events import TextDelta
-
-        end = answer.finished
-        return {
-            "prompt_ids": list(end.prompt_ids),
-            "text_ids": [i for e in self.events if isinstance(e, TextDelta) for i in e.ids],
-            "text": answer.text,
-            "frames": end.usage.frames,
-            "samples": end.usage.samples,
-            "finish": {"text": end.text, "audio": end.audio},
-            "seed": end.seed,
-            "timings": {
-                "load_s": load_s,
-                "first_text_s": self.first.get("TextDelta"),
-                "first_audio_s": self.first.get("AudioChunk"),
-                "total_s": self.total,
-            },
-        }
-
-    def codes(self) -> Any:
-        import numpy as np
-
-        from stretto.engine.events import CodeFrames
-
-        codes = [e.codes for e in self.events if isinstance(e, CodeFrames)]
-        return np.concatenate(codes) if codes else np.zeros((0, 0), np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Files that an answer goes to."""
-
-    sound: Path | None
-    report: Path | None
-    samples: Path | None = None
-    codes: Path | None = None
-
-    def write(self, result: Result, answer: Answer, load_s: float) -> None:
-        import numpy as np
-        import soundfile
-
-        for path in (self.sound, self.samples, self.codes, self.report):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        if self.sound is not None:
-            soundfile.write(self.sound, answer.audio, answer.sample_rate, subtype="PCM_16")
-        if self.samples is not None:
-            np.save(self.samples, answer.audio)
-        if self.codes is not None:
-            np.save(self.codes, result.codes())
-        if self.report is not None:
-            report = json.dumps(result.report(answer, load_s), indent=2, ensure_ascii=False)
-            self.report.write_text(report + "\n", encoding="utf-8")
 
 
 def settings(args: argparse.Namespace) -> EngineConfig:
@@ -309,25 +220,26 @@ async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
 
 
 async def _answer(
-    engine: AsyncEngine,
-    messages: list[dict[str, Any]],
-    args: argparse.Namespace,
-    params: Params,
-    show: bool,
-) -> tuple[Result, Answer]:
+    args: argparse.Namespace, messages: list[dict[str, Any]], engine: AsyncEngine, params: Params
+) -> Answer:
     from stretto.api import BOTH, Answer
+
+    modalities: Sequence[Modality] = ("text",) if args.text_only else BOTH
+    events = engine.stream(messages, modalities=modalities, voice=args.voice, params=params)
+    return await Answer.of(
+        events if args.batch is not None else _shown(events), engine.info.sample_rate
+    )
+
+
+async def _shown(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """The words go to standard output as they come."""
     from stretto.engine.events import TextDelta
 
-    result = Result()
-    modalities: Sequence[Modality] = ("text",) if args.text_only else BOTH
-    async for event in engine.stream(
-        messages, modalities=modalities, voice=args.voice, params=params
-    ):
-        result.add(event)
-        if show and isinstance(event, TextDelta):
+    async for event in events:
+        if isinstance(event, TextDelta):
             sys.stdout.write(event.text)
             sys.stdout.flush()
-    return result, Answer.of(result.events, engine.info.sample_rate)
+        yield event
 
 
 async def _one(
@@ -337,20 +249,60 @@ async def _one(
     params: Params,
     load_s: float,
 ) -> int:
-    result, answer = await _answer(engine, messages, args, params, show=True)
+    import numpy as np
+
+    answer = await _answer(args, messages, engine, params)
     sys.stdout.write("\n")
-    Outputs(args.out, args.json, args.samples, args.codes).write(result, answer, load_s)
+    files = [path for path in (args.out, args.samples, args.codes, args.json, args.trace) if path]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if args.out is not None:
+        write_sound(args.out, answer)
+    if args.samples is not None:
+        np.save(args.samples, answer.audio)
+    if args.codes is not None:
+        np.save(args.codes, answer.codes)
+    if args.json is not None:
+        write_report(args.json, answer, load_s)
     if args.trace is not None:
         write_trace(args.trace, answer.finished)
     spoken = "" if args.text_only else f", {answer.seconds:.2f} s of speech"
-    first = result.first.get("AudioChunk")
+    first = answer.first_audio_s
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
     tokens = answer.finished.usage.text_tokens
-    say(f"{tokens} tokens{spoken} in {result.total:.2f} s{sooner} (ready after {load_s:.1f} s)")
-    for path in (args.out, args.samples, args.codes, args.json, args.trace):
-        if path is not None:
-            say(f"wrote {path}")
+    say(f"{tokens} tokens{spoken} in {answer.total_s:.2f} s{sooner} (ready after {load_s:.1f} s)")
+    for path in files:
+        say(f"wrote {path}")
     return 0
+
+
+def write_sound(path: Path, answer: Answer) -> None:
+    """`speak` calls it too."""
+    import soundfile
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, answer.audio, answer.sample_rate, subtype="PCM_16")
+
+
+def write_report(path: Path, answer: Answer, load_s: float) -> None:
+    end = answer.finished
+    report = {
+        "prompt_ids": list(end.prompt_ids),
+        "text_ids": list(answer.text_ids),
+        "text": answer.text,
+        "frames": end.usage.frames,
+        "samples": end.usage.samples,
+        "finish": {"text": end.text, "audio": end.audio},
+        "seed": end.seed,
+        "timings": {
+            "load_s": load_s,
+            "first_text_s": answer.first_text_s,
+            "first_audio_s": answer.first_audio_s,
+            "total_s": answer.total_s,
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_trace(path: Path, end: Finished) -> None:
@@ -376,10 +328,10 @@ async def _batch(
                 raw = _json(args.batch, lambda encoding: line)
                 messages = _messages(raw, f"{args.batch}:{i + 1}")
                 own = replace(params, seed=args.seed + i)
-                result, answer = await _answer(engine, messages, args, own, show=False)
-                base = args.out_dir / str(i)
-                sound = None if args.text_only else base.with_suffix(".wav")
-                Outputs(sound, base.with_suffix(".json")).write(result, answer, load_s)
+                answer = await _answer(args, messages, engine, own)
+                if not args.text_only:
+                    write_sound(args.out_dir / f"{i}.wav", answer)
+                write_report(args.out_dir / f"{i}.json", answer, load_s)
             except StrettoError as e:
                 say(f"line {i + 1}: {e}")
                 return False

@@ -8,13 +8,18 @@ import asyncio
 import codecs
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.commands.generate import LEFT_OUT, check_sound_file, read_config, say
+from stretto.commands.generate import (
+    LEFT_OUT,
+    check_sound_file,
+    read_config,
+    say,
+    write_sound,
+)
 from stretto.config.flags import add_flags
 from stretto.config.loader import ENGINE_RECORDS
 from stretto.errors import Invalid
@@ -39,31 +44,22 @@ def add_speak_parser(jobs: Any) -> None:
     )
     speak.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     speak.add_argument("--text", help="default, or -: standard input")
-    speak.add_argument(
-        "--out", type=Path, required=True, metavar="A.wav",
-        help="16 bit, .wav or .flac; -: raw samples to standard output as they are made, such as "
-             "for aplay -f S16_LE "
-        "-r 24000",
-    )  # fmt: skip
-    how = speak.add_argument_group("how")
-    how.add_argument("--voice", help="one of the model's voices (case does not matter)")
-    how.add_argument("--language", help="of the text (default: the model finds out)")
-    how.add_argument("--instructions", default="", help="how to speak, in words")
-    how.add_argument(
-        "--clip", type=Path, metavar="SOUND", help="speak with the voice of this sound file"
+    formats = (
+        "16 bit, .wav or .flac; -: raw samples to standard output as they are made, such as "
+        "for aplay -f S16_LE -r 24000"
     )
-    how.add_argument(
-        "--clip-text", default="", metavar="TEXT", help="what is said in it: a closer likeness"
-    )
-    how.add_argument(
-        "--speed", type=float, default=1.0, metavar="X",
-        help="0.25 to 4, at the same pitch: 2 is twice as fast",
-    )  # fmt: skip
-    how.add_argument("--greedy", action="store_true", help="no chance")
-    how.add_argument("--seed", type=int, default=0)
-    how.add_argument(
-        "--max-audio-frames", "--max-frames", type=int, metavar="N", help="12.5 frames are a second"
-    )
+    speak.add_argument("--out", type=Path, required=True, metavar="A.wav", help=formats)
+    add = speak.add_argument_group("how").add_argument
+    add("--voice", help="one of the model's voices (case does not matter)")
+    add("--language", help="of the text (default: the model finds out)")
+    add("--instructions", default="", help="how to speak, in words")
+    add("--clip", type=Path, metavar="SOUND", help="speak with the voice of this sound file")
+    add("--clip-text", default="", metavar="TEXT", help="what is said in it: a closer likeness")
+    add("--speed", type=float, default=1.0, metavar="X", help="0.25 to 4, at the same pitch")
+    add("--greedy", action="store_true", help="no chance")
+    add("--seed", type=int, default=0)
+    seconds = "12.5 frames are a second"
+    add("--max-audio-frames", "--max-frames", type=int, metavar="N", help=seconds)
     add_flags(speak, ENGINE_RECORDS, LEFT_OUT)
     speak.set_defaults(job=run_speak)
 
@@ -84,7 +80,7 @@ def parameters(args: argparse.Namespace, defaults: Params) -> Params:
 
 
 async def _speak(args: argparse.Namespace) -> int:
-    from stretto.api import AsyncEngine
+    from stretto.api import Answer, AsyncEngine
     from stretto.params import SpeechStyle
 
     config = read_config(args, max_requests=1)
@@ -101,35 +97,27 @@ async def _speak(args: argparse.Namespace) -> int:
                 text = "".join([piece async for piece in text])
         params = parameters(args, engine.info.defaults)
         events = engine.stream_aloud(text, voice=args.voice, manner=style, params=params)
-        return await _write(args.out, events, engine.info.sample_rate)
+        aloud = str(args.out) == "-"
+        answer = await Answer.of(_played(events) if aloud else events, engine.info.sample_rate)
+    length = answer.finished.usage.samples / answer.sample_rate
+    first_s = answer.first_audio_s or 0.0
+    say(f"{length:.2f} s of speech in {answer.total_s:.2f} s, first sound after {first_s:.3f} s")
+    if not aloud:
+        write_sound(args.out, answer)
+    return 0
 
 
-async def _write(out: Path, events: AsyncIterator[Event], sample_rate: int) -> int:
-    """Write the speech: to standard output as it is made, or to a file in the end."""
-    import soundfile
-
-    from stretto.api import Answer
+async def _played(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """The sound goes to standard output as it is made, and is not kept."""
     from stretto.engine.events import AudioChunk
 
-    since = time.perf_counter()
-    first = 0.0
-    collected: list[Event] = []
     async for event in events:
-        collected.append(event)
         if isinstance(event, AudioChunk):
-            first = first or time.perf_counter() - since
-            if str(out) == "-":
-                collected.pop()
-                sys.stdout.buffer.write(event.pcm16())
-                sys.stdout.buffer.flush()
-    took = time.perf_counter() - since
-    answer = Answer.of(collected, sample_rate)
-    length = answer.finished.usage.samples / sample_rate
-    say(f"{length:.2f} s of speech in {took:.2f} s, first sound after {first:.3f} s")
-    if str(out) != "-":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        soundfile.write(out, answer.audio, sample_rate, subtype="PCM_16")
-    return 0
+            sys.stdout.buffer.write(event.pcm16())
+            sys.stdout.buffer.flush()
+            yield replace(event, samples=event.samples[:0])
+        else:
+            yield event
 
 
 async def standard_input() -> AsyncIterator[str]:

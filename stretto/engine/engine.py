@@ -61,15 +61,15 @@ class PipelineEngine:
         if config.prompts:
             grammars = opened.pipeline.grammars
             self.prompts = PromptPool(model, opened.builder, config.prompts, grammars)
-        self._info = _info_of(opened, model, config)
+        self.info = _info_of(opened, model, config)
         self._trace = TraceWriter(Path(config.trace_dir)) if config.trace_dir is not None else None
         self._launcher = launcher
         self.pipelines = _make_pipelines(opened, model, config, self._trace, launcher)
         tokenizer = self.builder.tokenizer
-        self.requests = RequestManager(opened, self._info, self.pipelines, config, tokenizer)
+        self.requests = RequestManager(opened, self.info, self.pipelines, config, tokenizer)
         self._tts = TextToSpeech(self.requests, self.prompts, tokenizer.encode)
-        self._up = False
-        self._error: str | None = None
+        self._up = False  # it was, once
+        self._error: str | None = None  # why it will not come up
 
     @classmethod
     @asynccontextmanager
@@ -118,13 +118,26 @@ class PipelineEngine:
     # -- what others may ask
 
     @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
     def progress(self) -> Progress:
-        draining = self.requests.draining
-        return _progress_of(self.pipelines, self.prompts, self._error, self._up, draining)
+        stages = {
+            (stage if len(self.pipelines) == 1 else f"{p.name}.{stage}"): what
+            for p in self.pipelines
+            for stage, what in p.supervisor.progress.items()
+        }
+        if self._error is not None:
+            return Progress("dead", stages, self._error)
+        trouble = "; ".join(filter(None, (p.supervisor.trouble for p in self.pipelines))) or None
+        if not self._up:
+            return Progress("loading", stages, trouble)
+        if self.requests.draining:
+            return Progress("draining", stages)
+        if not any(p.ready(path) for p in self.pipelines for path in p.spec.paths.values()):
+            return Progress("dead", stages, trouble or "no pipeline is up")
+        if self.prompts.trouble is not None:
+            hopeful = self.prompts.hopeful
+            state: EngineState = "loading" if hopeful else "dead"
+            return Progress(state, stages, self.prompts.trouble, accepts=hopeful)
+        return Progress("ready", stages, trouble)
 
     @property
     def pace(self) -> float:
@@ -262,30 +275,6 @@ def _make_pipelines(
         Pipeline(f"p{i}", str(model), opened.pipeline, config.replica(i), trace, launcher, sharing)
         for i in range(config.num_pipelines)
     ]
-
-
-def _progress_of(
-    pipelines: Sequence[Pipeline], prompts: Prompts, error: str | None, up: bool, draining: bool
-) -> Progress:
-    """`error`: why the engine will not come up. `up`: it was, once."""
-    stages = {
-        (stage if len(pipelines) == 1 else f"{p.name}.{stage}"): what
-        for p in pipelines
-        for stage, what in p.supervisor.progress.items()
-    }
-    if error is not None:
-        return Progress("dead", stages, error)
-    trouble = "; ".join(filter(None, (p.supervisor.trouble for p in pipelines))) or None
-    if not up:
-        return Progress("loading", stages, trouble)
-    if draining:
-        return Progress("draining", stages)
-    if not any(p.ready(path) for p in pipelines for path in p.spec.paths.values()):
-        return Progress("dead", stages, trouble or "no pipeline is up")
-    if prompts.trouble is not None:
-        state: EngineState = "loading" if prompts.hopeful else "dead"
-        return Progress(state, stages, prompts.trouble, accepts=prompts.hopeful)
-    return Progress("ready", stages, trouble)
 
 
 def _open_files(prompts: Prompts) -> dict[str, float]:

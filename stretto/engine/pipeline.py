@@ -63,25 +63,21 @@ class Pipeline:
 
     def send(self, stages: Sequence[str], message: ToHost, blob: Bytes = b"") -> None:
         """To each host that holds one of the stages, once."""
-        for i in self._holding(stages):
-            self.supervisor.hosts[i].send(message, blob)
+        for host in self.hosts_of(stages):
+            host.send(message, blob)
 
     async def send_features(
         self, stages: Sequence[str], request: RequestId, features: Bytes | MemFileSlice
     ) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
-        for i in self._holding(stages):
-            host = self.supervisor.hosts[i]
+        for host in self.hosts_of(stages):
             for at in range(0, len(features), PIECE):
                 await host.writable()
                 host.send(Features(request, len(features)), features[at : at + PIECE])
 
-    def hosts_of(self, stages: Sequence[str]) -> list[tuple[str, ...]]:
-        return [self.supervisor.places[i].stages for i in self._holding(stages)]
-
-    def _holding(self, stages: Sequence[str]) -> list[int]:
-        """Which hosts hold one of the stages."""
-        return sorted({self.supervisor.index[s] for s in stages})
+    def hosts_of(self, stages: Sequence[str]) -> list[HostHandle]:
+        """Those that hold one of the stages, each once."""
+        return list(dict.fromkeys(self.supervisor.host_of[stage] for stage in stages))
 
     # -- what its hosts report
 

@@ -66,7 +66,7 @@ class RequestManager:
         self._config = config
         self._tokenizer = tokenizer
         self._router = Router(pipelines, config.min_pace)
-        self._ids = RequestIds()
+        self._numbers = count()
         self._counts: dict[Counter, int] = dict.fromkeys(get_args(Counter), 0)
         self._readers: list[asyncio.Task[None]] = []  # of the pipelines' reports
         self._watcher: asyncio.Task[None] | None = None
@@ -74,7 +74,7 @@ class RequestManager:
         self._accepted = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self.draining = False
         self._closed = False
 
     def read_reports(self) -> None:
@@ -87,7 +87,7 @@ class RequestManager:
 
     async def drain(self, timeout: float) -> None:
         """Take no new request; wait until the running ones are over, for at most `timeout`."""
-        self._draining = True
+        self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -95,7 +95,7 @@ class RequestManager:
 
     async def fail_all(self) -> None:
         """The engine is closed: end all requests, before their pipelines."""
-        self._draining = self._closed = True
+        self.draining = self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -109,10 +109,6 @@ class RequestManager:
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     # -- what others ask
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
 
     @property
     def pace(self) -> float:
@@ -145,7 +141,7 @@ class RequestManager:
         return "audio" in modalities
 
     def check_open(self) -> None:
-        if self._draining:
+        if self.draining:
             raise Busy("the server is shutting down")
 
     # -- requests
@@ -210,7 +206,7 @@ class RequestManager:
         if pipeline is None:
             pipeline = self._choose(stages, options)
         request = RequestState(
-            self._ids.mint(options.request_id, self.running.values()),
+            mint_id(options.request_id, next(self._numbers), self.running.values()),
             pipeline,
             self.model,
             stages,
@@ -344,23 +340,19 @@ def fresh_seed() -> int:
     return secrets.randbits(53)
 
 
-class RequestIds:
-    """Makes the ids that all stages know requests by. None comes twice: stages remember those of
-    requests that are over, and ignore what comes for them."""
-
-    def __init__(self) -> None:
-        self._numbers = count()
-
-    def mint(self, callers_id: RequestId | None, running: Iterable[RequestState]) -> RequestId:
-        """The caller's id and a number that makes it unique, so that earlier ids need not be
-        remembered."""
-        if callers_id is None:
-            return RequestId(f"r-{secrets.token_hex(8)}")
-        if not _CALLERS_ID.fullmatch(callers_id):
-            raise Invalid("request_id must be 1 to 48 letters, digits, _ . : or -", "request_id")
-        if any(r.options.request_id == callers_id for r in running):
-            raise Invalid(f"request {callers_id} is running already", "request_id")
-        return RequestId(f"{callers_id}.{next(self._numbers)}")
+def mint_id(
+    callers_id: RequestId | None, number: int, running: Iterable[RequestState]
+) -> RequestId:
+    """The id that all stages know a request by. None comes twice: stages remember those of requests
+    that are over, and ignore what comes for them. So a caller's own id, which need not be
+    remembered, gets a `number`."""
+    if callers_id is None:
+        return RequestId(f"r-{secrets.token_hex(8)}")
+    if not _CALLERS_ID.fullmatch(callers_id):
+        raise Invalid("request_id must be 1 to 48 letters, digits, _ . : or -", "request_id")
+    if any(r.options.request_id == callers_id for r in running):
+        raise Invalid(f"request {callers_id} is running already", "request_id")
+    return RequestId(f"{callers_id}.{number}")
 
 
 async def announce(request: RequestState, shared: bool) -> None:
@@ -385,13 +377,14 @@ async def announce(request: RequestState, shared: bool) -> None:
         if s.encodes_media and s.name in request.stages
     ]
     blob = await _send_features(request, encoding)
+    host_of = request.pipeline.supervisor.host_of
     for host in request.pipeline.hosts_of(request.stages):
-        encodes = any(stage in host for stage in encoding)
-        here = {stage: params for stage, params in stage_params.items() if stage in host}
+        encodes = any(host_of[stage] is host for stage in encoding)
+        here = {stage: p for stage, p in stage_params.items() if host_of[stage] is host}
         prompt = request.prompt.for_host(with_features=encodes)
         elsewhere = tuple(stage for stage in request.stages if stage not in here)
         message = Admit(request.id, prompt, here, options.params.priority, root, sender, elsewhere)
-        request.pipeline.send(host[:1], message, blob if encodes else b"")
+        host.send(message, blob if encodes else b"")
     request.release_features()
 
 

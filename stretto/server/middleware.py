@@ -26,7 +26,7 @@ from stretto.server.realtime.client_secrets import CLIENT_SECRET
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
-from stretto.server.shares import owner_of_address
+from stretto.server.shares import sender_of_address
 from stretto.server.tracing import request_record
 from stretto.types import RequestId
 
@@ -116,7 +116,7 @@ class AccessMiddleware:
             request_log.owner = self.service.keys.owner(headers, other_key)
         address = str((scope.get("client") or ("",))[0])
         request_log.sender = (
-            request_log.owner if self.service.keys.needed else owner_of_address(address)
+            request_log.owner if self.service.keys.needed else sender_of_address(address)
         )
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -68,7 +68,7 @@ class Service:
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
         limits = (
             config.max_concurrent,
-            config.places_per_owner,
+            config.places_per_sender,
             config.max_concurrent_per_key,
             config.max_queue,
             config.queue_timeout,

@@ -1,8 +1,8 @@
 """How a bounded whole is shared by those who use it: bytes of bodies, memory of sessions, sessions.
 
-An owner is an API key or, without keys, a client's address: of IPv6 its network of 64 bits, of
+A sender is an API key or, without keys, a client's address: of IPv6 its network of 64 bits, of
 which a client may use any. It may take more as long as what it then holds is at most what is then
-still free. So one owner alone gets half of the whole, `n` owners get an `n + 1`th each, and a
+still free. So one sender alone gets half of the whole, `n` senders get an `n + 1`th each, and a
 newcomer always finds room. On the event loop."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESERVE = 16
 
 
 @lru_cache(4096)
-def owner_of_address(address: str) -> str:
+def sender_of_address(address: str) -> str:
     """What is no IPv6 address stands for itself; an IPv4 address may be written as one."""
     try:
         ipv6 = IPv6Address(address)
@@ -29,7 +29,7 @@ def owner_of_address(address: str) -> str:
 
 @dataclass(slots=True)
 class Shares:
-    """`floor`: an owner may hold this much beyond the rule above, if it is free. It is the size of
+    """`floor`: a sender may hold this much beyond the rule above, if it is free. It is the size of
     the largest thing that one request may need, which would otherwise be refused on a busy server
     however long it waits."""
 
@@ -37,66 +37,66 @@ class Shares:
     floor: int = 0
     held: int = 0
     returned: int = 0  # of all that was ever held
-    _by_owner: dict[str, int] = field(default_factory=dict)
+    _by_sender: dict[str, int] = field(default_factory=dict)
 
-    def of(self, owner: str) -> int:
-        return self._by_owner.get(owner, 0)
+    def of(self, sender: str) -> int:
+        return self._by_sender.get(sender, 0)
 
     @property
     def free(self) -> int:
         return self.limit - self.held
 
-    def fits(self, owner: str, size: int) -> bool:
-        """Whether the owner may take so much more now."""
-        mine = self.of(owner) + size
+    def fits(self, sender: str, size: int) -> bool:
+        """Whether the sender may take so much more now."""
+        mine = self.of(sender) + size
         free = self.free - size
         reserve = min(self.limit // RESERVE, self.limit - self.floor)
         return size <= 0 or mine <= free or (mine <= self.floor and free >= reserve)
 
-    def take(self, owner: str, size: int) -> bool:
-        """Take so much more, if the owner may."""
-        if not self.fits(owner, size):
+    def take(self, sender: str, size: int) -> bool:
+        """Take so much more, if the sender may."""
+        if not self.fits(sender, size):
             return False
-        self.add(owner, size)
+        self.add(sender, size)
         return True
 
-    def add(self, owner: str, size: int) -> None:
+    def add(self, sender: str, size: int) -> None:
         """Count what is held already, whether it fits or not."""
         self.held += size
         self.returned -= min(0, size)
-        self._by_owner[owner] = self.of(owner) + size
-        self._forget(owner)
+        self._by_sender[sender] = self.of(sender) + size
+        self._forget(sender)
 
-    def give_back(self, owner: str, size: int) -> None:
-        self.add(owner, -size)
+    def give_back(self, sender: str, size: int) -> None:
+        self.add(sender, -size)
 
-    def _forget(self, owner: str) -> None:
-        if not self._by_owner[owner]:
-            del self._by_owner[owner]
+    def _forget(self, sender: str) -> None:
+        if not self._by_sender[sender]:
+            del self._by_sender[sender]
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one connection or session holds of a whole; `owner` can change while it does."""
+    """What one connection or session holds of a whole; `sender` can change while it does."""
 
     shares: Shares
-    owner: str
+    sender: str
     size: int = 0
 
     def fits(self, size: int) -> bool:
         """Whether it may grow to this size."""
-        return self.shares.fits(self.owner, size - self.size)
+        return self.shares.fits(self.sender, size - self.size)
 
     def resize(self, size: int) -> None:
         """It has this size now, whether that fits or not."""
         if size != self.size:
-            self.shares.add(self.owner, size - self.size)
+            self.shares.add(self.sender, size - self.size)
             self.size = size
 
-    def belong_to(self, owner: str) -> None:
+    def belong_to(self, sender: str) -> None:
         size = self.size
         self.resize(0)
-        self.owner = owner
+        self.sender = sender
         self.resize(size)
 
     def close(self) -> None:

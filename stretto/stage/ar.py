@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.errors import StrettoError
 from stretto.observe.recorder import Recorder
 from stretto.stage.launch_timing import LaunchTimer
 from stretto.stage.media_rows import MediaOutput, PayloadStore
@@ -47,10 +46,6 @@ class CoreOutput:
     reason: Reason | None
     # of the token, if the request asks
     logprobs: Scored | None = None
-
-    @property
-    def error(self) -> StrettoError | None:
-        return self.request.error
 
 
 _NO_ROW: list[int] = []
@@ -177,7 +172,7 @@ class StageCore(StepQueue[Step, CoreOutput]):
         for outcome in self.scheduler.retire(step.batch, result):
             request, token = outcome.request, outcome.token
             media = None
-            if step.captured.rows or outcome.published:
+            if step.side_rows.rows or outcome.published:
                 media = self._media_of(step, outcome)
             row = _NO_ROW
             logprobs = None
@@ -198,9 +193,9 @@ class StageCore(StepQueue[Step, CoreOutput]):
         """Rows that the step hands out for the next stage; they are kept with the blocks that
         became findable."""
         id, index, media = outcome.request.id, outcome.at, None
-        if index in step.captured.rows:
-            places = step.captured.places[index]
-            media = MediaOutput(places, step.captured.rows[index], step.captured_at)
+        if index in step.side_rows.rows:
+            places = step.side_rows.places[index]
+            media = MediaOutput(places, step.side_rows.rows[index], step.side_rows_at)
             self._media[id].append(media)
         if outcome.published:
             attach = self.scheduler.pool.attach

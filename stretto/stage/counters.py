@@ -21,10 +21,6 @@ class StepStats:
     # from the device's first work on a step to its last
     device: Histogram = field(default_factory=Histogram)
 
-    def launched(self, seconds: float) -> None:
-        self.steps += 1
-        self.launch.observe(seconds)
-
 
 @dataclass(slots=True)
 class StageStats:

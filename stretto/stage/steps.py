@@ -120,7 +120,9 @@ class StepQueue(ABC, Generic[StepT, OutputT]):
         self._steps.append(step)
         self.stats.steps += 1
         self.stats.rows += rows
-        self.stats.kinds[step.kind].launched((end_ns - start_ns) / 1e9)
+        kind = self.stats.kinds[step.kind]
+        kind.steps += 1
+        kind.launch.observe((end_ns - start_ns) / 1e9)
         self.recorder.span("loop", f"launch {self.name}", start_ns, end_ns)
         if self.waiter is not None and step.copied is not None:
             self.waiter.watch(step.copied, lambda: self.timer.ended(flight))

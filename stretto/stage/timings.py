@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stretto.errors import StrettoError
-from stretto.messages.requests import Ended, Failed, FromHost
+from stretto.messages.requests import Ended, Failed
 from stretto.stage.request import Reason
 from stretto.types import RequestId
 
 MAX_MARKS = 8192
 
-Report = Callable[[FromHost, bytes], None]
 Clock = Callable[[], float]
 
 

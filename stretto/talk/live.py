@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit, urlunsplit
 
 from stretto.loadtest.sse import RequestFailed, save_answer
-from stretto.talk.sound import MICROPHONE_RATE, Microphone, Speaker
+from stretto.talk.sound import MICROPHONE_RATE, Speaker
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -53,8 +53,9 @@ class Recorded:
         self._thread.join()
 
 
-Listen = Callable[[int, Callable[[bytes], None]], Microphone | Recorded]
-"""Opens a microphone at a rate; what it hears is handed over on a thread of its own."""
+Listen = Callable[[int, Callable[[bytes], None]], Any]
+"""Opens a microphone at a rate, until what is returned is closed; what it hears is handed over on a
+thread of its own."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,5 @@
-"""Loudspeaker and microphone of the terminal, through the optional package `sounddevice`.
-
-The device calls back on a thread of its own; it and the caller share one buffer under a lock."""
+"""Loudspeaker and microphone of the terminal, through the optional package `sounddevice`. Samples
+have 16 bits."""
 
 from __future__ import annotations
 
@@ -22,82 +21,48 @@ class NoSound:
     why: str
 
 
-class PlayBuffer:
-    """What is still to be played: filled by the caller, drained by the device's thread."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Condition()
-        self.pending = bytearray()
-
-    def write(self, pcm: bytes) -> None:
-        with self.lock:
-            self.pending += pcm
-
-    def fill(self, out: memoryview | bytearray) -> None:
-        """Silence where nothing is left."""
-        with self.lock:
-            n = min(len(out), len(self.pending))
-            out[:n] = self.pending[:n]
-            out[n:] = bytes(len(out) - n)
-            del self.pending[:n]
-            if not self.pending:
-                self.lock.notify_all()
-
-    def wait(self) -> None:
-        with self.lock:
-            self.lock.wait_for(lambda: not self.pending)
-
-
 class Speaker:
-    """16-bit samples, played as they come."""
+    """Plays samples as they come. The device calls `fill` on a thread of its own; it and the caller
+    share one buffer under a lock."""
 
     def __init__(self, module: Any, rate: int) -> None:
-        self._buffer = PlayBuffer()
+        self._changed = threading.Condition()
+        self._buffer = bytearray()
         self._stream = module.RawOutputStream(
-            samplerate=rate, channels=1, dtype="int16", callback=self._play
+            samplerate=rate, channels=1, dtype="int16", callback=self.fill
         )
         self._stream.start()
 
-    def _play(self, out: Any, frames: int, time: Any, status: Any) -> None:
-        self._buffer.fill(memoryview(out).cast("B"))
-
     def write(self, pcm: bytes) -> None:
         """Never waits."""
-        self._buffer.write(pcm)
+        with self._changed:
+            self._buffer += pcm
+
+    def fill(self, out: Any, *_: Any) -> None:
+        """Silence where nothing is left."""
+        out = memoryview(out).cast("B")
+        with self._changed:
+            n = min(len(out), len(self._buffer))
+            out[:] = self._buffer[:n] + bytes(len(out) - n)
+            del self._buffer[:n]
+            self._changed.notify_all()
+
+    @property
+    def pending(self) -> int:
+        """Bytes that were written and not played yet."""
+        with self._changed:
+            return len(self._buffer)
 
     def wait(self) -> None:
         """Until all that was written has been heard."""
-        self._buffer.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._buffer)
         self._stream.stop()  # plays what the device itself still holds
         self._stream.close()
 
     def close(self) -> None:
         """Silence at once."""
         self._stream.abort()
-        self._stream.close()
-
-    @property
-    def pending(self) -> int:
-        """Bytes that were written and not played yet."""
-        with self._buffer.lock:
-            return len(self._buffer.pending)
-
-
-class Microphone:
-    """`take` gets 16-bit samples on the device's thread, and must not wait."""
-
-    def __init__(self, module: Any, rate: int, take: Callable[[bytes], None]) -> None:
-        self._take = take
-        self._stream = module.RawInputStream(
-            samplerate=rate, channels=1, dtype="int16", callback=self._receive
-        )
-        self._stream.start()
-
-    def _receive(self, data: Any, frames: int, time: Any, status: Any) -> None:
-        self._take(bytes(data))
-
-    def close(self) -> None:
-        self._stream.stop()
         self._stream.close()
 
 
@@ -110,8 +75,14 @@ class SoundDevice:
     def speaker(self, rate: int) -> Speaker:
         return Speaker(self.module, rate)
 
-    def listen(self, rate: int, take: Callable[[bytes], None]) -> Microphone:
-        return Microphone(self.module, rate, take)
+    def listen(self, rate: int, take: Callable[[bytes], None]) -> Any:
+        """Open the microphone, until what is returned is closed. `take` gets samples on the
+        device's thread, and must not wait."""
+        stream = self.module.RawInputStream(
+            samplerate=rate, channels=1, dtype="int16", callback=lambda data, *_: take(bytes(data))
+        )
+        stream.start()
+        return stream
 
 
 def find_sound() -> SoundDevice | NoSound:

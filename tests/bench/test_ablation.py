@@ -27,8 +27,8 @@ class Listening(OneHost):
 
     sound: dict[RequestId, list[bytes]]
 
-    def _report(self, message: FromHost, blob: bytes) -> None:
-        super()._report(message, blob)
+    def post(self, message: FromHost, blob: bytes = b"") -> None:
+        super().post(message, blob)
         if isinstance(message, Pcm):
             self.sound.setdefault(message.request, []).append(bytes(blob))
 
@@ -56,7 +56,7 @@ def state(host: OneHost) -> list[object]:
     runners = host.runners()
     kept: list[object] = [host.host.switches, host.codec().config, host.codec().graphs]
     kept += [(s.scheduler.config, s.timer.on) for s in stages if s is not host.codec()]
-    kept.append(host.host.loop.polled)
+    kept.append(host.host.loop.driven)
     kept += [(r.graphs, r.adapter.fused, r.adapter.prompts) for r in runners]
     return kept
 

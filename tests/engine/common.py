@@ -19,7 +19,7 @@ from stretto.config.engine import HostSettings
 from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, TextDelta
 from stretto.engine.host_handle import HostHandle
-from stretto.messages.requests import Admit, Ended, Failed, FromHost
+from stretto.messages.requests import Admit, Ended, Failed
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.params import RESIDUAL
 from stretto.models.qwen3_omni.prompts import PromptBuilder
@@ -28,6 +28,7 @@ from stretto.stage.host.host import Host
 from stretto.types import SECRET_BYTES, SamplingParams
 from tests.pipeline import STAGES, configure
 from tests.solo import CODE0, Audio, Done, Frame, Options, Solo, TextToken
+from tests.stage.reports import Reports
 
 T = TypeVar("T")
 SECRET = bytes(SECRET_BYTES)
@@ -246,12 +247,13 @@ class HandDriven:
     """A host in this process, driven by hand, that notes which rows each stage launches."""
 
     def __init__(self, model: Path, settings: HostSettings) -> None:
-        self.reports: list[tuple[FromHost, bytes]] = []
+        self.channel = Reports()
+        self.reports = self.channel.posted
         self.launched: list[
             tuple[str, int, int]
         ] = []  # stage, rows [start, stop) of the request's sequence
         told = configure(str(model), STAGES, settings.as_dict())
-        self.host = Host(told, settings, lambda message, blob: self.reports.append((message, blob)))
+        self.host = Host(told, settings, self.channel)
         self.host.load()
         self.host.stages["thinker"].encoders.clock = lambda: (
             0

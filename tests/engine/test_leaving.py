@@ -245,13 +245,13 @@ def kept(driven: HandDriven) -> dict[str, Any]:
             left["requests"] = len(node.requests)
         else:
             left[f"{name}: blocks"] = num_held(stage.scheduler.pool)
-            left[f"{name}: rows"] = len(stage.scheduler._table.allocation.by_row)
+            left[f"{name}: rows"] = len(stage.scheduler.table.allocation.by_row)
             left[f"{name}: waiting"] = stage.scheduler.num_waiting
             left[f"{name}: out"] = sum(link.num_sending for link in links.sent_by(node))
             mine = (
                 (node.requests, node.encoders.requests)
                 if isinstance(node, ThinkerStage)
-                else (node.requests, node._waiting)
+                else (node.requests, node.waiting)
             )
             left[f"{name}: records"] = sum(map(len, mine))
         left[f"{name}: in"] = sum(link.num_receiving for link in links.received_by(node))

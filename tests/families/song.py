@@ -141,9 +141,9 @@ class PoetStage(CoreStage[StageCore]):
         id, poem = o.request.id, self.requests.get(o.request.id)
         if poem is None:
             return  # cancelled meanwhile
-        if o.error is not None:
+        if o.request.error is not None:
             self.cancel(id)
-            yield ToEngine(failed(id, self.name, o.error))
+            yield ToEngine(failed(id, self.name, o.request.error))
             return
         if o.token is not None:
             poem.timings.mark(time.monotonic())

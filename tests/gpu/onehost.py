@@ -74,7 +74,7 @@ class Listener:
         self.asked, self.generation, self.endpoint = 0, 0, b""
         groups = [(stage,) for stage in STAGES] if apart else [STAGES]
         self.hosts = [
-            Host(configure(str(directory), group, {}), settings, self._report) for group in groups
+            Host(configure(str(directory), group, {}), settings, self) for group in groups
         ]
         for host in self.hosts:
             host.load()
@@ -109,7 +109,13 @@ class Listener:
         for host in self.hosts:
             host.handle(message, blob)
 
-    def _report(self, message: FromHost, blob: bytes) -> None:
+    def push(self) -> None:
+        """As the hosts' channel, and so the next two."""
+
+    def send(self, message: FromHost) -> None:
+        self.post(message)
+
+    def post(self, message: FromHost, blob: bytes = b"") -> None:
         match message:
             case Listening(endpoint=endpoint):
                 self.endpoint = endpoint
@@ -126,7 +132,7 @@ class Listener:
             case Failed(request=id, message=text):
                 self.answers[id].error = self.answers[id].error or text
                 for host in self.hosts:
-                    host.loop.post(lambda host=host: host.handle(Cancel(id), b""))  # type: ignore[misc]
+                    host.loop.post(Cancel(id))
 
     def admit(self, prompts: Sequence[Prompt]) -> list[RequestId]:
         """No name is ever used twice."""

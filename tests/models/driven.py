@@ -31,6 +31,7 @@ from stretto.preprocess.prompt import Prompt
 from stretto.registry import open_model
 from stretto.stage.host.host import Host
 from stretto.types import RequestId
+from tests.stage.reports import Reports
 
 ids = count()
 Question = tuple[Capability, Prompt, tuple[int, ...] | None, SpeechStyle]
@@ -47,11 +48,12 @@ class Driven:
     def __init__(self, model: Path, stages: tuple[str, ...] = (), **settings: Any) -> None:
         self.model = open_model(model)
         self.builder: work.Builder = load(self.model.builder)(model)
-        self.reports: list[tuple[Any, bytes]] = []
+        self.channel = Reports()
+        self.reports: list[tuple[Any, bytes]] = self.channel.posted
         pipeline = self.model.pipeline
         links = tuple((k.sender, k.receiver) for k in pipeline.links)
         told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
-        self.host = Host(told, HostSettings(trace=True, **settings), self._report)
+        self.host = Host(told, HostSettings(trace=True, **settings), self.channel)
         self.host.load()
         for node in (
             self.host.stages.values()
@@ -61,9 +63,6 @@ class Driven:
             if hasattr(node, "encoders"):
                 node.encoders.clock = lambda: 0
         self.reports.clear()
-
-    def _report(self, message: Any, blob: bytes) -> None:
-        self.reports.append((message, blob))
 
     @property
     def info(self) -> ModelInfo:

@@ -38,6 +38,7 @@ from stretto.stage.host.host import Host
 from stretto.stage.runner import prefill_graphs
 from stretto.stage.runner.graphs import SIZES
 from tests.pipeline import STAGES, configure
+from tests.stage.reports import Reports
 
 COMPILE_AHEAD = BUILD.compile_ahead
 assert COMPILE_AHEAD is not None
@@ -295,7 +296,7 @@ def test_a_host_of_some_stages_leaves_room_for_the_others(
 def test_a_process_that_dies_fails_no_host(
     tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[Any] = []
+    told = Reports()
     cpu, switches = torch.device("cpu"), OverlapSwitches()
     context = StageContext(
         str(tiny_dir),
@@ -303,15 +304,14 @@ def test_a_process_that_dies_fails_no_host(
         cpu,
         switches,
         lambda: None,
-        lambda message, blob: told.append(message),
-        lambda: None,
+        told,
     )
     builder = HostBuilder(BUILD, STAGES, context)
     dying = [sys.executable, "-c", "import sys; sys.stdin.read(); raise SystemExit('no memory')"]
     builder.compiling = CompileProcesses(Workers([dying]), Marker.of(tmp_path, {}), False)
     builder.finish_compiling("thinker")
     assert builder.compiling is None
-    assert all(m == Loading("thinker", "compiling kernels") for m in told)
+    assert all(m == Loading("thinker", "compiling kernels") for m in told.messages)
     assert "no memory" in caplog.text
     assert not Marker.of(tmp_path, {}).there
 
@@ -321,12 +321,8 @@ def test_a_cpu_has_no_part_in_this(tiny_dir: Path, monkeypatch: pytest.MonkeyPat
         raise AssertionError
 
     monkeypatch.setattr(building, "start", never)
-    told: list[Any] = []
-    host = Host(
-        configure(str(tiny_dir), STAGES, {}),
-        HostSettings(),
-        lambda message, blob: told.append(message),
-    )
+    told = Reports()
+    host = Host(configure(str(tiny_dir), STAGES, {}), HostSettings(), told)
     host.load()
     assert tuple(host.stages) == STAGES
-    assert not any(m.what == "compiling kernels" for m in told)
+    assert not any(m.what == "compiling kernels" for m in told.messages)

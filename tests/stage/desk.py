@@ -92,8 +92,8 @@ class Desk:
                 self.media[id][place] = row
         if o.reason is not None:
             self.ended[id] = o.reason
-            if o.error is not None:
-                self.errors[id] = o.error
+            if o.request.error is not None:
+                self.errors[id] = o.request.error
 
     def poll(self) -> bool:
         return poll_core(self.stage, self.collect)

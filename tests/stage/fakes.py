@@ -171,7 +171,7 @@ class OrderCheck:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        table = scheduler._table
+        table = scheduler.table
         self._ready = {
             r.id: (r, table.step - r.since) for r in table.requests.values() if self._is_ready(r)
         }
@@ -372,7 +372,7 @@ class Driver:
 
     def _check(self) -> None:
         check_scheduler(self.scheduler)
-        findable = set(self.scheduler.pool._index.values())
+        findable = set(self.scheduler.pool.index.values())
         for step in self.flying:
             assert not findable & step.written, "a block that others may read is being written"
 
@@ -424,7 +424,7 @@ class Driver:
         assert not self.live
         pool = self.scheduler.pool
         assert num_held(pool) == 0
-        assert not self.scheduler._table.allocation.by_row
+        assert not self.scheduler.table.allocation.by_row
         assert self.scheduler.num_waiting == 0
         clear_cache(pool)
         assert pool.num_available == pool.num_blocks

@@ -13,7 +13,7 @@ from stretto.stage.scheduler.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    table = scheduler._table
+    table = scheduler.table
     requests = list(table.requests.values())
     check_holdings(table.allocation, requests)
     for r in requests:
@@ -25,7 +25,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert (state is State.WAITING) == (r.id in table.waiting), f"{r.id} is {state.name}"
         assert r.starved == (state is State.STARVED), f"{r.id} is {state.name}, starved={r.starved}"
         assert r.in_flight == sum(
-            span.request is r for batch in scheduler._in_flight for span in batch.spans
+            span.request is r for batch in scheduler.in_flight for span in batch.spans
         ), r.id
 
 
@@ -38,12 +38,12 @@ def check_cursor(c: Cursor) -> None:
 def check_holdings(allocation: Allocation, requests: Sequence[StageRequest]) -> None:
     """Every block and row is held exactly by those who say so."""
     refs = Counter(block for request in requests for block in request.blocks)
-    deferred_free = [entry for entries in allocation._deferred_free.values() for entry in entries]
+    deferred_free = [entry for entries in allocation.deferred_free.values() for entry in entries]
     refs.update(block for blocks, _ in deferred_free for block in blocks)
     check_pool(allocation.pool, [refs[BlockId(b)] for b in range(allocation.pool.num_blocks)])
     assert allocation.num_deferred == sum(len(blocks) for blocks, _ in deferred_free)
     rows = (
-        allocation._free_rows
+        allocation.free_rows
         + list(allocation.by_row)
         + [row for _, row in deferred_free if row is not None]
     )
@@ -60,16 +60,16 @@ def check_holdings(allocation: Allocation, requests: Sequence[StageRequest]) -> 
 def check_pool(pool: BlockPool, refs: Sequence[int] | None = None) -> None:
     """Conservation, and that each block is where its reference count and key say. `refs`: how often
     each block is referred to, as counted by the caller."""
-    free, cached = set(pool._free), set(pool._cached)
-    held = {BlockId(b) for b, n in enumerate(pool._refs) if n > 0}
-    assert len(free) == len(pool._free)
+    free, cached = set(pool.free), set(pool.cached)
+    held = {BlockId(b) for b, n in enumerate(pool.refs) if n > 0}
+    assert len(free) == len(pool.free)
     assert len(free | cached | held) == len(free) + len(cached) + len(held), (
         "a block is in two places"
     )
     assert len(free) + len(held) + len(cached) == pool.num_blocks, "blocks lost"
-    assert all(pool._keys[block] is None for block in free)
-    assert all(pool._keys[block] is not None for block in cached)
-    assert {key: block for block, key in enumerate(pool._keys) if key is not None} == pool._index
-    assert all(pool._keys[block] is not None for block in pool._payloads)
+    assert all(pool.keys[block] is None for block in free)
+    assert all(pool.keys[block] is not None for block in cached)
+    assert {key: block for block, key in enumerate(pool.keys) if key is not None} == pool.index
+    assert all(pool.keys[block] is not None for block in pool.payloads)
     if refs is not None:
-        assert list(refs) == pool._refs
+        assert list(refs) == pool.refs

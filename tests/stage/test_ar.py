@@ -245,7 +245,7 @@ def test_media_rows_are_kept_as_long_as_their_blocks_can_be_found(models: Models
         desk.think(str(i), make("audio", models.config, seed=i), options(0))
         desk.run()
         assert 0 < len(desk.stage.store) <= few.num_blocks
-        assert len(desk.stage.store) == len(desk.stage.scheduler.pool._payloads)
+        assert len(desk.stage.store) == len(desk.stage.scheduler.pool.payloads)
     clear_cache(desk.stage.scheduler.pool)
     assert not len(desk.stage.store)
 

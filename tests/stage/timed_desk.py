@@ -1,5 +1,6 @@
 """A desk whose stage runs on a simulated device, for tests of when steps are launched."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from stretto.models.qwen3_omni.load import Models
@@ -41,6 +42,10 @@ class Timed(Desk):
     @property
     def due_ns(self) -> int | None:
         return self.stage.due_ns
+
+    def handle(self, message: Callable[[], object], blob: bytes) -> None:
+        """Its loop's messages are functions."""
+        message()
 
     def round(self) -> bool:
         self.rounds += 1

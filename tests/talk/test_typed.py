@@ -12,7 +12,7 @@ import pytest
 
 from stretto.loadtest.http import ListedModel
 from stretto.loadtest.sse import Piece, RequestFailed, Sound, StreamEnd, Words, wav_file
-from stretto.talk.sound import MICROPHONE_RATE, NoSound, PlayBuffer, find_sound
+from stretto.talk.sound import MICROPHONE_RATE, NoSound, SoundDevice, Speaker, find_sound
 from stretto.talk.typed import Talk
 
 PCM = b"\x01\x02" * 480
@@ -200,15 +200,51 @@ def test_unknown_command_shows_those_there_are() -> None:
     assert person.said().count("/image FILE") == 3
 
 
-def test_play_buffer_gives_silence_where_it_has_nothing() -> None:
-    buffer, out = PlayBuffer(), bytearray(b"xxxxxx")
-    buffer.write(b"abcd")
-    buffer.write(b"efgh")
-    buffer.fill(out)
-    assert out == b"abcdef"
-    buffer.fill(out)
-    assert out == b"gh\0\0\0\0"
-    buffer.wait()  # returns, since nothing is left
+class Stream:
+    """A sound device's, whose thread is the test."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.fill = settings["callback"]
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: self.calls.append(name)
+
+
+class Module:
+    """As far as a loudspeaker and a microphone need the package `sounddevice`."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+
+    def RawOutputStream(self, **settings: Any) -> Stream:
+        self.streams.append(Stream(**settings))
+        return self.streams[-1]
+
+    RawInputStream = RawOutputStream
+
+
+def test_a_loudspeaker_plays_silence_where_it_has_nothing() -> None:
+    module = Module()
+    speaker, out = Speaker(module, 24_000), bytearray(b"xxxxxx")
+    [stream] = module.streams
+    speaker.write(b"abcd")
+    speaker.write(b"efgh")
+    stream.fill(out, 3, None, None)
+    assert (out, speaker.pending) == (b"abcdef", 2)
+    stream.fill(out, 3, None, None)
+    assert (out, speaker.pending) == (b"gh\0\0\0\0", 0)
+    speaker.wait()  # returns, since nothing is left
+    assert stream.calls == ["start", "stop", "close"]
+
+
+def test_a_microphone_hands_over_what_it_hears() -> None:
+    module, heard = Module(), []
+    microphone = SoundDevice(module).listen(24_000, heard.append)
+    microphone.fill(bytearray(b"abcd"), 2, None, None)
+    microphone.close()
+    assert heard == [b"abcd"]
+    assert microphone.calls == ["start", "close"]
 
 
 def test_missing_package_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,9 @@ class WriterStage(CoreStage[StageCore]):
         timings = self.requests.get(id)
         if timings is None:
             return  # cancelled meanwhile
-        if o.error is not None:
+        if o.request.error is not None:
             self.cancel(id)
-            self.outputs.append(ToEngine(failed(id, self.name, o.error)))
+            self.outputs.append(ToEngine(failed(id, self.name, o.request.error)))
             return
         if o.token is not None:
             timings.mark(self.clock())

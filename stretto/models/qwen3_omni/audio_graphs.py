@@ -31,20 +31,20 @@ class WindowGraphs:
             max(sizes), self.length, c.hidden_size, device=weight.device, dtype=weight.dtype
         )
         self.lengths = torch.zeros(max(sizes), dtype=torch.int64, device=weight.device)
-        self._graphs: dict[int, Captured[torch.Tensor]] = {}
+        self.graphs: dict[int, Captured[torch.Tensor]] = {}
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        self._graphs = capture_graphs(
+        self.graphs = capture_graphs(
             self.sizes[::-1], lambda size: lambda: self.forward(size), stream
         )
 
     def run(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Windows [t, hidden] -> [t, out] each, the caller's to keep; None if no graph fits."""
-        size = next((s for s in self.sizes if s >= len(rows) and s in self._graphs), None)
+        size = next((s for s in self.sizes if s >= len(rows) and s in self.graphs), None)
         if size is None:
             return None
         self.fill(rows, size)
-        graph, out = self._graphs[size]
+        graph, out = self.graphs[size]
         graph.replay()
         # A copy: the graph's output is overwritten by its next replay.
         kept = out[: len(rows)].clone()

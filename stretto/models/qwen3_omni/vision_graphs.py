@@ -41,21 +41,21 @@ class FrameGraphs:
         self.count = torch.ones(
             1, dtype=torch.int64, device=weight.device
         )  # never 0: some kernels would make NaN
-        self._graphs: dict[int, Captured[torch.Tensor]] = {}
+        self.graphs: dict[int, Captured[torch.Tensor]] = {}
 
     def capture(self, stream: torch.cuda.Stream) -> None:
-        self._graphs = capture_graphs(
+        self.graphs = capture_graphs(
             self.sizes[::-1], lambda size: lambda: self.forward(size), stream
         )
 
     def run(self, x: torch.Tensor, rope: Rope) -> VisionRows | None:
         """One frame as `embed` makes it: rows [patches, hidden] and their turns. The result is the
         caller's to keep; None if no graph fits."""
-        size = next((s for s in self.sizes if s >= len(x) and s in self._graphs), None)
+        size = next((s for s in self.sizes if s >= len(x) and s in self.graphs), None)
         if size is None:
             return None
         self.fill(x, rope, size)
-        graph, out = self._graphs[size]
+        graph, out = self.graphs[size]
         graph.replay()
         # A copy: the graph's output is overwritten by its next replay.
         main, *deep = out[:, : len(x) // self.encoder.config.merge**2].clone().unbind()

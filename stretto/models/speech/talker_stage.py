@@ -87,7 +87,7 @@ class SpeechStage(CoreStage[StageCore]):
         super().__init__(core, clock)
         self.model = model
         self.requests: dict[RequestId, SpeechOutput] = {}
-        self._waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
+        self.waiting: dict[RequestId, SpeechOutput] = {}  # those with frames that have not left
         make_timing = FrameTiming.on_cpu if context.device.type == "cpu" else FrameTiming
         self.frame_timing = make_timing(FRAME_S, opening_s)
         self._frames_added = False  # since the last check
@@ -163,7 +163,7 @@ class SpeechStage(CoreStage[StageCore]):
     def poll(self) -> Sequence[Output]:
         for confirmed in self.core.poll():
             self.take(confirmed)
-        if self._waiting:
+        if self.waiting:
             now = self.clock()
             if self._frames_added or now - self._last_check > CHECK_INTERVAL_S:
                 self._send_due(now)
@@ -180,7 +180,7 @@ class SpeechStage(CoreStage[StageCore]):
         in one go."""
         self._frames_added = False
         self._last_check = now
-        waiting = list(self._waiting.items())
+        waiting = list(self.waiting.items())
         which = select_due([(v.pace, len(v.frames), v.stalled) for _, v in waiting], now)
         for (id, speech), go in zip(waiting, which, strict=True):
             if go:
@@ -198,7 +198,7 @@ class SpeechStage(CoreStage[StageCore]):
             payload = CodecFrames(Span(first, first + len(frames)), torch.from_numpy(codes))
             speech.pace.packet_sent(len(frames), now)
             speech.frames = []
-            del self._waiting[id]
+            del self.waiting[id]
         self.outputs.append(Transfer(LINK, id, payload, mark))
         if mark is Mark.MORE:
             self.core.scheduler.set_deadline(id, speech.pace.deadline)
@@ -231,9 +231,9 @@ class SpeechStage(CoreStage[StageCore]):
         speech = self.requests.get(id)
         if speech is None:
             return
-        if o.error is not None:
+        if o.request.error is not None:
             self._forget(id)
-            self.outputs.append(ToEngine(failed(id, self.name, o.error)))
+            self.outputs.append(ToEngine(failed(id, self.name, o.request.error)))
             return
         now = self.clock()
         if o.reason is not None:  # the pick that ends a request is not a frame
@@ -248,7 +248,7 @@ class SpeechStage(CoreStage[StageCore]):
             speech.timings.mark(now)
             speech.pace.frame_made(now)
             speech.frames.append(o.row)
-            self._waiting[id] = speech
+            self.waiting[id] = speech
             self._frames_added = True
 
     def _fail(self, id: RequestId, error: StrettoError) -> None:
@@ -258,4 +258,4 @@ class SpeechStage(CoreStage[StageCore]):
 
     def _forget(self, id: RequestId) -> None:
         self.requests.pop(id, None)
-        self._waiting.pop(id, None)
+        self.waiting.pop(id, None)

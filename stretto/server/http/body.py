@@ -1,4 +1,4 @@
-"""A request's body while it arrives: within limits of size, rate and its owner's share of all
+"""A request's body while it arrives: within limits of size, rate and its sender's share of all
 bodies, and never in one piece on the event loop. Small bodies are plain bytes; larger ones go into
 a memory file, part by part.
 
@@ -27,7 +27,7 @@ class Body:
     `shares`: bytes of all bodies that are held at the moment."""
 
     shares: Shares
-    owner: str
+    sender: str
     size: int = 0
     memfile: MemFile | None = None  # holds all of it, once it is large
     _parts: list[bytes] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Body:
 
     def reserve(self, size: int) -> None:
         """Count so many bytes more among those of this request."""
-        if not self.shares.take(self.owner, size):
+        if not self.shares.take(self.sender, size):
             raise self._too_many(size)
         self.size += size
 
@@ -69,7 +69,7 @@ class Body:
         self.memfile = memfile
 
     def close(self) -> None:
-        self.shares.give_back(self.owner, self.size)
+        self.shares.give_back(self.sender, self.size)
         self.size = 0
         self._parts.clear()
         for memfile in self._attached:

@@ -24,7 +24,7 @@ from websockets.streams import StreamReader
 
 from stretto.server.http.flow_throttle import TurnQueue
 from stretto.server.loop_time import HEAVY
-from stretto.server.shares import Holding, Shares, owner_of_address
+from stretto.server.shares import Holding, Shares, sender_of_address
 
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
 SLICE_BYTES = 512  # parsed at once: 85 frames at most
@@ -85,7 +85,7 @@ class Socket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)
-        self.incoming.belong_to(owner_of_address(self.client[0] if self.client else ""))
+        self.incoming.belong_to(sender_of_address(self.client[0] if self.client else ""))
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)

@@ -18,6 +18,7 @@ from stretto.errors import Bug
 from stretto.messages.hosts import Configure, Loading
 from stretto.observe.recorder import Recorder
 from stretto.stage.ar import StageCore
+from stretto.stage.host.channel import Channel
 from stretto.stage.host.memory_plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.host.stats import record_codec, record_stage
 from stretto.stage.launch_timing import LaunchTimer
@@ -29,7 +30,6 @@ from stretto.stage.runner.waiter import Waiter
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.stage.stage import Stage
-from stretto.stage.timings import Report
 from stretto.stage.vocoder import CodecConfig, VocoderCore
 from stretto.stage.vocoder.model import VocoderModel
 
@@ -41,8 +41,7 @@ class StageContext:
     device: torch.device
     switches: OverlapSwitches
     wake: Callable[[], None]  # wakes the loop
-    report: Report
-    push: Callable[[], None]  # sends what was reported
+    channel: Channel  # to the engine
     num_requests: Callable[[], int] = lambda: 0  # that any stage of the host holds something for
     clock: Callable[[], int] = time.perf_counter_ns  # the loop's
     recorder: Recorder = field(default_factory=Recorder)
@@ -66,8 +65,7 @@ class StageContext:
         return self.device.type == "cuda" and self.settings.graphs
 
     def progress(self, stage: str, what: str) -> None:
-        self.report(Loading(stage, what), b"")
-        self.push()
+        self.channel.send(Loading(stage, what))
 
     def fit(self, plans: Sequence[StagePlan]) -> int:
         """Refuse stages that do not fit; else the bytes that are free for them."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -34,7 +33,6 @@ from stretto.preprocess.packed_prompt import Bytes, unpack_pieces
 from stretto.stage.host.channel import Channel
 from stretto.stage.host.context import BuildStages, StageContext, check_built
 from stretto.stage.host.loop import Loop, Wakeup
-from stretto.stage.host.polling import Poll, poll_order
 from stretto.stage.host.stats import record_host
 from stretto.stage.links.endpoints import LinkEndpoints, RequestFault
 from stretto.stage.links.links import Links
@@ -45,7 +43,7 @@ from stretto.stage.stage import (
     TakesStepInputs,
     Transfer,
 )
-from stretto.stage.timings import Report, failed
+from stretto.stage.timings import failed
 from stretto.types import Mark, RequestId
 
 log = logging.getLogger(__name__)
@@ -57,20 +55,30 @@ RESERVED_PLACES = 2048
 end."""
 
 
+def poll_groups(stages: Sequence[Stage]) -> tuple[list[Stage], list[Stage], list[Stage]]:
+    """In which order a host polls its stages; `stages` are in data-flow order. Reports leave behind
+    each group. What is ready leaves before anything else is done, and a stage goes before the one
+    that feeds it, whose launches may be long. The last one, if it is cheap to poll, comes once more
+    behind each stage of the second group, so that what these sent is launched behind their own
+    steps at once. The third group is the stage that takes prompts."""
+    prompts = [] if stages[0].receives else [stages[0]]
+    last = [stages[-1]] if len(stages) > 1 and stages[-1].cheap else []
+    others = stages[len(prompts) : len(stages) - len(last)]
+    return last, [polled for stage in reversed(others) for polled in (stage, *last)], prompts
+
+
 class Host:
-    """The stages of this process and their links. `load` makes them; `report` collects what they
-    say and `push` sends what was collected."""
+    """The stages of this process and their links. `load` makes them; what they say goes to the
+    `channel`."""
 
     def __init__(
         self,
         configure: Configure,
         settings: HostSettings,
-        report: Report,
-        push: Callable[[], None] = lambda: None,
+        channel: Channel,
     ) -> None:
         self.configure = configure
-        self.report = report
-        self.push = push
+        self.channel = channel
         self.device = torch.device(settings.device)
         self.switches = settings.switches
         if self.device.type == "cpu":
@@ -83,8 +91,7 @@ class Host:
             self.device,
             self.switches,
             self.wakeup.wake,
-            report,
-            push,
+            channel,
             self.num_requests,
             recorder=self.recorder,
             configure=configure,
@@ -108,7 +115,7 @@ class Host:
             self.wakeup.wake,
             recorder=self.recorder,
         )
-        self.poll_order = poll_order(list(self.stages.values()))
+        self.poll_groups = poll_groups(list(self.stages.values()))
         self.loop = Loop(self, self.wakeup)
         record_host(self.recorder, self.loop, self.stages.values(), self.links)
 
@@ -119,20 +126,17 @@ class Host:
     # -- stages, on the loop thread
 
     def poll(self) -> bool:
-        """One round over stages and links, without waiting. True: something happened."""
-        progress = False
-        for polled in self.poll_order:
-            match polled:
-                case Poll.LINKS:
-                    progress = self._poll_links() or progress
-                case Poll.PUSH:
-                    self.push()
-                case Poll.NEW_PROMPTS:
-                    if self._admitted:
-                        progress = self.poll_stage(next(iter(self.stages.values()))) or progress
-                    self._admitted = False
-                case stage:
-                    progress = self.poll_stage(stage) or progress
+        """One round over links and stages, without waiting. True: something happened. Only a new
+        prompt goes to the first stage before the others: their part of it can be done while the
+        first one's runs."""
+        last, others, prompts = self.poll_groups
+        new = prompts if self._admitted and len(self.stages) > 1 else []
+        self._admitted = False
+        progress = self._poll_links()
+        for group in (last, [*new, *others], prompts):
+            for stage in group:
+                progress = self.poll_stage(stage) or progress
+            self.channel.push()
         return progress
 
     @property
@@ -178,7 +182,7 @@ class Host:
             message = output.message
             if isinstance(message, Ended | Failed):
                 self.links.close(message.request, stage, purge=isinstance(message, Failed))
-            self.report(message, output.blob)
+            self.channel.post(message, output.blob)
         return bool(outputs)
 
     def _send(self, stage: Stage, transfer: Transfer) -> None:
@@ -196,7 +200,7 @@ class Host:
             if isinstance(fault, RequestFault):
                 self._fail(fault.request, fault.link, fault.error)
             else:
-                self.report(fault, b"")
+                self.channel.post(fault)
         return bool(faults)
 
     def _accept(self, stage: Stage, transfer: Transfer) -> None:
@@ -234,7 +238,7 @@ class Host:
                 self._set_up_link(message)
             case Ping(number=n):
                 spans = tuple(self.recorder.take_spans(SPANS))
-                self.report(Stats(n, self.recorder.values(), time.monotonic(), spans), b"")
+                self.channel.post(Stats(n, self.recorder.values(), time.monotonic(), spans))
             case _:
                 raise Bug(f"a host was sent {type(message).__name__}")
 
@@ -263,10 +267,10 @@ class Host:
         except StrettoError as e:
             if isinstance(message, Unlink):
                 raise
-            self.report(LinkDown(message.link, message.generation, str(e)), b"")
+            self.channel.post(LinkDown(message.link, message.generation, str(e)))
         else:
             if answer is not None:
-                self.report(answer, b"")
+                self.channel.post(answer)
 
     def _supply(self, m: MediaData, blob: Bytes) -> None:
         stage: object = self.stages.get(m.stage)
@@ -292,7 +296,7 @@ class Host:
     def _fail(self, id: RequestId, where: str, error: StrettoError) -> None:
         """End a request in all stages here, and say why."""
         self._cancel(id)
-        self.report(failed(id, where, error), b"")
+        self.channel.post(failed(id, where, error))
 
     def close(self) -> None:
         self.loop.stop()
@@ -310,27 +314,23 @@ def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
 
 def take_messages(host: Host, channel: Channel) -> None:
     """Hand what the engine says to the loop: until it goes, or says so, or the loop has died.
-    On the main thread. `Busy`: the loop takes no more, so the host cannot go on."""
+    On the main thread. A request that the loop has no room for is refused; `Busy` for any other
+    message: one that is lost would leave a request or a link behind for good, so the host cannot
+    go on."""
     while (item := channel.read()) is not None and host.loop.failure is None:
         message, blob = item
         if isinstance(message, Quit):
             return
-        if not isinstance(message, Features):
-            # those are gathered by the channel until their request is announced
-            _post(host, channel, message, blob)
-
-
-def _post(host: Host, channel: Channel, message: ToHost, blob: Bytes) -> None:
-    """Hand a message to the loop. A request that it has no room for is refused; `Busy` for any
-    other message: one that is lost would leave a request or a link behind for good, so the host
-    cannot go on."""
-    spare = RESERVED_PLACES if isinstance(message, Admit) else 0
-    try:
-        host.loop.post(partial(host.handle, message, blob), spare)
-    except Gone:
-        # it died just now, and all its requests with it: the next read says so
-        pass
-    except Busy as e:
-        if not isinstance(message, Admit):
-            raise
-        channel.send(failed(message.request, "host", e))
+        if isinstance(message, Features):
+            # gathered by the channel until their request is announced
+            continue
+        spare = RESERVED_PLACES if isinstance(message, Admit) else 0
+        try:
+            host.loop.post(message, blob, spare=spare)
+        except Gone:
+            # it died just now, and all its requests with it: the next read says so
+            pass
+        except Busy as e:
+            if not isinstance(message, Admit):
+                raise
+            channel.send(failed(message.request, "host", e))

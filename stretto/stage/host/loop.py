@@ -17,23 +17,26 @@ from collections.abc import Callable
 from typing import Protocol
 
 from stretto.errors import Busy, Gone
+from stretto.messages.requests import ToHost
+from stretto.preprocess.packed_prompt import Bytes
 
 log = logging.getLogger(__name__)
-
-Callback = Callable[[], None]
-"""Run on the loop thread."""
 
 TICK_NS = 1_000_000
 """Sleeps last whole ticks, so what is due within less than one is due now: then nobody ever wakes
 up too early, goes round and finds nothing to do."""
 
 
-class Pollable(Protocol):
+class Driven(Protocol):
+    """What a loop drives: a `Host`, but for tests."""
+
     @property
     def due_ns(self) -> int | None:
         """When it must be polled again though nothing wakes the loop, by the loop's clock; at
         least a tick from its last poll."""
         ...
+
+    def handle(self, message: ToHost, blob: Bytes) -> None: ...
 
     def poll(self) -> bool:
         """Do what can be done now, without waiting. True: something was."""
@@ -73,13 +76,13 @@ class Wakeup:
 class Loop:
     def __init__(
         self,
-        polled: Pollable,
+        driven: Driven,
         wakeup: Wakeup | None = None,
         max_messages: int = 4096,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`clock` in nanoseconds is that of `polled` too."""
-        self.polled = polled
+        """`clock` in nanoseconds is that of `driven` too."""
+        self.driven = driven
         self.wakeup = wakeup or Wakeup()
         self.max_messages = max_messages
         self.clock = clock
@@ -88,20 +91,20 @@ class Loop:
         # asleep, since `run` began
         self.idle_ns = 0
         self._begun = time.monotonic()
-        self._messages: deque[Callback] = deque()
+        self._messages: deque[tuple[ToHost, Bytes]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     # -- any thread
 
-    def post(self, message: Callback, spare: int = 0) -> None:
-        """Run `message` on the loop thread, soon and in order. `spare` places are left to other
+    def post(self, message: ToHost, blob: Bytes = b"", *, spare: int = 0) -> None:
+        """Have it handled on the loop thread, soon and in order. `spare` places are left to other
         messages."""
         if self._stopping:
             raise Gone("the loop has stopped")
         if len(self._messages) >= self.max_messages - spare:
             raise Busy(f"{len(self._messages)} messages are waiting already")
-        self._messages.append(message)
+        self._messages.append((message, blob))
         self.wakeup.wake()
 
     def start(self, on_failure: Callable[[], None]) -> None:
@@ -141,14 +144,14 @@ class Loop:
         """One round. True: something happened, so there may be more to do."""
         progress = False
         for _ in range(len(self._messages)):
-            self._messages.popleft()()
+            self.driven.handle(*self._messages.popleft())
             progress = True
-        return self.polled.poll() or progress
+        return self.driven.poll() or progress
 
     def sleep(self) -> None:
         """After a round in which nothing happened: until something wakes it or a poll is due."""
         asleep = self.clock()
-        due = self.polled.due_ns
+        due = self.driven.due_ns
         if due is None:
             self.wakeup.sleep()
         elif (ticks := (due - asleep) // TICK_NS) > 0:

@@ -39,7 +39,7 @@ def serve(sock: socket.socket) -> int:
     try:
         settings = HostSettings.from_dict(configure.settings)
         check_device(settings.device)
-        host = Host(configure, settings, channel.post, channel.push)
+        host = Host(configure, settings, channel)
         host.load()
     except Exception as e:
         if not isinstance(e, (StrettoError, RuntimeError, OSError)):

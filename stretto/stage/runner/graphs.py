@@ -42,7 +42,7 @@ class DecodeGraphs:
         self.modes = list(modes) if modes is not None else [SamplingMode(True, True)]
         if modes is None and not adapter.fused:
             self.modes.insert(0, SamplingMode(False, False))
-        self._graphs: dict[tuple[int, SamplingMode], Captured[tuple[torch.Tensor, Picked]]] = {}
+        self.graphs: dict[tuple[int, SamplingMode], Captured[tuple[torch.Tensor, Picked]]] = {}
         # Inputs on their way to the device. A slot comes up again only after STAGED more steps,
         # when the step that read it has long been retired (there are never that many in flight).
         self._staged: dict[int, list[torch.Tensor]] = {}
@@ -50,7 +50,7 @@ class DecodeGraphs:
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         todo = [(size, mode) for mode in self.modes for size in reversed(self.sizes)]
-        self._graphs = capture_graphs(
+        self.graphs = capture_graphs(
             todo, self._prepare, stream, warmups=1 if self.adapter.fused else 2
         )
         for size in self.sizes:
@@ -83,7 +83,7 @@ class DecodeGraphs:
         )
         found = None
         if size is not None and captured is not None:
-            found = self._graphs.get((size, captured))
+            found = self.graphs.get((size, captured))
         if found is None or size is None:
             return None
         graph, (inputs, picked) = found

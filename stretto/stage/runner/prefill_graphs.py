@@ -67,7 +67,7 @@ class PrefillGraphs:
             max_sequences, rows.tables.shape[1], dtype=torch.int32, device=device
         )
         self.lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
-        self._graphs: dict[int, Captured[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self.graphs: dict[int, Captured[tuple[torch.Tensor, torch.Tensor | None]]] = {}
         # Starts on their way to the device. A slot comes up again only after STAGED more passes,
         # when the pass that read it has long been retired (there are never that many in flight).
         self.packed = torch.zeros(packed_size(max_sequences), dtype=torch.int32, device=device)
@@ -87,7 +87,7 @@ class PrefillGraphs:
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """All sizes, over empty passes."""
-        self._graphs = capture_graphs(
+        self.graphs = capture_graphs(
             self.sizes[::-1], lambda size: lambda: self.forward(size), stream
         )
 
@@ -100,7 +100,7 @@ class PrefillGraphs:
         Both are overwritten by the next run: take what is needed from them, on this stream, before
         it."""
         rows = x.shape[0]
-        size = next((s for s in self.sizes if s >= rows and s in self._graphs), None)
+        size = next((s for s in self.sizes if s >= rows and s in self.graphs), None)
         if (
             size is None
             or paging.lengths.shape[0] > self.max_sequences
@@ -108,7 +108,7 @@ class PrefillGraphs:
         ):
             return None
         self.fill(x, positions, paging)
-        graph, (hidden, accept) = self._graphs[size]
+        graph, (hidden, accept) = self.graphs[size]
         graph.replay()
         return hidden[:rows], None if accept is None else accept[:rows]
 

@@ -126,12 +126,12 @@ class Runner:
             flags |= self._flags[plan.spans[i].row]
         mode = SamplingMode(bool(flags & DRAWS), bool(flags & PENALTY))
         if plan.decodes:
-            picked, captured = self._decode(plan, mode), SideRows()
+            picked, side_rows = self._decode(plan, mode), SideRows()
         else:
-            picked, captured = self._mixed(plan, samples, mode)
+            picked, side_rows = self._mixed(plan, samples, mode)
         logprobs = self._score(plan, samples, picked) if flags & LOGPROBS else None
         sampling = [plan.index[i] for i in samples]
-        return self._publish(batch, sampling, picked.tokens, captured, logprobs)
+        return self._publish(batch, sampling, picked.tokens, side_rows, logprobs)
 
     def _score(self, plan: _StepPlan, samples: list[int], picked: Picked) -> StepLogprobs:
         """Log-probabilities of the picks, for the requests that ask for them."""
@@ -188,32 +188,32 @@ class Runner:
             places.append(host_input.positions)
             row += span.stop - span.start
         paging = adapter.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
-        hidden, captured = adapter.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
+        hidden, side_rows = adapter.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
         if not samples:
             return Picked(
                 torch.empty(0, adapter.columns, dtype=torch.int64, device=self.device)
-            ), captured
+            ), side_rows
         last = paging.last_rows
         host = np.array(
             [[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64
         ).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
-        return adapter.pick(rows, positions, hidden[pick], mode), captured
+        return adapter.pick(rows, positions, hidden[pick], mode), side_rows
 
     def _publish(
         self,
         batch: Batch,
         sampling: list[int],
         tokens: torch.Tensor,
-        captured: SideRows,
+        side_rows: SideRows,
         logprobs: StepLogprobs | None,
     ) -> Step:
         # as links carry them
         tokens = tokens.to(torch.int32)
         if self.stream is None:
-            return Step(batch, sampling, tokens, tokens, None, captured, None, logprobs)
+            return Step(batch, sampling, tokens, tokens, None, side_rows, None, logprobs)
         rows_at = None
-        if captured.rows:
+        if side_rows.rows:
             # complete before the copy below: whoever takes them need not wait for it
             rows_at = torch.cuda.Event()  # type: ignore[no-untyped-call]
             rows_at.record(self.stream)
@@ -223,4 +223,4 @@ class Runner:
             logprobs = logprobs.to_host()
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.stream)
-        return Step(batch, sampling, tokens, host, copied, captured, rows_at, logprobs)
+        return Step(batch, sampling, tokens, host, copied, side_rows, rows_at, logprobs)

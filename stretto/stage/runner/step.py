@@ -2,7 +2,7 @@
 
 Three things come out of a step, each at its own time: the next token (already on the device,
 ordered by the stream; the next launch needs nothing else), the host's copy of the tokens (`host`),
-and rows for the next stage (`captured`, with an event of their own). A step keeps alive whatever
+and rows for the next stage (`side_rows`, with an event of their own). A step keeps alive whatever
 its kernels and copies still read."""
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Step:
     host: torch.Tensor
     # None on a CPU: all is done at launch
     copied: torch.cuda.Event | None
-    captured: SideRows
-    # the captured rows are complete
-    captured_at: torch.cuda.Event | None
+    side_rows: SideRows
+    # these rows are complete
+    side_rows_at: torch.cuda.Event | None
     # on the host once `copied` has fired
     logprobs: StepLogprobs | None = None
     # the launch failed; nothing ran

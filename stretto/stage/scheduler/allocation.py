@@ -23,12 +23,8 @@ class Allocation:
         self.joined: list[RowJoin] = []
         # blocks in deferred_free
         self.num_deferred = 0
-        self._free_rows = [RowId(i) for i in reversed(range(max_rows))]
-        self._deferred_free: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
-
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
+        self.free_rows = [RowId(i) for i in reversed(range(max_rows))]
+        self.deferred_free: dict[int, list[tuple[list[BlockId], RowId | None]]] = {}
 
     def num_blocks(self, rows: int) -> int:
         return -(-rows // self.block_size)
@@ -48,7 +44,7 @@ class Allocation:
 
     def assign_row(self, request: StageRequest, found: list[BlockId]) -> None:
         """Gives the request a row, and the blocks found for its prefix."""
-        cursor, row = request.cursor, self._free_rows.pop()
+        cursor, row = request.cursor, self.free_rows.pop()
         reused_from = cursor.confirmed
         payloads = []
         if found:
@@ -86,9 +82,9 @@ class Allocation:
         if self._undo_join(request, row):
             return
         if request.in_flight:
-            self._deferred_free.setdefault(request.last_step, []).append(([], row))
+            self.deferred_free.setdefault(request.last_step, []).append(([], row))
         else:
-            self._free_rows.append(row)
+            self.free_rows.append(row)
 
     def trim(self, request: StageRequest) -> None:
         """Gives up the blocks beyond `filled`. (One that is partly filled is never one that others
@@ -98,7 +94,7 @@ class Allocation:
         del request.blocks[keep:]
         request.published = min(request.published, keep)
         if dropped and request.in_flight:
-            self._deferred_free.setdefault(request.last_step, []).append((dropped, None))
+            self.deferred_free.setdefault(request.last_step, []).append((dropped, None))
             self.num_deferred += len(dropped)
         else:
             self.pool.release(dropped)
@@ -110,11 +106,11 @@ class Allocation:
 
     def retire(self, step: int) -> None:
         """Step `step` and all before it have retired: what they alone still used is free."""
-        for blocks, row in self._deferred_free.pop(step, ()):
+        for blocks, row in self.deferred_free.pop(step, ()):
             self.num_deferred -= len(blocks)
             self.pool.release(blocks)
             if row is not None:
-                self._free_rows.append(row)
+                self.free_rows.append(row)
 
     def _undo_join(self, request: StageRequest, row: RowId) -> bool:
         """Takes back a join that no batch has told the runner of. What it reused from the cache
@@ -123,7 +119,7 @@ class Allocation:
         if join is None:
             return False
         self.joined.remove(join)
-        self._free_rows.append(row)
+        self.free_rows.append(row)
         if join.reused_from < join.filled:
             self.drop(request)
             request.cursor.disown(join.reused_from)

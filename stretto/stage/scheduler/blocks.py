@@ -87,21 +87,17 @@ class BlockPool:
         """`on_drop` is told each payload handle whose block can no longer be found."""
         self.num_blocks = num_blocks
         self._on_drop = on_drop
-        self._free = [BlockId(i) for i in reversed(range(num_blocks))]
+        self.free = [BlockId(i) for i in reversed(range(num_blocks))]
         # oldest first
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()
-        self._refs = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
-        self._index: dict[bytes, BlockId] = {}
-        self._payloads: dict[BlockId, PayloadHandle] = {}
+        self.cached: OrderedDict[BlockId, None] = OrderedDict()
+        self.refs = [0] * num_blocks
+        self.keys: list[bytes | None] = [None] * num_blocks
+        self.index: dict[bytes, BlockId] = {}
+        self.payloads: dict[BlockId, PayloadHandle] = {}
 
     @property
     def num_available(self) -> int:
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self.free) + len(self.cached)
 
     def take(self, count: int) -> list[BlockId]:
         """`count` blocks to write, free ones first, then the least recently used cached ones."""
@@ -109,10 +105,10 @@ class BlockPool:
             raise Bug(f"{count} blocks requested, {self.num_available} available")
         blocks = []
         for _ in range(count):
-            if not self._free:
-                self._forget(next(iter(self._cached)))
-            block = self._free.pop()
-            self._refs[block] = 1
+            if not self.free:
+                self._forget(next(iter(self.cached)))
+            block = self.free.pop()
+            self.refs[block] = 1
             blocks.append(block)
         return blocks
 
@@ -121,69 +117,69 @@ class BlockPool:
         be kept with it). Nothing is held yet: call `hold` before anything else can evict them."""
         found = []
         for key, needs_payload in keys:
-            block = self._index.get(key)
-            if block is None or (needs_payload and block not in self._payloads):
+            block = self.index.get(key)
+            if block is None or (needs_payload and block not in self.payloads):
                 break
             found.append(block)
         return found
 
     def hold(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:
-            if self._refs[block] == 0:
-                del self._cached[block]
-            self._refs[block] += 1
+            if self.refs[block] == 0:
+                del self.cached[block]
+            self.refs[block] += 1
 
     def num_refs(self, block: BlockId) -> int:
-        return self._refs[block]
+        return self.refs[block]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Gives up one reference to each. In reverse, so that the end of a prefix is evicted before
         its start."""
         for block in reversed(blocks):
-            if self._refs[block] <= 0:
+            if self.refs[block] <= 0:
                 raise Bug(f"block {block} released twice")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if self._keys[block] is None:
-                    self._free.append(block)
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                if self.keys[block] is None:
+                    self.free.append(block)
                 else:
-                    self._cached[block] = None
+                    self.cached[block] = None
 
     def publish(self, block: BlockId, key: bytes, brings_payload: bool) -> bool:
         """Makes a full, confirmed block findable. False if an equal block already is; a block that
         will bring a payload takes the place of one that has none."""
-        other = self._index.get(key)
+        other = self.index.get(key)
         if other == block:
             return True
-        if self._keys[block] is not None:
+        if self.keys[block] is not None:
             raise Bug(f"block {block} published under two keys")
         if other is not None:
-            if not brings_payload or other in self._payloads:
+            if not brings_payload or other in self.payloads:
                 return False
             self._forget(other)
-        self._index[key], self._keys[block] = block, key
+        self.index[key], self.keys[block] = block, key
         return True
 
     def attach(self, block: BlockId, key: bytes, payload: PayloadHandle) -> bool:
         """Keeps a payload with a published block. False if the block has been evicted or replaced
         since, or has a payload already: then the caller keeps the handle."""
-        if self._keys[block] != key or block in self._payloads:
+        if self.keys[block] != key or block in self.payloads:
             return False
-        self._payloads[block] = payload
+        self.payloads[block] = payload
         return True
 
     def payload(self, block: BlockId) -> PayloadHandle | None:
-        return self._payloads.get(block)
+        return self.payloads.get(block)
 
     def _forget(self, block: BlockId) -> None:
-        key = self._keys[block]
+        key = self.keys[block]
         if key is None:
             raise Bug(f"block {block} is not findable")
-        del self._index[key]
-        self._keys[block] = None
-        payload = self._payloads.pop(block, None)
-        if self._refs[block] == 0:
-            del self._cached[block]
-            self._free.append(block)
+        del self.index[key]
+        self.keys[block] = None
+        payload = self.payloads.pop(block, None)
+        if self.refs[block] == 0:
+            del self.cached[block]
+            self.free.append(block)
         if payload is not None and self._on_drop is not None:
             self._on_drop(payload)

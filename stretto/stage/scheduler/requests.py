@@ -108,7 +108,7 @@ class RequestTable:
     def _has_row(self) -> bool:
         """Whether a row is free. If not, the request that has been starved for longest gives up its
         row, but keeps its blocks."""
-        if not self.allocation.num_free_rows:
+        if not self.allocation.free_rows:
             # nobody has heard of: to take it back gains nothing
             new = {join.request for join in self.allocation.joined}
             starved = [
@@ -118,4 +118,4 @@ class RequestTable:
             ]
             if starved:
                 self.allocation.release_row(min(starved, key=by_age))
-        return self.allocation.num_free_rows > 0
+        return bool(self.allocation.free_rows)

@@ -31,9 +31,9 @@ class Scheduler:
         """`on_drop` is told each payload handle that the prefix cache no longer needs."""
         self.config = config
         self.pool = BlockPool(config.num_blocks, on_drop)
-        self._table = RequestTable(config, self.pool)
+        self.table = RequestTable(config, self.pool)
         self._size = config.block_size
-        self._in_flight: deque[Batch] = deque()
+        self.in_flight: deque[Batch] = deque()
         self._arrivals = 0
         # the last batch had to leave ready requests out, so some may be ageing
         self._left_out = False
@@ -44,14 +44,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._table.waiting)
+        return len(self.table.waiting)
 
     @property
     def only_decodes_wait(self) -> bool:
         """Whether there is something to run, and nothing of it is a prompt, as far as that is
         known without making the batch."""
-        allocation = self._table.allocation
-        if self._table.waiting and allocation.num_free_rows:
+        allocation = self.table.allocation
+        if self.table.waiting and allocation.free_rows:
             return False
         found, running = False, State.RUNNING
         for request in allocation.by_row.values():
@@ -67,12 +67,12 @@ class Scheduler:
 
     def request(self, id: RequestId) -> StageRequest:
         try:
-            return self._table.requests[id]
+            return self.table.requests[id]
         except KeyError:
             raise Gone(f"request {id} is not here (any more)") from None
 
     def __contains__(self, id: RequestId) -> bool:
-        return id in self._table.requests
+        return id in self.table.requests
 
     # -- input
 
@@ -88,14 +88,11 @@ class Scheduler:
     ) -> StageRequest:
         """A new request. With `closed=False` its prompt grows by `append_rows`; it may start empty
         (an announced request, whose first input is still to come). `missing`: see `set_missing`."""
-        if spec.id in self._table.requests:
+        if spec.id in self.table.requests:
             raise Bug(f"request {spec.id} submitted twice")
-        if (
-            sum(not r.was_admitted for r in self._table.requests.values())
-            >= self.config.max_waiting
-        ):
+        if sum(not r.was_admitted for r in self.table.requests.values()) >= self.config.max_waiting:
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
-        request = StageRequest(spec, self._arrivals, adapter_input, since=self._table.step)
+        request = StageRequest(spec, self._arrivals, adapter_input, since=self.table.step)
         request.refresh_order(self.config.max_preemptions)
         ids = self._fitting(request, prompt, closed)
         request.cursor.append(request.add_input(ids, salts))
@@ -104,7 +101,7 @@ class Scheduler:
             self._close_prompt(request)
         request.refresh_limit()
         self._arrivals += 1
-        self._table.add(request)
+        self.table.add(request)
         return request
 
     def append_rows(
@@ -120,7 +117,7 @@ class Scheduler:
         if last:
             self._close_prompt(request)
         request.refresh_limit()
-        self._table.update_state(request)
+        self.table.update_state(request)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
         """The prompt rows whose input is not here yet, in order; all others' is. They are not
@@ -128,7 +125,7 @@ class Scheduler:
         request = self.request(id)
         request.missing = missing
         request.refresh_limit()
-        self._table.update_state(request)
+        self.table.update_state(request)
 
     def num_found(self, id: RequestId) -> int:
         """Leading rows that need not be computed: those with KV or, before it has a row, those in
@@ -146,7 +143,7 @@ class Scheduler:
             raise Bug(f"{id}: step inputs that nobody waits for")
         request.num_step_inputs += count
         request.refresh_limit()
-        self._table.update_state(request)
+        self.table.update_state(request)
 
     def end_step_inputs(self, id: RequestId) -> None:
         """No more step inputs: a paced request runs without."""
@@ -155,13 +152,13 @@ class Scheduler:
             raise Bug(f"{id}: the end of step inputs that nobody waits for")
         request.step_inputs_ended = True
         request.refresh_limit()
-        self._table.update_state(request)
+        self.table.update_state(request)
 
     def cancel(self, id: RequestId) -> bool:
         """Ends the request now, whatever it is doing. False if it is gone already."""
-        if id not in self._table.requests:
+        if id not in self.table.requests:
             return False
-        self._table.end(self._table.requests[id], Reason.CANCELLED)
+        self.table.end(self.table.requests[id], Reason.CANCELLED)
         return True
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
@@ -176,21 +173,21 @@ class Scheduler:
         that are in flight still give theirs: keep as much credit back."""
         request = self.request(id)
         request.blocked_downstream = blocked
-        self._table.update_state(request)
+        self.table.update_state(request)
 
     # -- steps
 
     def schedule(self) -> Batch | None:
         """The next batch, or None if nothing can run now or enough is in flight."""
-        if len(self._in_flight) >= self.config.overlap_depth:
+        if len(self.in_flight) >= self.config.overlap_depth:
             return None
-        if self._table.waiting:
-            self._table.admit(idle=not self._in_flight)
+        if self.table.waiting:
+            self.table.admit(idle=not self.in_flight)
         decodes, prefills, answering = self._ready()
         aged_prefills = 0
         if self._left_out:
-            decodes, _ = aged_first(decodes, self._table.step, self.config.patience)
-            prefills, aged_prefills = aged_first(prefills, self._table.step, self.config.patience)
+            decodes, _ = aged_first(decodes, self.table.step, self.config.patience)
+            prefills, aged_prefills = aged_first(prefills, self.table.step, self.config.patience)
         self._left_out = False
         spans: list[RowSpan] = []
         num_decodes = 0
@@ -213,28 +210,28 @@ class Scheduler:
             return None
         num_tokens = num_decodes + sum(span.stop - span.start for span in spans[num_decodes:])
         self._prefilled = len(spans) > num_decodes
-        allocation = self._table.allocation
+        allocation = self.table.allocation
         batch = Batch(
-            step=self._table.step,
+            step=self.table.step,
             spans=tuple(spans),
             num_decodes=num_decodes,
             num_tokens=num_tokens,
             joined=tuple(allocation.joined),
         )
         allocation.joined = []
-        self._in_flight.append(batch)
-        self._table.step += 1
+        self.in_flight.append(batch)
+        self.table.step += 1
         return batch
 
     def retire(self, batch: Batch, result: StepResult) -> list[Outcome]:
         """Takes in the results of the oldest batch in flight."""
-        if not self._in_flight or self._in_flight[0] is not batch:
+        if not self.in_flight or self.in_flight[0] is not batch:
             raise Bug(f"step {batch.step} retired out of order")
         if len(result.tokens) != len(batch.spans):
             raise Bug(
                 f"step {batch.step}: {len(result.tokens)} tokens for {len(batch.spans)} spans"
             )
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         outcomes = []
         for index, (span, token) in enumerate(zip(batch.spans, result.tokens)):
             request = span.request
@@ -246,7 +243,7 @@ class Scheduler:
                 outcomes.append(self._fail_span(request, index, result.errors[request.id]))
             else:
                 outcomes.append(self._confirm(request, index, span, token))
-        self._table.allocation.retire(batch.step)
+        self.table.allocation.retire(batch.step)
         return outcomes
 
     # -- scheduling, in parts
@@ -267,7 +264,7 @@ class Scheduler:
         its answer."""
         decodes, prefills, answering = [], [], False
         running = State.RUNNING
-        for request in sorted(self._table.allocation.by_row.values(), key=by_order):
+        for request in sorted(self.table.allocation.by_row.values(), key=by_order):
             cursor = request.cursor
             if cursor.known > cursor.prompt and not request.blocked_downstream:
                 answering = True
@@ -320,7 +317,7 @@ class Scheduler:
         start, table = cursor.filled, len(request.blocks)
         new_blocks: tuple[BlockId, ...] = ()
         if stop > table * self._size:
-            stop = self._table.grow(request, stop, idle=not spans and not self._in_flight)
+            stop = self.table.grow(request, stop, idle=not spans and not self.in_flight)
             if stop <= start:
                 self._left_out = True
                 return
@@ -347,9 +344,9 @@ class Scheduler:
         cursor.launch(stop, samples)
         request.device_at = stop if samples else -1
         request.in_flight += 1
-        request.last_step = request.since = self._table.step
+        request.last_step = request.since = self.table.step
         if stop >= request.limit:
-            self._table.update_state(request)
+            self.table.update_state(request)
 
     # -- the ends of things
 
@@ -369,7 +366,7 @@ class Scheduler:
         ):
             published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
-            self._table.end(request, reason)
+            self.table.end(request, reason)
         return Outcome(
             request, index, confirmed, token if span.samples else None, reason, published
         )
@@ -378,7 +375,7 @@ class Scheduler:
         # nothing new
         confirmed = request.cursor.confirm(0)
         request.error = error
-        self._table.end(request, Reason.FAILED)
+        self.table.end(request, Reason.FAILED)
         return Outcome(request, index, confirmed, None, Reason.FAILED, ())
 
     # -- input, checked before anything changes
@@ -395,7 +392,7 @@ class Scheduler:
                 f"{prompt} tokens of prompt and {max_new} of answer exceed the context of {limit} "
                 f"tokens"
             )
-        if self._table.allocation.num_blocks(prompt + max_new - 1) > self.config.num_blocks:
+        if self.table.allocation.num_blocks(prompt + max_new - 1) > self.config.num_blocks:
             raise Invalid(
                 f"{prompt + max_new} tokens can never fit this stage's {self.config.num_blocks} KV "
                 f"blocks"
@@ -412,4 +409,4 @@ class Scheduler:
             request.epoch += 1
             cursor.recall()
             cursor.vacate(cursor.known - 1)
-            self._table.allocation.trim(request)
+            self.table.allocation.trim(request)

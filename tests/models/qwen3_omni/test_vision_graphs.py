@@ -70,7 +70,7 @@ def recorded(
 ) -> tuple[FrameGraphs, dict[int, Recorded]]:
     graphs = FrameGraphs(encoder, sizes)
     passes = {size: Recorded(graphs, size) for size in sizes}
-    graphs._graphs = {size: (one, one.out) for size, one in passes.items()}  # type: ignore[misc]
+    graphs.graphs = {size: (one, one.out) for size, one in passes.items()}  # type: ignore[misc]
     return graphs, passes
 
 

@@ -51,11 +51,17 @@ class Hosted:
         self.answers: dict[str, Answer] = {}
         links = tuple((link.sender, link.receiver) for link in LINKS)
         self.host = Host(
-            Configure(str(model), BUILD, stages, {}, links), HostSettings(**settings), self.report
+            Configure(str(model), BUILD, stages, {}, links), HostSettings(**settings), self
         )
         self.host.load()
 
-    def report(self, message: Any, blob: bytes) -> None:
+    def push(self) -> None:
+        """As the host's channel, and so the next two."""
+
+    def send(self, message: Any) -> None:
+        self.post(message)
+
+    def post(self, message: Any, blob: bytes = b"") -> None:
         answer = self.answers.setdefault(str(getattr(message, "request", "")), Answer())
         match message:
             case Codes(width=width):

@@ -72,6 +72,7 @@ from tests.slow.fuzz.mutants import (
 )
 from tests.slow.fuzz.played import from_host
 from tests.slow.harness.leaks import CHATS, held
+from tests.stage.reports import Reports
 
 # how often a host has a round after a message: a round is a step of the models, and those are slow
 ROUND = 0.03
@@ -117,18 +118,14 @@ class Told:
 
     @classmethod
     def make(cls, model: Path) -> Told:
-        reports: list[tuple[FromHost, bytes]] = []
-        host = Host(
-            configure(str(model), STAGES, SETTINGS),
-            SETTINGS,
-            lambda m, blob: reports.append((m, blob)),
-        )
-        half = Host(configure(str(model), ["talker"], SETTINGS), SETTINGS, lambda m, blob: None)
+        reports = Reports()
+        host = Host(configure(str(model), STAGES, SETTINGS), SETTINGS, reports)
+        half = Host(configure(str(model), ["talker"], SETTINGS), SETTINGS, Reports())
         for each in (host, half):
             each.load()
         receiver = Registry().get("shm").listen("fuzz", LinkOptions(secret=SECRET))
         told = cls(
-            host, half, reports, admissions(model), msgspec.msgpack.encode(receiver.endpoint)
+            host, half, reports.posted, admissions(model), msgspec.msgpack.encode(receiver.endpoint)
         )
         told.right = told.answer()
         return told

@@ -3,6 +3,7 @@ stage is due."""
 
 import select
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +12,14 @@ from stretto.stage.host.loop import TICK_NS, Loop, Wakeup
 from tests.stage.simulated import Clock
 
 
-class Scripted:
+class Messages:
+    """Of a loop whose messages are functions."""
+
+    def handle(self, message: Callable[[], object], blob: bytes) -> None:
+        message()
+
+
+class Scripted(Messages):
     def __init__(self, name: str, log: list[str], works: int = 0) -> None:
         self.name, self.log, self.works = name, log, works
         self.turns = 0
@@ -154,7 +162,7 @@ def test_a_stage_gets_its_turn_when_it_is_due_and_not_before() -> None:
     clock = Clock()
     wakeup = Dreaming(clock)
 
-    class Holding:
+    class Holding(Messages):
         due_ns: int | None = None
         turns = 0
 
@@ -207,7 +215,7 @@ def test_bounds_and_stopping() -> None:
 
 
 def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
-    class Broken:
+    class Broken(Messages):
         due_ns = None
 
         def poll(self) -> bool:

@@ -32,6 +32,7 @@ from stretto.stage.host.memory_plan import (
 from stretto.stage.runner.graphs import SIZES, sizes_for
 from stretto.stage.vocoder import CodecConfig, VocoderCore
 from tests.pipeline import STAGES, configure
+from tests.stage.reports import Reports
 
 PLANS = [
     StagePlan("thinker", 60 * GIB, 10 * GIB, 0, "--kv-blocks thinker=N"),
@@ -90,14 +91,10 @@ def test_float8_experts_are_planned_as_they_are_built(
     ],
 )
 def test_a_host_says_how_it_loads(settings: HostSettings, how: str, tiny_dir: Path) -> None:
-    told: list[object] = []
-    host = Host(
-        configure(str(tiny_dir), ("thinker",), {}),
-        settings,
-        lambda message, blob: told.append(message),
-    )
+    told = Reports()
+    host = Host(configure(str(tiny_dir), ("thinker",), {}), settings, told)
     host.load()
-    assert told == [Loading("thinker", f"{how}, with room for 8192 tokens")]
+    assert told.messages == [Loading("thinker", f"{how}, with room for 8192 tokens")]
     source = Source.open(tiny_dir, progress=False, expert_weights=settings.expert_weights)
     [p] = BUILD.plan(source.config, ("thinker",), settings, BUILD.cpu_blocks, torch.float32)
     assert host.context.memory == {"thinker": p.total}
@@ -196,8 +193,7 @@ def test_a_host_knows_its_card_and_whether_it_is_all(
         cuda,
         switches,
         lambda: None,
-        lambda m, b: None,
-        lambda: None,
+        Reports(),
         configure=told,
     )
     assert it.beside == (("c",),)

@@ -14,7 +14,7 @@ import torch
 
 from stretto.config.engine import HostSettings
 from stretto.messages.hosts import Connect, LinkDown, Listen, Ping, Stats
-from stretto.messages.requests import Admit, Cancel, Ended, Failed, FromHost
+from stretto.messages.requests import Admit, Cancel, Ended, Failed
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.preprocess.packed_prompt import PackedPatches, PackedPiece, PackedPrompt, pack_ids
 from stretto.preprocess.prompt import DIGEST_BYTES
@@ -22,6 +22,7 @@ from stretto.stage.host.host import Host
 from stretto.types import GREEDY, RequestId
 from tests.engine.common import HandDriven
 from tests.pipeline import LINKS, STAGES, announcement, configure
+from tests.stage.reports import Reports
 
 BAD = RequestId("bad")
 HUGE = 2**31 - 1
@@ -39,23 +40,19 @@ def driven(tiny_dir: Path) -> HandDriven:
 @pytest.fixture(scope="module")
 def middle(tiny_dir: Path) -> Host:
     """A host with one end of each link."""
-    host = Host(
-        configure(str(tiny_dir), ("talker",), {}),
-        SETTINGS,
-        lambda message, blob: reports.append(message),
-    )
+    host = Host(configure(str(tiny_dir), ("talker",), {}), SETTINGS, reports)
     host.load()
     return host
 
 
-reports: list[FromHost] = []  # of `middle`
+reports = Reports()  # of `middle`
 
 
 def refusal(host: Host, message: Listen | Connect) -> str:
     """Why the host does not set up a link."""
     reports.clear()
     host.handle(message, b"")
-    [down] = reports
+    [down] = reports.messages
     assert isinstance(down, LinkDown)
     assert (down.link, down.generation) == (message.link, message.generation)
     return down.message

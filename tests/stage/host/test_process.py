@@ -4,6 +4,7 @@ those it has, and a message that finds no room ends the host, loudly."""
 import asyncio
 import socket
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from stretto.messages.requests import Admit, Cancel, Failed, ToHost, encode
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.stage.host import host as hosts
 from stretto.stage.host import process
-from stretto.stage.host.loop import Callback, Loop
+from stretto.stage.host.loop import Loop
 from stretto.types import GREEDY, RequestId
 from tests.pipeline import STAGES, announcement, configure
 
@@ -26,7 +27,7 @@ PLACES, CONTROL = 8, 3
 class Still(Loop):
     """Takes messages when it is told to, and not by itself."""
 
-    def start(self, on_failure: Callback) -> None:
+    def start(self, on_failure: Callable[[], None]) -> None:
         pass
 
 

@@ -184,8 +184,8 @@ def test_decode_steps(cuda: FakeCuda, fused: bool, monkeypatch: pytest.MonkeyPat
     want = [(size, mode) for mode in ways for size in (3, 2, 1)]
     assert cuda.captured() == want
     assert cuda.warmups() == [key for key in want for _ in range(1 if fused else 2)]
-    assert list(graphs._graphs) == want
-    for (size, _), (_, (inputs, picked)) in graphs._graphs.items():
+    assert list(graphs.graphs) == want
+    for (size, _), (_, (inputs, picked)) in graphs.graphs.items():
         assert (inputs.shape, picked.tokens.shape) == ((3, size), (size,))
 
 
@@ -204,7 +204,7 @@ def test_passes_over_shared_buffers(
     graphs = owner([1, 2, 8])
     graphs.capture(cuda.side)
     assert cuda.captured() == cuda.warmups() == [8, 2, 1]
-    assert [(size, result) for size, (_, result) in graphs._graphs.items()] == [
+    assert [(size, result) for size, (_, result) in graphs.graphs.items()] == [
         (8, 8),
         (2, 2),
         (1, 1),

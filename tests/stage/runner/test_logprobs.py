@@ -57,7 +57,7 @@ class Replays(DecodeGraphs):
                 picked.tokens.copy_(anew.tokens)
                 picked.hidden.copy_(anew.hidden)
 
-            self._graphs[key] = again, (inputs, picked)  # type: ignore[assignment]
+            self.graphs[key] = again, (inputs, picked)  # type: ignore[assignment]
             self._staged[key[0]] = [
                 torch.zeros(3, key[0], dtype=torch.int64) for _ in range(STAGED)
             ]

@@ -93,7 +93,7 @@ def test_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_start
         pool.publish(block, bytes([i]), False)
     pool.release(two)
     pool.release(one)
-    assert pool.num_cached == 4
+    assert len(pool.cached) == 4
     assert pool.take(1) == [two[1]]
     pool.hold(pool.find([(bytes([2]), False)]))
     pool.release([two[0]])  # used again: now the youngest
@@ -133,7 +133,7 @@ def test_a_block_with_payload_replaces_an_equal_one_without() -> None:
     assert pool.attach(rich, b"k", PayloadHandle(1))
     assert not pool.publish(late, b"k", True)
     pool.release([plain, rich, late])
-    assert (pool.num_cached, pool.num_available) == (1, 4)
+    assert (len(pool.cached), pool.num_available) == (1, 4)
     check_pool(pool, [0] * 4)
 
 
@@ -176,7 +176,7 @@ def test_blocks_are_conserved(total: int, commands: list[tuple[str, int]]) -> No
             case "release" if block is not None:
                 held.remove(block)
                 pool.release([block])
-            case "publish" if block is not None and pool._keys[block] is None:
+            case "publish" if block is not None and pool.keys[block] is None:
                 pool.publish(block, key, bool(n % 2))
             case "attach" if block is not None:
                 handles.add(i)

@@ -219,7 +219,7 @@ class ThinkerStage(CoreStage[StageCore]):
         elif reason is None:
             timings.mark_chunk(now)
         guide = request.spec.guide
-        error = o.error or (guide.error if guide is not None and reason is not None else None)
+        error = request.error or (guide.error if guide is not None and reason is not None else None)
         if error is not None:
             self._fail(id, error)
             return
