@@ -4,9 +4,10 @@ prompt worker, or by a thread of the engine's. Pure functions; imports no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import msgspec
-import numpy as np
 
 from stretto._validation import NOT_JSON, not_json, read_json
 from stretto.errors import Invalid
@@ -14,9 +15,11 @@ from stretto.preprocess.audio import cut_sound, decode_audio
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.build import Json
 from stretto.preprocess.media import LONG_SOUND, Budget
-from stretto.preprocess.pool.jobs import Outlined, Windows
+from stretto.preprocess.pool.jobs import Divided, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
+from stretto.preprocess.text_chunks import divide
 
+K = TypeVar("K", Divided, Windows)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -31,11 +34,21 @@ def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outl
     return Outlined(len(short), spans, ids), MemFile.sealed(short, *found.values())
 
 
+def do_divide(text: str, most: int, normalise: str | None) -> tuple[Divided, MemFile]:
+    """The caller closes the file."""
+    return _in_a_row(Divided, [part.encode() for part in divide(text, most, normalise)])
+
+
 def do_cut(data: memoryview, seconds: float) -> tuple[Windows, MemFile]:
     """The caller closes the file."""
     parts = [b.tobytes() for b in cut_sound(decode_audio(bytes(data), Budget(LONG_SOUND)), seconds)]
-    ends = np.cumsum([len(p) for p in parts]).tolist()
-    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True))), MemFile.sealed(*parts)
+    return _in_a_row(Windows, parts)
+
+
+def _in_a_row(kind: type[K], parts: Sequence[bytes]) -> tuple[K, MemFile]:
+    """Where the parts lie in the file."""
+    ends = [0, *accumulate(map(len, parts))]
+    return kind(tuple(pairwise(ends))), MemFile.sealed(*parts)
 
 
 def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:
