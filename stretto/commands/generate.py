@@ -347,6 +347,8 @@ async def _one(
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
     tokens = answer.finished.usage.text_tokens
     say(f"{tokens} tokens{spoken} in {result.total:.2f} s{sooner} (ready after {load_s:.1f} s)")
+    if answer.cut:
+        say("the answer met a limit before its end (--max-tokens, --max-audio-frames)")
     for path in (args.out, args.samples, args.codes, args.json, args.trace):
         if path is not None:
             say(f"wrote {path}")

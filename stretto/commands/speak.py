@@ -93,7 +93,7 @@ async def _speak(args: argparse.Namespace) -> int:
         text: str | AsyncIterator[str] = args.text
         if args.text in (None, "-"):
             text = standard_input()
-            if not engine.info.live_text:
+            if not engine.info.reads_while_written:
                 text = "".join([piece async for piece in text])
         params = parameters(args, engine.info.defaults)
         events = engine.stream_aloud(text, voice=args.voice, manner=style, params=params)
@@ -122,6 +122,8 @@ async def _write(out: Path, events: AsyncIterator[Event], sample_rate: int) -> i
     answer = Answer.of(collected, sample_rate)
     length = answer.finished.usage.samples / sample_rate
     say(f"{length:.2f} s of speech in {took:.2f} s, first sound after {first:.3f} s")
+    if answer.cut:
+        say("the speech met a limit before the end of the text (--max-audio-frames)")
     if str(out) != "-":
         out.parent.mkdir(parents=True, exist_ok=True)
         soundfile.write(out, answer.audio, sample_rate, subtype="PCM_16")
