@@ -130,6 +130,12 @@ def _score(a: argparse.Namespace) -> None:
     )
 
 
+def _aloud(a: argparse.Namespace) -> None:
+    from recipes.nano import aloud
+
+    aloud.run(a.work, a.checkpoint, a.recogniser, a.wav)
+
+
 def _heard(a: argparse.Namespace) -> None:
     from recipes.nano import heard
 
@@ -255,6 +261,10 @@ def main() -> None:
     p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--second-opinion", action="store_true", help="by pocketsphinx too")
+    p = step("aloud", _aloud, "texts of one to forty sentences, read aloud and heard")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
+    p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p = step(
         "heard",
         _heard,
