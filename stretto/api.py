@@ -115,6 +115,11 @@ class Answer:
         """How long the speech lasts."""
         return len(self.audio) / self.sample_rate
 
+    @property
+    def cut(self) -> bool:
+        """Whether text or speech met a limit before its end."""
+        return "length" in (self.finished.text, self.finished.audio)
+
     def save(self, path: str | Path) -> None:
         """Write the speech to a file, in the format that its name ends with (.wav, .flac, .ogg,
         .mp3)."""

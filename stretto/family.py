@@ -17,6 +17,7 @@ import msgspec
 
 from stretto.errors import Bug
 from stretto.params import Capability, Params, RequestOptions
+from stretto.preprocess.text_chunks import Passages
 
 OutputKind = Literal["text", "audio"]
 
@@ -121,6 +122,8 @@ class ModelInfo:
     input_modalities: tuple[str, ...] = ("text",)
     output_modalities: tuple[OutputKind, ...] = ("text", "audio")
     audio_input: AudioInputSpec | None = None  # None: sound is taken whole, when it is over
+    # other names of its voices
+    voice_aliases: Mapping[str, str] = field(default_factory=dict)
     description: str = ""  # what it is and what it can be asked, as the checkpoint says
     example_prompts: tuple[str, ...] = ()  # questions it can answer, as the checkpoint says
     transcription: Transcription | None = None  # None: it does not write down speech
@@ -130,14 +133,19 @@ class ModelInfo:
     languages: tuple[str, ...] = ()  # that a text to be read can be said to be in
     instructions: bool = False  # how a text is to be read can be said in words
     cloning: bool = False  # voices can be made of clips
-    live_text: bool = False  # a text can be read while it is written
-    # characters that are read at once; longer texts are cut into chunks of that size. 0: never
-    text_chunk: int = 0
+    live_text: bool = False  # a passage can be read while it is written
+    passages: Passages | None = None  # how long texts are cut; None: not at all
     stages: Mapping[str, str] = field(
         default_factory=dict
     )  # and what each does, in words; told by the engine
     weights: str = ""  # how they are stored where they come quantised
     random_weights: bool = False  # nobody trained it: what it says is noise; told by the engine
+
+    @property
+    def reads_while_written(self) -> bool:
+        """Whether a text is read aloud before all of it is there: as it comes, or passage by
+        passage."""
+        return self.live_text or self.passages is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ def test_a_voice_made_of_a_clip(tmp_path: Path) -> None:
 def test_reading_aloud(engine: Engine) -> None:
     answer = engine.read_aloud("Good day.", voice=engine.info.voices[0], **SHORT)
     assert answer.text == "Good day."
+    assert answer.cut == ("length" in (answer.finished.text, answer.finished.audio))
+    assert engine.read_aloud("Good day.", max_frames=1).cut
     assert len(answer.audio)
     assert sum(isinstance(e, AudioChunk) for e in engine.stream_aloud("Good day.", **SHORT)) > 1
 

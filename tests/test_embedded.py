@@ -16,6 +16,7 @@ from stretto.commands import serve
 from stretto.errors import CheckpointError
 from stretto.hub import find_model
 from stretto.models.qwen3_omni.family import open_model
+from stretto.preprocess.text_chunks import Passages
 from stretto.testing.qwen3_omni import write_tiny
 
 
@@ -69,6 +70,29 @@ def test_a_checkpoint_declares_what_it_cannot_do(tmp_path: Path) -> None:
         path.write_text(json.dumps({**config, embedded.DECLARATION: wrong}))
         with pytest.raises(CheckpointError, match=embedded.DECLARATION):
             open_model(tmp_path)
+
+
+def test_a_checkpoint_declares_how_it_reads(tmp_path: Path) -> None:
+    def passages(**declared: object) -> Passages | None:
+        write_tiny(tmp_path, changes={embedded.DECLARATION: declared})
+        return open_model(tmp_path).info.passages
+
+    assert passages() == Passages(1200, 800)
+    assert passages(sentence=80) == Passages(640, 20, 80, None)
+    assert passages(sentence=80, normalise="en") == Passages(640, 20, 80, "en")
+    assert passages(normalise="en") == Passages(1200, 800, 1200, "en")
+    with pytest.raises(CheckpointError, match=embedded.DECLARATION):
+        passages(normalise="tlh")
+
+
+@pytest.mark.skipif(embedded.find() is None, reason="the embedded model's weights are not here")
+def test_the_voice_is_called_what_it_is() -> None:
+    folder = embedded.find()
+    assert folder is not None
+    model = open_model(folder)
+    assert (model.info.voices, model.info.default_voice) == (("nano",), "nano")
+    assert model.info.voice_aliases == {"ethan": "nano"}
+    model.check_voice("Ethan")
 
 
 @pytest.mark.skipif(embedded.find() is None, reason="the embedded model's weights are not here")

@@ -136,6 +136,12 @@ def _quantised(a: argparse.Namespace) -> None:
     quantised.run(a.checkpoint, a.recogniser, a.out)
 
 
+def _aloud(a: argparse.Namespace) -> None:
+    from recipes.nano import aloud
+
+    aloud.run(a.work, a.checkpoint, a.recogniser, a.wav)
+
+
 def _heard(a: argparse.Namespace) -> None:
     from recipes.nano import heard
 
@@ -265,6 +271,10 @@ def main() -> None:
     p.add_argument("--checkpoint", type=Path, required=True)
     p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p.add_argument("--out", type=Path, required=True, help="a JSON file; it goes on with one")
+    p = step("aloud", _aloud, "texts of one to forty sentences, read aloud and heard")
+    p.add_argument("--checkpoint", type=Path, required=True)
+    p.add_argument("--wav", type=Path, help="where to write the speech as WAV files")
+    p.add_argument("--recogniser", type=Path, required=True, help="folder of Moonshine tiny")
     p = step(
         "heard",
         _heard,

@@ -87,6 +87,8 @@ Answers of the domain by kind:
 | --- |{kind_dashes}
 {kinds}
 
+{aloud}
+
 **What it understands**: answers that are right word for word, of {questions} questions each. Spoken questions are
 asked with five lengths of silence around them, from {least} to {most} s: the mean, and the worst and the best of them.
 Wanted: 95 % and 85 %{voices_missed}.
@@ -120,6 +122,29 @@ notice is in `recipes/nano/words.txt`), all text our own. The weights are licens
 
 Not for anything where a wrong or misheard answer matters.
 """
+
+
+ALOUD = """**Texts read aloud** (`/v1/audio/speech`), heard in the same way: the held-out sentences one by one, three draws of
+each, and in paragraphs of two to six; a text of {characters:,} characters; and twelve sentences with prices, dates,
+times, units and addresses. A text is read sentence by sentence, as words.
+
+| | {columns} |
+| --- |{dashes}
+{rows}"""
+ALOUD_STEPS = {"aloud-before": "in one piece, as written", "aloud": "as shipped"}
+
+
+def aloud(reports: dict[str, dict[str, Any]]) -> str:
+    """What was measured of texts of several lengths, by the reports of `aloud`."""
+    parts = [*reports["aloud"]["word_error_rate"]]
+    names = {"long": f"{reports['aloud']['characters']:,} characters", "written": "with numbers"}
+    rows = [_row(ALOUD_STEPS[step], reports[step]["word_error_rate"], parts) for step in reports]
+    return ALOUD.format(
+        characters=reports["aloud"]["characters"],
+        columns=" | ".join(names.get(part, part) for part in parts),
+        dashes=" --- |" * len(parts),
+        rows="\n".join(rows),
+    )
 
 
 def picture(waves: list[Floats], path: Path) -> None:
@@ -186,6 +211,7 @@ def text(work: Path, pictures: str) -> str:
         kind_columns=" | ".join(shown),
         kind_dashes=" --- |" * len(shown),
         kinds="\n".join(_row(name, values, shown) for name, values in kinds.items()),
+        aloud=aloud({step: _report(work, step) for step in ALOUD_STEPS}),
         questions=heard["questions"],
         least=SILENCES[0],
         most=SILENCES[-1],

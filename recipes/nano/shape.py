@@ -15,6 +15,8 @@ from stretto.testing.tiny_tokenizer import SPECIAL
 NUM_BPE = 2048
 VOCAB = 2112  # the tokenizer's ids and a few that no text has
 CODES, GROUPS = 512, 16
+SENTENCE = 90
+"""Characters that are read aloud at once: the longest sentences of the training have so many."""
 HIDDEN = 256
 HEAD = 64
 _MROPE = {"rope_type": "default", "mrope_section": [12, 10, 10], "interleaved": True}
@@ -23,7 +25,7 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 _CHANGES: dict[str, Any] = {
     "dtype": "bfloat16",
-    embedded.DECLARATION: {"transcribes": False},
+    embedded.DECLARATION: {"transcribes": False, "sentence": SENTENCE, "normalise": "en"},
     "thinker_config": {
         "audio_config": {
             "d_model": 192,
@@ -63,9 +65,9 @@ _CHANGES: dict[str, Any] = {
         "codec_think_bos_id": CODES + 4,
         "codec_think_eos_id": CODES + 5,
         "speaker_id": {
-            "ethan": CODES + 16,
             "nano": CODES + 16,
-        },  # "ethan" is what clients ask for by default
+            "ethan": CODES + 16,
+        },  # "ethan" is what clients of Qwen3-Omni ask for
         "text_config": {
             **_LM,
             **_MOE,

@@ -271,6 +271,8 @@ async def _one(
     sooner = f", first sound after {first:.3f} s" if first is not None else ""
     tokens = answer.finished.usage.text_tokens
     say(f"{tokens} tokens{spoken} in {answer.total_s:.2f} s{sooner} (ready after {load_s:.1f} s)")
+    if answer.cut:
+        say("the answer met a limit before its end (--max-tokens, --max-audio-frames)")
     for path in files:
         say(f"wrote {path}")
     return 0

@@ -29,6 +29,7 @@ from stretto.params import Params
 PIECE = 4096
 
 if TYPE_CHECKING:
+    from stretto.api import Answer
     from stretto.engine.events import Event
 
 
@@ -93,17 +94,24 @@ async def _speak(args: argparse.Namespace) -> int:
         text: str | AsyncIterator[str] = args.text
         if args.text in (None, "-"):
             text = standard_input()
-            if not engine.info.live_text:
+            if not engine.info.reads_while_written:
                 text = "".join([piece async for piece in text])
         params = parameters(args, engine.info.defaults)
         events = engine.stream_aloud(text, voice=args.voice, manner=style, params=params)
-        aloud = str(args.out) == "-"
-        answer = await Answer.of(_played(events) if aloud else events, engine.info.sample_rate)
+        played = _played(events) if str(args.out) == "-" else events
+        answer = await Answer.of(played, engine.info.sample_rate)
+    return finish(args.out, answer)
+
+
+def finish(out: Path, answer: Answer) -> int:
+    """Say how long it took and whether speech was cut; write the file, if there is one."""
     length = answer.finished.usage.samples / answer.sample_rate
     first_s = answer.first_audio_s or 0.0
     say(f"{length:.2f} s of speech in {answer.total_s:.2f} s, first sound after {first_s:.3f} s")
-    if not aloud:
-        write_sound(args.out, answer)
+    if answer.cut:
+        say("the speech met a limit before the end of the text (--max-audio-frames)")
+    if str(out) != "-":
+        write_sound(out, answer)
     return 0
 
 

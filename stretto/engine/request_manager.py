@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
@@ -152,10 +152,13 @@ class RequestManager:
         options: RequestOptions,
         write: Callable[[RequestState], Awaitable[None]] | None = None,
         pipeline: Pipeline | None = None,
+        *,
+        placed: bool = False,
     ) -> AsyncIterator[Event]:
         """A request, from its prompt to its last event. `write` runs beside it: it adds text that
-        is still to come. `pipeline`: the one that serves it; None: the router chooses."""
-        with self._place():
+        is still to come. `pipeline`: the one that serves it; None: the router chooses. `placed`:
+        its caller has a `place` for it."""
+        with nullcontext() if placed else self.place():
             arrived = time.monotonic()
             prompt = await build()
             request = self.admit(prompt, options, arrived, pipeline)
@@ -173,9 +176,10 @@ class RequestManager:
                 self.remove(request)
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def place(self) -> Iterator[None]:
         """One of the places for requests, from before the prompt is built to the last event;
-        `drain` waits for all."""
+        `drain` waits for all. A text that is read in passages, a request for each, has one for all
+        of them."""
         self.check_open()  # since it was asked for
         if self._accepted >= self._config.max_requests:
             self.count("refused")

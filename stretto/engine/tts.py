@@ -4,33 +4,28 @@ engine; imports no torch."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
-from stretto.engine.events import AudioChunk, CodeFrames, Event, Finished, Product, Usage
+from stretto.engine.events import Event, Product
+from stretto.engine.passages import FrameLimits, PassageReader, Speak, one_ahead, with_lead
 from stretto.engine.request import RequestState
 from stretto.engine.request_manager import seed_of
-from stretto.errors import Busy, Invalid, StrettoError
+from stretto.errors import Invalid, StrettoError
 from stretto.family import ModelInfo
-from stretto.params import RequestOptions, SpeechStyle
+from stretto.params import Params, RequestOptions, SpeechStyle
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.threads import Prompts
-from stretto.preprocess.text_chunks import Coming, Writing, passages
+from stretto.preprocess.text_chunks import Coming, Passages, Writing, passages
 
-RETRY_S, TRIES = 0.1, 50
-"""Between two passages a request has no place in the engine, and may have to wait for another."""
-
-MAX_PASSAGE = 65536
-"""Characters of a text that is being written, where the model's texts are not cut into shorter
-passages."""
+UNCUT = Passages(1 << 16, 1 << 16)
+"""Of a text that is being written, where the model's texts are not cut into shorter passages."""
 
 P = TypeVar("P")  # a passage
-Speak = Callable[[P], AsyncIterator[Event]]
 
 
 class Requests(Protocol):
@@ -44,7 +39,11 @@ class Requests(Protocol):
         build: Callable[[], Awaitable[PackedPrompt]],
         options: RequestOptions,
         write: Callable[[RequestState], Awaitable[None]] | None = None,
+        *,
+        placed: bool = False,
     ) -> AsyncIterator[Event]: ...
+
+    def place(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +62,77 @@ class TextToSpeech:
         self, text: str | AsyncIterator[str], options: RequestOptions, sender: str
     ) -> AsyncIterator[Event]:
         check_style(options.style, self.info)
-        instructions = options.style.instructions
+        rules = self.info.passages
         if not isinstance(text, str):
-            if not self.info.live_text:
+            if self.info.live_text:
+                return self._live(text, replace(options, tts_streaming=True), sender)
+            if rules is None:
                 raise Invalid("this model reads whole texts alone", "input")
-            return self._live(text, replace(options, tts_streaming=True), sender)
+            return self._whole(Coming(text, rules).whole_passages(), options, sender)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-
-        def speak(passage: str, options: RequestOptions = options) -> AsyncIterator[Event]:
-            build = partial(self.prompts.read, passage, sender, instructions)
+        found = passages(text, rules) if rules is not None else [text]
+        if len(found) == 1 and (rules is None or not rules.spoken):
+            build = partial(self.prompts.read, found[0], sender, options.style.instructions)
             return self.requests.run(build, options)
+        return self._whole(in_turn(found), options, sender)
 
-        found = passages(text, self.info.text_chunk) if self.info.text_chunk else [text]
-        if len(found) == 1:
-            return speak(found[0])
+    def _whole(
+        self, found: AsyncIterator[str], options: RequestOptions, sender: str
+    ) -> AsyncIterator[Event]:
+        """Passages that are read when all of each is there."""
         one_voice = with_seed(options)
-        return read_passages(in_turn(found), lambda passage: speak(passage, one_voice))
+
+        def speak(prompt: PackedPrompt, params: Params) -> AsyncIterator[Event]:
+            async def build() -> PackedPrompt:
+                return prompt
+
+            return self.requests.run(build, replace(one_voice, params=params), placed=True)
+
+        prompts = self._prompts(found, sender, options.style.instructions)
+        return self._read(one_ahead(prompts), one_voice, speak)
+
+    async def _prompts(
+        self, found: AsyncIterator[str], sender: str, instructions: str
+    ) -> AsyncIterator[PackedPrompt]:
+        rules = self.info.passages
+        async with aclosing(cast(AsyncGenerator[str, None], found)) as coming:
+            async for passage in coming:
+                parts = [passage]
+                if rules is not None and rules.spoken:
+                    parts = await self.prompts.divide(passage, rules, sender)
+                for part in parts:
+                    yield await self.prompts.read(part, sender, instructions)
 
     def _live(
         self, text: AsyncIterator[str], options: RequestOptions, sender: str
     ) -> AsyncIterator[Event]:
+        """Passages that are read while each is being written."""
         build = partial(self.prompts.read, "", sender, options.style.instructions)
         one_voice = with_seed(options)
 
-        def speak(pieces: Callable[[], AsyncIterator[str]]) -> AsyncIterator[Event]:
+        def speak(pieces: Callable[[], AsyncIterator[str]], params: Params) -> AsyncIterator[Event]:
             def add_text(request: RequestState) -> Awaitable[None]:
                 return write(request, pieces(), Writing(self.encode))
 
-            return self.requests.run(build, one_voice, add_text)
+            now = replace(one_voice, params=params)
+            return self.requests.run(build, now, add_text, placed=True)
 
-        return read_passages(Coming(text, self.info.text_chunk or MAX_PASSAGE).passages(), speak)
+        found = Coming(text, self.info.passages or UNCUT).passages()
+        return self._read(found, one_voice, speak)
+
+    async def _read(
+        self, found: AsyncIterator[P], options: RequestOptions, speak: Speak[P]
+    ) -> AsyncIterator[Event]:
+        """With one place among the engine's requests for all passages."""
+        params = options.params
+        limits = FrameLimits(params, whole=params.max_frames != self.info.defaults.max_frames)
+        reader = PassageReader(speak, limits, self.info.sample_rate)
+        with self.requests.place():
+            events = with_lead(reader.read(found), self.info.sample_rate)
+            async with aclosing(cast(AsyncGenerator[Event, None], events)) as ahead:
+                async for event in ahead:
+                    yield event
 
     async def enrol(self, clip: Conversation, owner: str) -> bytes:
         if not self.info.cloning:
@@ -120,58 +159,6 @@ def with_seed(options: RequestOptions) -> RequestOptions:
 async def in_turn(passages: Sequence[P]) -> AsyncIterator[P]:
     for passage in passages:
         yield passage
-
-
-async def read_passages(passages: AsyncIterator[P], speak: Speak[P]) -> AsyncIterator[Event]:
-    """Each passage is begun when the one before has ended; sound, codes and counts go on from
-    there."""
-    samples = frames = 0
-    ends: list[Finished] = []
-    async with aclosing(cast(AsyncGenerator[P, None], passages)) as coming:
-        async for passage in coming:
-            begun = _begun(passage, speak, retry=bool(ends))
-            async with aclosing(cast(AsyncGenerator[Event, None], begun)) as events:
-                async for event in events:
-                    if isinstance(event, AudioChunk):
-                        yield AudioChunk(samples + event.start, event.samples)
-                    elif isinstance(event, CodeFrames):
-                        yield CodeFrames(frames + event.start, event.codes)
-                    elif isinstance(event, Finished):
-                        ends.append(event)
-                    else:
-                        yield event
-            samples, frames = samples + ends[-1].usage.samples, frames + ends[-1].usage.frames
-    yield joined(ends) if len(ends) > 1 else ends[0]
-
-
-async def _begun(passage: P, speak: Speak[P], retry: bool) -> AsyncIterator[Event]:
-    for tries in range(TRIES):
-        try:
-            events = cast(AsyncGenerator[Event, None], speak(passage))
-            async with aclosing(events):
-                async for event in events:
-                    yield event
-            return
-        except Busy:
-            if not retry or tries + 1 == TRIES:
-                raise
-            await asyncio.sleep(RETRY_S)
-
-
-def joined(ends: Sequence[Finished]) -> Finished:
-    last = ends[-1]
-    used = [e.usage for e in ends]
-    total = Usage(
-        prompt_tokens=sum(u.prompt_tokens for u in used),
-        text_tokens=sum(u.text_tokens for u in used),
-        frames=sum(u.frames for u in used),
-        samples=sum(u.samples for u in used),
-        cached_tokens=sum(u.cached_tokens for u in used),
-    )
-    cut = "length" if any(e.audio == "length" for e in ends) else last.audio
-    return replace(
-        last, audio=cut, usage=total, seed=ends[0].seed, prompt_ids=ends[0].prompt_ids, timeline=()
-    )
 
 
 def check_style(style: SpeechStyle, info: ModelInfo) -> None:

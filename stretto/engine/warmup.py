@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +58,13 @@ class PipelineRequests:
         build: Callable[[], Awaitable[PackedPrompt]],
         options: RequestOptions,
         write: Callable[[RequestState], Awaitable[None]] | None = None,
+        *,
+        placed: bool = False,
     ) -> AsyncIterator[Event]:
-        return self.manager.run(build, options, write, self.pipeline)
+        return self.manager.run(build, options, write, self.pipeline, placed=placed)
+
+    def place(self) -> AbstractContextManager[None]:
+        return self.manager.place()
 
 
 @dataclass(frozen=True, slots=True)

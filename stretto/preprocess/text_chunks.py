@@ -1,45 +1,106 @@
 """A text in pieces: long ones cut into passages that end where sentences do, and texts that are
 still being written cut where their tokens are certain. A text is cut into the same passages whether
-it is there or comes. Imports no torch."""
+it is there or comes. A passage that a model cannot read at once is cut further, when all of it is
+there (`divide`). Imports no torch."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
-_SENTENCE = re.compile(r"""[.!?…]+["'”’)\]]*(?=\s)|[。！？]+[」』”’）]*|\n+""")
+from stretto.preprocess.english import TITLES, as_words
+
+_NO_END = "".join(rf"(?<!\b{re.escape(word)})" for word in TITLES) + r"(?<!\b[A-HJ-Z])"
+"""A full stop behind a title, or behind an initial, does not end a sentence."""
+_SENTENCE = re.compile(rf"""{_NO_END}[.!?…]+["'”’)\]]*(?=\s)|[。！？]+[」』”’）]*|\n+""")
 _CLAUSE = re.compile(r"[,;:](?=\s)|[，、；：]|\s+[-–—](?=\s)")
 _SPACE = re.compile(r"\s+")
-_ENDS = ((8, _SENTENCE), (11, _CLAUSE), (11.5, _SPACE))
-"""What a passage ends with, and from which twelfth of its greatest length on."""
 _CERTAIN = re.compile(r"(?<=\S) (?=[^\W\d_])")
+AT_ONCE = 8
+"""Of a model that reads `spoken` characters at once, passages have up to so many times as many, so
+that they end where sentences do."""
 
 
-def passages(text: str, most: int) -> list[str]:
-    """The text in passages of at most `most` characters. They end with the first sentence that ends
-    in their last third; if none does with a clause, a word, or wherever they must. Joined, they are
-    the text, but for white space between them."""
+NORMALISERS = {"en": as_words}
+"""By the language of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """How a long text is read aloud: in passages of at most `most` characters, which end with the
+    first sentence that ends after `least`.
+
+    `spoken`: characters that the model reads at once; a sentence with more is cut again. 0: as many
+    as a passage has. `normalise`: the language of texts whose numbers, signs and abbreviations are
+    written out as words first."""
+
+    most: int
+    least: int
+    spoken: int = 0
+    normalise: str | None = None
+
+    @classmethod
+    def by_sentence(cls, spoken: int, normalise: str | None) -> Passages:
+        return cls(AT_ONCE * spoken, spoken // 4, spoken, normalise)
+
+
+def passages(text: str, rules: Passages) -> list[str]:
+    """The text in passages. One without the end of a sentence ends with a clause, a word, or
+    wherever it must. Joined, they are the text, but for white space between them."""
     found, rest = [], text.strip()
-    while end := passage_end(rest, most):
+    while end := passage_end(rest, rules):
         found.append(rest[:end].strip())
         rest = rest[end:].strip()
     return [p for p in (*found, rest) if p]
 
 
-def passage_end(text: str, most: int) -> int:
+def passage_end(text: str, rules: Passages) -> int:
     """Where the first passage of a text ends, if more of the text follows; 0: it is not over yet.
     What comes behind the text cannot change it, so it does not matter how much of it is there."""
+    most = rules.most
     head = text[: most + 1]
+    marks = ((rules.least, _SENTENCE), (most * 11 / 12, _CLAUSE), (most * 23 / 24, _SPACE))
     ends = (
         m.end()
-        for twelfths, mark in _ENDS
+        for least, mark in marks
         for m in mark.finditer(head)
-        if twelfths * most <= 12 * m.end() < 12 * len(head)
+        if least <= m.end() < len(head)
     )
     end = min(ends, default=most)
     return end if end < len(head) else 0
+
+
+def divide(text: str, most: int, normalise: str | None) -> list[str]:
+    """A passage as texts that are spoken one by one, of at most `most` characters: as words, if it
+    is to be normalised, and with long sentences cut at the clause nearest to their middle. None is
+    left of a text without words."""
+    if normalise is not None:
+        text = NORMALISERS[normalise](text)
+    return [part for part in halves(text.strip(), most) if any(map(str.isalnum, part))]
+
+
+def halves(text: str, most: int) -> list[str]:
+    if len(text) <= most:
+        return [text]
+    cut = _middle(text)
+    return [*halves(text[:cut].strip(), most), *halves(text[cut:].strip(), most)]
+
+
+def _middle(text: str) -> int:
+    """Where a text is best cut in two: where a sentence, else a clause, else a word ends."""
+    for mark in (_SENTENCE, _CLAUSE, _SPACE):
+        ends = [m.end() for m in mark.finditer(text) if MIN_PART * len(text) <= m.end()]
+        ends = [end for end in ends if end <= (1 - MIN_PART) * len(text)]
+        if ends:
+            return min(ends, key=lambda end: abs(2 * end - len(text)))
+    return len(text) // 2
+
+
+MIN_PART = 1 / 4
+"""The smaller part of a text that is cut has at least so much of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +109,12 @@ class Coming:
     task at a time; who is cancelled while it waits loses nothing of the text."""
 
     text: AsyncIterator[str]
-    most: int
+    rules: Passages
     _here: str = ""  # of the passage that is being read, and of what follows it
     _ended: bool = False  # the whole text is here
     _pull: asyncio.Future[str | None] | None = field(default=None)
 
-    async def passages(self) -> AsyncIterator[Callable[[], AsyncIterator[str]]]:
+    async def passages(self) -> AsyncGenerator[Callable[[], AsyncIterator[str]]]:
         """Each as what gives its pieces from the beginning, however often it is called. There is at
         least one."""
         try:
@@ -68,12 +129,20 @@ class Coming:
         given = 0
         while True:
             end = self._end()
-            ready = self._here[: end or self.most].rstrip()  # white space at its end is not spoken
+            ready = self._here[
+                : end or self.rules.most
+            ].rstrip()  # white space at its end is not spoken
             if len(ready) > given:
                 yield ready[given:]
                 given = len(ready)
             if end or not await self._more():
                 return
+
+    async def whole_passages(self) -> AsyncIterator[str]:
+        """Each when all of it is there."""
+        async with aclosing(self.passages()) as passages:
+            async for pieces in passages:
+                yield "".join([piece async for piece in pieces()])
 
     async def _next(self) -> bool:
         """Go on behind the passage that was read, all of it or not; False: there is nothing."""
@@ -87,7 +156,7 @@ class Coming:
         return True
 
     def _end(self) -> int:
-        return passage_end(self._here, self.most)
+        return passage_end(self._here, self.rules)
 
     async def _more(self) -> bool:
         """Wait for another piece; False: there is none."""

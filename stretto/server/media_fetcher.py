@@ -178,7 +178,7 @@ class MediaFetcher:
         return RemoteFiles(file, {u: s for u, s in spans.items() if u not in failures}, failures)
 
     async def _fetch(self, download: Download, left: list[int]) -> None:
-        owner = download.body.owner
+        owner = download.body.sender
         try:
             async with asyncio.timeout(self.timeout):
                 await self.places.enter(owner)

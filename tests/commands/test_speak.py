@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from stretto.api import Answer
 from stretto.cli import main, parser
 from stretto.commands import speak
+from stretto.engine.events import AudioChunk, Event, Finished, FinishReason, Usage
 from stretto.params import Params
 
 
@@ -34,3 +39,16 @@ def test_speak_reads_with_the_checkpoints_own_sampling() -> None:
     )
     made = speak.parameters(args, Params(speech_temperature=0.3))
     assert (made.speech_temperature, made.speed, made.max_frames) == (0.3, 1.5, 5)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_speech_that_was_cut_says_so(
+    reason: FinishReason, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def events() -> AsyncIterator[Event]:
+        yield AudioChunk(0, np.zeros(1920, np.float32))
+        yield Finished("stop", reason, Usage(1, 0, 1, 1920), 0)
+
+    answer = asyncio.run(Answer.of(events(), 24_000))
+    assert speak.finish(tmp_path / "a.wav", answer) == 0
+    assert ("met a limit" in capsys.readouterr().err) == (reason == "length")

@@ -22,8 +22,6 @@ from stretto.engine.events import AudioChunk, CodeFrames, Finished
 from stretto.errors import Invalid
 from stretto.params import Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
-from stretto.preprocess.template import Tokenizer
-from stretto.preprocess.text_chunks import Coming, Writing, passages
 from stretto.testing.qwen3_tts import write_tiny
 from tests.engine.common import run
 
@@ -129,83 +127,3 @@ def test_one_host_equals_processes_equals_sockets(base: Path) -> None:
         assert voice == first[0]
         assert codes == first[1][0]
         np.testing.assert_allclose(wave, first[1][1], rtol=0, atol=1e-5)
-
-
-def test_tokens_of_a_text_do_not_depend_on_how_it_is_written(base: Path) -> None:
-    tokenizer = Tokenizer.open(base)
-    for text in (
-        TEXT,
-        "a",
-        "  two  spaces ",
-        "Tëst  ñ! 3.14 don't\n\n\nstop",
-        "\n\nafter breaks",
-        "e\u0301 e\u0301",
-    ):
-        wanted = tokenizer.encode(text.lstrip("\r\n"))
-        for size in (1, 2, 3, 7, 100):
-            writing = Writing(tokenizer.encode)
-            got = [t for i in range(0, len(text), size) for t in writing.push(text[i : i + size])]
-            assert got + writing.finish() == wanted, (text, size)
-
-
-async def in_pieces(text: str, size: int, turns: int = 0) -> AsyncIterator[str]:
-    for i in range(0, len(text), size):
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        yield text[i : i + size]
-
-
-LONG = """ One two. Three "four!" Five, six: 3.14 and so on… (Really?) Yes - or no; abcdefghijklmnopqrstuvwxyz.
-你好。今天天气很好！」再见，and the end.
-
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize("most", [6, 12, 24, 50, 1000])
-def test_a_text_that_comes_is_cut_into_the_same_passages(most: int) -> None:
-    async def cut(size: int) -> list[str]:
-        found = Coming(in_pieces(LONG, size), most).passages()
-        return ["".join([piece async for piece in pieces()]) async for pieces in found]
-
-    async def nothing() -> list[str]:
-        found = Coming(in_pieces("", 1), most).passages()
-        return ["".join([piece async for piece in pieces()]) async for pieces in found]
-
-    for size in (1, 2, 3, 7, 40, len(LONG)):
-        assert run(cut(size)) == passages(LONG, most)
-    assert run(nothing()) == [""]
-
-
-def test_who_leaves_a_passage_in_its_middle_loses_nothing() -> None:
-    """Its reader is cancelled at any moment, as when a request ends early, or begins again, as when
-    it was refused."""
-
-    async def cut(leave: int) -> list[str]:
-        heard: list[str] = []
-        async for pieces in Coming(in_pieces(LONG, 3, turns=2), 24).passages():
-            task = asyncio.ensure_future(anext(pieces()))
-            for _ in range(leave):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            heard.append("".join([piece async for piece in pieces()]))
-        return heard
-
-    async def skip() -> int:
-        return len([pieces async for pieces in Coming(in_pieces(LONG, 3), 24).passages()])
-
-    for leave in range(8):
-        assert run(cut(leave)) == passages(LONG, 24)
-    assert run(skip()) == len(passages(LONG, 24))
-
-
-def test_passages_end_where_sentences_do() -> None:
-    assert passages("One two. Three four! Five", 12) == ["One two.", "Three four!", "Five"]
-    assert passages("It is 3.14 now. And then", 16) == ["It is 3.14 now.", "And then"]
-    assert passages("你好。今天天气很好！再见", 12) == ["你好。今天天气很好！", "再见"]
-    assert passages("A b c d e f, g h i and so on", 12) == ["A b c d e f,", "g h i and so", "on"]
-    assert passages("abcdefghij", 4) == ["abcd", "efgh", "ij"]
-    assert passages("  ", 4) == []
-    text = "word " * 1000
-    assert " ".join(passages(text, 99)) == text.strip()
-    assert max(map(len, passages(text, 99))) <= 99

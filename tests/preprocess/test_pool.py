@@ -56,6 +56,7 @@ from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.preprocess.pool.threads import InThreads
 from stretto.preprocess.prepared import prepared
 from stretto.preprocess.prompt import DIGEST_BYTES
+from stretto.preprocess.text_chunks import Passages
 from tests.preprocess.samples import sound_file, tone, video_file
 
 T = TypeVar("T")
@@ -150,6 +151,11 @@ def test_the_same_prompts_as_in_this_process(tiny_dir: Path) -> None:
             same(theirs, ours)
             assert theirs.tts_ids == ours.tts_ids
             assert ours.tts_ids
+        rules = Passages.by_sentence(20, "en")
+        for text in ("Dr. Ash has 3 cats, and they are small.", "你好", "word " * 4000):
+            divided = await pool.divide(text, rules)
+            assert divided == await threads.divide(text, rules)
+            assert bool(divided) == (text != "你好")
 
     with_pool(tiny_dir, test)
 

@@ -195,6 +195,8 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
             "questions": 200,
         },
         "export": {"bytes": 59_305_050, "parameters": 29_528_513},
+        "aloud": {"word_error_rate": {"1": 0.09, "6": 0.125, "long": 0.15}, "characters": 1763},
+        "aloud-before": {"word_error_rate": {"1": 0.125, "6": 0.75, "long": 0.95}},
     } | {step: {"minutes": 6.5} | dict.fromkeys(shown, 1234) for step, shown in card.STEPS.items()}
     for step, values in reports.items():
         (tmp_path / f"report-{step}.json").write_text(json.dumps(values))
@@ -209,6 +211,9 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
         "sampled 220 of 220",
         "before they are spoken: 219 of 220",
         "| 99.5% | 75.0% (70.0% to 80.0%) |",
+        "| | 1 | 6 | 1,763 characters |",
+        "| in one piece, as written | 12.5% | 75.0% | 95.0% |",
+        "| as shipped | 9.0% | 12.5% | 15.0% |",
         "| talker | 6.5 | steps 1,234, hours 1,234 |",
         "no pictures",
     ):

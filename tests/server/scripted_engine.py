@@ -53,6 +53,7 @@ class ScriptedEngine:
     numbers: Mapping[str, float] = field(default_factory=dict)
     closed: bool = False
     end: FinishReason = "stop"  # of the text
+    audio_end: FinishReason = "stop"
     defaults: Params = field(default_factory=Params)
     live_text: bool = False
     transcription: Transcription | None = TRANSCRIPTION
@@ -64,6 +65,7 @@ class ScriptedEngine:
         return ModelInfo(
             self.name, names, "Ethan", 24_000, 32768, defaults=self.defaults,
             live_text=self.live_text, transcription=self.transcription, weights=self.weights,
+            voice_aliases={"nick": "Aiden"},
         )  # fmt: skip
 
     @property
@@ -147,7 +149,7 @@ class ScriptedEngine:
             usage = Usage(length, len(self.pieces), len(self.packets) if spoken else 0, samples)
             self.ledger.finished += 1
             yield Finished(
-                self.end, "stop" if spoken else None, usage, params.seed or 0, self.timeline
+                self.end, self.audio_end if spoken else None, usage, params.seed or 0, self.timeline
             )
         finally:
             self.ledger.close(name)

@@ -86,6 +86,7 @@ def test_fields_become_params(running: Running, engine: ScriptedEngine) -> None:
         ("CHELSIE", "Chelsie"),
         ("alloy", "Chelsie"),
         ("onyx", "Ethan"),
+        ("Nick", "Aiden"),
         ({"id": "aiden"}, "Aiden"),
         (None, None),
     ],

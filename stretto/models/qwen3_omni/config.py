@@ -120,12 +120,23 @@ class TalkerConfig:
             return self.speakers[voice.lower()]
         except KeyError:
             raise Invalid(
-                f"unknown voice {voice!r}; this model has {', '.join(self.speakers)}", "voice"
+                f"unknown voice {voice!r}; this model has {', '.join(self.voices)}", "voice"
             ) from None
 
     @property
+    def voices(self) -> tuple[str, ...]:
+        """By name; other names of the same voice are aliases."""
+        names = {id: name for name, id in reversed(list(self.speakers.items()))}
+        return tuple(name for name, id in self.speakers.items() if names[id] == name)
+
+    @property
+    def voice_aliases(self) -> dict[str, str]:
+        names = {self.speakers[name]: name for name in self.voices}
+        return {name: names[id] for name, id in self.speakers.items() if names[id] != name}
+
+    @property
     def default_voice(self) -> str:
-        return "ethan" if "ethan" in self.speakers else next(iter(self.speakers))
+        return "ethan" if "ethan" in self.voices else self.voices[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ code2wav makes samples of the frames. A text that is read aloud needs no thinker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from stretto.embedded import read_declaration, read_description, read_example_prompts
+from stretto.embedded import Declaration, read_declaration, read_description, read_example_prompts
 from stretto.family import (
     AudioInputSpec,
     LinkSpec,
@@ -27,6 +27,7 @@ from stretto.models.qwen3_omni.config import SAMPLE_RATE_OUT, OmniConfig
 from stretto.models.qwen3_omni.params import read_defaults, stage_params
 from stretto.params import RequestOptions
 from stretto.preprocess.grammars import GrammarCompiler
+from stretto.preprocess.text_chunks import Passages
 
 TRANSCRIPTION = Transcription(
     transcribe="Transcribe the audio into text.",
@@ -84,6 +85,9 @@ PIPELINE = PipelineSpec(
     grammars="stretto.models.qwen3_omni.family:open_grammars",
 )
 
+PASSAGES = Passages(most=1200, least=800)
+"""Of a text that is read aloud: about a minute and a half of speech, far from the frame limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Omni:
@@ -101,6 +105,15 @@ class Qwen3Omni:
         return stage_params(options)
 
 
+def read_passages(declared: Declaration) -> Passages:
+    """As the checkpoint declares, else as the family reads."""
+    if declared.sentence:
+        return Passages.by_sentence(declared.sentence, declared.normalise)
+    if declared.normalise is not None:
+        return replace(PASSAGES, spoken=PASSAGES.most, normalise=declared.normalise)
+    return PASSAGES
+
+
 def open_model(directory: Path) -> Qwen3Omni:
     config = OmniConfig.read(directory)
     tokens = config.tokens
@@ -109,7 +122,8 @@ def open_model(directory: Path) -> Qwen3Omni:
         config,
         ModelInfo(
             name=model_name(directory),
-            voices=tuple(config.talker.speakers),
+            voices=config.talker.voices,
+            voice_aliases=config.talker.voice_aliases,
             default_voice=config.talker.default_voice,
             sample_rate=SAMPLE_RATE_OUT,
             max_positions=config.thinker.text.max_positions,
@@ -122,6 +136,7 @@ def open_model(directory: Path) -> Qwen3Omni:
             example_prompts=read_example_prompts(directory),
             transcription=TRANSCRIPTION if declared.transcribes else None,
             defaults=read_defaults(directory),
+            passages=read_passages(declared),
         ),
         MediaTokens(frozenset({tokens.audio_pad}), frozenset({tokens.image_pad, tokens.video_pad})),
         config.thinker.text.vocab_size,

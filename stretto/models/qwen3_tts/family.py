@@ -23,6 +23,7 @@ from stretto.models.qwen3_tts.params import (
     stage_params,
 )
 from stretto.params import RequestOptions
+from stretto.preprocess.text_chunks import Passages
 from stretto.types import SamplingParams
 
 BUILD = "stretto.models.qwen3_tts.build:BUILD"
@@ -32,9 +33,9 @@ CODE2WAV = StageSpec(
 )
 LINKS = (LinkSpec("talker", "code2wav"),)
 NO_MEDIA = MediaTokens()
-TEXT_CHUNK = 1200
-"""Characters: about a minute and a half of speech. The model was made to say so much at once, and
-not a book."""
+PASSAGES = Passages(most=1200, least=800)
+"""About a minute and a half of speech. The model was made to say so much at once, and not a
+book."""
 READING = ("talker", "code2wav")
 
 SPEAKS = PipelineSpec(BUILD, (TALKER, CODE2WAV), LINKS, {"tts": READING})
@@ -85,7 +86,7 @@ def open_model(directory: Path) -> Qwen3Tts:
         instructions=config.takes_instructions,
         cloning=clones,
         live_text=True,
-        text_chunk=TEXT_CHUNK,
+        passages=PASSAGES,
         weights=weights_of(directory),
     )
     pipeline = CLONES if clones else SPEAKS

@@ -72,6 +72,13 @@ class Read(Wire, frozen=True, tag="read"):
     instructions: ByteRange | None = None
 
 
+class Divide(Wire, frozen=True, tag="divide"):
+    """Divide a text into what is read aloud at once, as words if it is to be normalised."""
+
+    most: int  # characters
+    normalise: str | None
+
+
 class Outline(Wire, frozen=True, tag="outline"):
     """Cut a JSON object into its short fields and the `long` ones."""
 
@@ -93,7 +100,7 @@ class Check(Wire, frozen=True, tag="check"):
     memory_mb: int
 
 
-Work = Build | Continue | Read | Outline | Cut | Check
+Work = Build | Continue | Read | Divide | Outline | Cut | Check
 
 
 class Job(Wire, frozen=True, tag="job"):
@@ -120,6 +127,12 @@ class Built(Wire, frozen=True, tag="built"):
 
     header: int
     start: int
+
+
+class Divided(Wire, frozen=True, tag="divided"):
+    """The memory file holds the texts, one after the other."""
+
+    texts: tuple[ByteRange, ...]
 
 
 class Outlined(Wire, frozen=True, tag="outlined"):
@@ -162,7 +175,7 @@ class Died(Wire, frozen=True, tag="died"):
     signal: int
 
 
-FromWorker = Built | Outlined | Windows | Checked | NeedsProcess | JobFailed | Died
+FromWorker = Built | Divided | Outlined | Windows | Checked | NeedsProcess | JobFailed | Died
 
 
 # -- the worker itself

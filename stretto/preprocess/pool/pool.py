@@ -40,6 +40,8 @@ from stretto.preprocess.pool.jobs import (
     Conversation,
     Cut,
     Died,
+    Divide,
+    Divided,
     FromWorker,
     Job,
     JobFailed,
@@ -60,6 +62,7 @@ from stretto.preprocess.pool.worker_process import NotSent, WorkerProcess
 from stretto.preprocess.prepared import without_features
 from stretto.preprocess.prompt import Prompt
 from stretto.preprocess.template import well_formed
+from stretto.preprocess.text_chunks import Passages
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
 # processes for prompts of sessions that are not long: some tens of milliseconds each
 TALKS_AT_ONCE = 4
-A = TypeVar("A", Built, Outlined, Windows)
+A = TypeVar("A", Built, Divided, Outlined, Windows)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +196,14 @@ class PromptPool:
         work = Read((0, size), (size, size + len(how)) if how else None)
         with MemFile.of(words + how) as source:
             return _built(*await self._do(Built, work, [source], sender))
+
+    async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
+        """A passage of a text, as the texts that the model reads at once."""
+        work = Divide(rules.spoken, rules.normalise)
+        with MemFile.of(well_formed(text).encode()) as source:
+            divided, file = await self._do(Divided, work, [source], sender)
+        with file:
+            return [file.read(*span).decode() for span in divided.texts]
 
     async def outline(
         self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""

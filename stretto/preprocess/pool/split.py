@@ -3,10 +3,10 @@ prompt worker, or by a thread of the engine's. Pure functions; imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import msgspec
-import numpy as np
 
 from stretto._validation import NOT_JSON, not_json, read_json
 from stretto.errors import Invalid
@@ -16,9 +16,10 @@ from stretto.preprocess.build import Json
 from stretto.preprocess.media import LONG_SOUND, Budget
 from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.pauses import Pcm, segments
-from stretto.preprocess.pool.jobs import Outlined, Windows
+from stretto.preprocess.pool.jobs import Divided, Outlined, Windows
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.remote_media import MAX_REMOTE, remote_urls
+from stretto.preprocess.text_chunks import divide
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -43,8 +44,12 @@ def do_cut(data: memoryview, seconds: float | None) -> tuple[Windows, MemFile]:
 
 
 def _at_quiet_places(samples: Pcm, seconds: float) -> Windows:
-    ends = np.cumsum([2 * len(part) for part in cut_sound(samples, seconds)]).tolist()
-    return Windows(tuple(zip([0, *ends[:-1]], ends, strict=True)))
+    return Windows(_spans(2 * len(part) for part in cut_sound(samples, seconds)))
+
+
+def _spans(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Where parts of these sizes lie, one behind the other."""
+    return tuple(pairwise([0, *accumulate(sizes)]))
 
 
 def _at_pauses(samples: Pcm) -> Windows:
@@ -52,6 +57,12 @@ def _at_pauses(samples: Pcm) -> Windows:
     windows = tuple((2 * s.start, 2 * s.stop) for s in found)
     quiet = tuple((s.loud_start - s.start, s.stop - s.loud_stop) for s in found)
     return Windows(windows, quiet)
+
+
+def do_divide(text: str, most: int, normalise: str | None) -> tuple[Divided, MemFile]:
+    """The caller closes the file."""
+    parts = [part.encode() for part in divide(text, most, normalise)]
+    return Divided(_spans(map(len, parts))), MemFile.sealed(*parts)
 
 
 def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:

@@ -20,6 +20,7 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import do_cut, do_outline
 from stretto.preprocess.prompt import Prompt
 from stretto.preprocess.remote_media import NONE
+from stretto.preprocess.text_chunks import Passages, divide
 
 SHORT_CHARS = 1 << 16  # of a session's prompt: some tens of milliseconds
 LONG_AT_ONCE = 1  # of longer ones: each may take a second, most of it holding the interpreter
@@ -45,6 +46,10 @@ class Prompts(Protocol):
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
         """Of a text that is to be read aloud."""
+        ...
+
+    async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
+        """A passage of a text, as the texts that the model reads at once."""
         ...
 
     async def outline(
@@ -155,6 +160,9 @@ class InThreads:
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
         prompt, spoken = await asyncio.to_thread(work.read_aloud, self.builder, text, instructions)
         return pack(prompt, spoken)
+
+    async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
+        return await asyncio.to_thread(divide, text, rules.spoken, rules.normalise)
 
     async def outline(
         self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""

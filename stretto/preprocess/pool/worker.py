@@ -40,6 +40,7 @@ from stretto.preprocess.pool.jobs import (
     Checked,
     Continue,
     Cut,
+    Divide,
     FromWorker,
     Job,
     NeedsProcess,
@@ -56,7 +57,7 @@ from stretto.preprocess.pool.jobs import (
     say,
 )
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.split import do_cut, do_outline
+from stretto.preprocess.pool.split import do_cut, do_divide, do_outline
 from stretto.preprocess.prepared import with_features
 from stretto.preprocess.prompt import Prompt
 from stretto.preprocess.remote_media import NONE
@@ -158,6 +159,8 @@ def do(
         case Read():
             how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
+        case Divide():
+            return do_divide(_text(data), job.most, job.normalise)
         case Outline():
             return do_outline(data, job.long, job.most)
         case Cut() if not only_text:

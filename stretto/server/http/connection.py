@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 
 import httptools
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import (
@@ -29,6 +30,7 @@ from uvicorn.server import ServerState
 
 from stretto.config.server import ServerConfig
 from stretto.server.http.flow_throttle import REST_S, TurnQueue
+from stretto.server.http.trailers import WithTrailers
 from stretto.server.openai.error_body import Refused, respond
 
 # Requests waiting for the answer before theirs, and bytes of body of each. Browsers and common
@@ -329,6 +331,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self.answering = cycle
+        if cycle.scope["http_version"] == "1.1":
+            app = cast(ASGI3Application, WithTrailers(cast(ASGIApp, app), cycle))
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

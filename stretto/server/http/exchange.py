@@ -18,11 +18,13 @@ from stretto._validation import NOT_JSON, not_json, read_json, wrong_field
 from stretto.config.server import ServerConfig
 from stretto.errors import Gone, Invalid
 from stretto.server.http.body import TURN_BYTES, Body
+from stretto.server.http.trailers import EXTENSION
 from stretto.server.loop_time import LoopTurns
 from stretto.server.openai.error_body import Refused, describe, respond
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 
 T = TypeVar("T")
+Header = tuple[bytes, bytes]
 SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -144,12 +146,33 @@ class Exchange:
 
     # ---- out
 
-    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    async def start(
+        self, status: int, headers: Iterable[Header], trailers: Iterable[bytes] = ()
+    ) -> None:
+        """`trailers`: names of the fields that `finish` will send, if the client can get them."""
         self.started = True
-        await self._put({"type": "http.response.start", "status": status, "headers": list(headers)})
+        announced = [(b"trailer", name) for name in trailers if self._takes_trailers]
+        await self._put(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *announced],
+                "trailers": bool(announced),
+            }
+        )
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def finish(self, data: bytes, trailers: Iterable[Header]) -> None:
+        """The end of the body, and the fields behind it that `start` has announced."""
+        await self.write(data, more=False)
+        if self._takes_trailers:
+            await self._put({"type": EXTENSION, "headers": list(trailers)})
+
+    @property
+    def _takes_trailers(self) -> bool:
+        return EXTENSION in (self.scope.get("extensions") or {})
 
     async def event(self, value: msgspec.Struct) -> None:
         await self.write(b"data: " + _encode(value) + b"\n\n")

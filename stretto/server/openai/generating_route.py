@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -101,7 +101,7 @@ def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIt
     return aclosing(cast(AsyncGenerator[Event, None], events))
 
 
-def finish_reason(end: Finished) -> str:
+def finish_reason(end: Finished) -> Literal["stop", "length"]:
     """`length` if text or speech was cut at a limit. The engine cancelling on its own is an
     error."""
     if "cancelled" in (end.text, end.audio):

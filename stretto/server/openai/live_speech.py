@@ -28,11 +28,12 @@ from stretto.server.admission import Place
 from stretto.server.http.exchange import Left, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.error_body import ErrorBody, Refused, describe, respond
-from stretto.server.openai.generating_route import closing, note, slices, unfinished
+from stretto.server.openai.generating_route import closing, finish_reason, note, slices, unfinished
 from stretto.server.openai.schema import (
     MAX_INPUT,
     SpeechDelta,
     SpeechFields,
+    SpeechFinishReason,
     SpeechFormat,
     SpeechUsage,
 )
@@ -81,6 +82,7 @@ class AudioStart(Struct, frozen=True, tag="audio.start"):
 class AudioDone(Struct, frozen=True, tag="audio.done"):
     total_bytes: int
     usage: SpeechUsage
+    finish_reason: SpeechFinishReason
     sentence_index: int = 0
 
 
@@ -275,7 +277,7 @@ class SpeechStream:
         """The whole answer. A place among the requests is taken when something can be said."""
         config = await self.configured
         format = config.response_format or "pcm"
-        live = self.service.engine().info.live_text
+        live = self.service.engine().info.reads_while_written
         first = await self.pieces.get()
         if first is None:
             raise Invalid("there is nothing to say", "text")
@@ -302,9 +304,8 @@ class SpeechStream:
                 if end is None:
                     raise unfinished()
                 size += await self._send_sound(config, await codecs.finish(encoder))
-                await self._send_event(
-                    AudioDone(size, used(end, self.request_log, bool(config.timeline)))
-                )
+                usage = used(end, self.request_log, bool(config.timeline))
+                await self._send_event(AudioDone(size, usage, finish_reason(end)))
         await self._send_event(SessionDone())
 
     async def _send_sound(self, config: SessionConfig, data: bytes) -> int:

@@ -345,12 +345,17 @@ class SpeechUsage(Struct, frozen=True):
     stretto: Report
 
 
+SpeechFinishReason = Literal["stop", "length"]
+"""`length`: the speech was cut at a limit."""
+
+
 class SpeechDelta(Struct, frozen=True, tag="speech.audio.delta"):
     audio: bytes
 
 
 class SpeechDone(Struct, frozen=True, tag="speech.audio.done"):
     usage: SpeechUsage
+    finish_reason: SpeechFinishReason
 
 
 class VoiceCard(Struct, frozen=True):

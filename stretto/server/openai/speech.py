@@ -18,6 +18,7 @@ from stretto.server.openai.chat_params import check_lengths, speech_fields
 from stretto.server.openai.generating_route import (
     closing,
     drop_none,
+    finish_reason,
     note,
     report,
     slices,
@@ -33,6 +34,9 @@ from stretto.server.openai.schema import (
 from stretto.server.openai.voices import find_voice, voice_name
 from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
+
+FINISH_REASON = b"x-finish-reason"
+"""Behind the sound: "length" if the speech was cut at a limit, else "stop"."""
 
 _decoder = msgspec.json.Decoder(SpeechRequest)
 
@@ -109,7 +113,7 @@ async def as_bytes(
         note(event, exchange.request_log)
         if isinstance(event, AudioChunk):
             if not exchange.started:
-                await exchange.start(200, headers)
+                await exchange.start(200, headers, [FINISH_REASON])
             if data := await codecs.feed(encoder, event.pcm16()):
                 await exchange.write(data)
         elif isinstance(event, Finished):
@@ -117,8 +121,9 @@ async def as_bytes(
     if end is None:
         raise unfinished()
     if not exchange.started:
-        await exchange.start(200, headers)
-    await exchange.write(await codecs.finish(encoder), more=False)
+        await exchange.start(200, headers, [FINISH_REASON])
+    reason = (FINISH_REASON, finish_reason(end).encode())
+    await exchange.finish(await codecs.finish(encoder), [reason])
 
 
 async def as_events(
@@ -142,7 +147,7 @@ async def as_events(
     if end is None:
         raise unfinished()
     await send(pieces.feed(await codecs.finish(encoder)) + pieces.finish())
-    await exchange.event(SpeechDone(used(end, exchange.request_log, timeline)))
+    await exchange.event(SpeechDone(used(end, exchange.request_log, timeline), finish_reason(end)))
     await exchange.write(b"", more=False)
 
 

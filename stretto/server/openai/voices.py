@@ -74,7 +74,7 @@ def find_voice(
         )
     if name is None:
         return None
-    known_as = {v.lower(): v for v in info.voices}
+    known_as = {**info.voice_aliases, **{v.lower(): v for v in info.voices}}
     if name.lower() in known_as:
         return known_as[name.lower()]
     if name.lower() in ALIASES:

@@ -265,6 +265,18 @@ def test_voices() -> None:
     assert caught.value.param == "voice"
 
 
+def test_names_of_one_voice() -> None:
+    """The first one is its name, the others are aliases."""
+    config = released_config()
+    config["talker_config"]["speaker_id"] = {"Nano": 2301, "ethan": 2301, "aiden": 2303, "n": 2301}
+    talker = parse(config).talker
+    assert (talker.voices, talker.default_voice) == (("nano", "aiden"), "nano")
+    assert talker.voice_aliases == {"ethan": "nano", "n": "nano"}
+    assert talker.speaker_id("Ethan") == 2301
+    with pytest.raises(Invalid, match="this model has nano, aiden"):
+        talker.speaker_id("nobody")
+
+
 def test_audio_token_counts() -> None:
     """Against the reference's own formula, for every length up to fifty seconds."""
     from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
