@@ -127,25 +127,26 @@ def tasks_of(
 
 
 def share_out(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
-    """Tasks by process, each process with one stage's alone: as evenly as the stages' weights
-    allow."""
-    stages = list(dict.fromkeys(t.stage for t in tasks))
+    """Tasks by process, each process with one stage's alone: as evenly as that allows."""
+    stages: dict[str, list[Task]] = {}
+    for task in tasks:
+        stages.setdefault(task.stage, []).append(task)
     assert workers >= len(stages), f"{workers} processes for {len(stages)} stages"
-    left = sum(t.weight for t in tasks)
+    counts = dict.fromkeys(stages, 1)  # of processes
+    for _ in range(workers - len(stages)):
+        if more := [stage for stage, own in stages.items() if counts[stage] < len(own)]:
+            counts[max(more, key=lambda stage: weight_of(stages[stage]) / counts[stage])] += 1
     shares: list[list[Task]] = []
-    for later, stage in reversed(list(enumerate(reversed(stages)))):
-        own = sorted((t for t in tasks if t.stage == stage), key=lambda t: -t.weight)
-        weight = sum(t.weight for t in own)
-        fair = min(
-            round(workers * weight / left), workers - later
-        )  # each stage to come needs one, too
-        count = max(1, min(len(own), fair))
-        workers, left = workers - count, left - weight
-        bins: list[list[Task]] = [[] for _ in range(count)]
-        for task in own:  # the heaviest first, each to whoever has least
-            min(bins, key=lambda b: sum(t.weight for t in b)).append(task)
+    for stage, own in stages.items():
+        bins: list[list[Task]] = [[] for _ in range(counts[stage])]
+        for task in sorted(own, key=lambda t: -t.weight):  # each to whoever has least
+            min(bins, key=weight_of).append(task)
         shares += bins
     return shares
+
+
+def weight_of(tasks: Sequence[Task]) -> int:
+    return sum(t.weight for t in tasks)
 
 
 def num_workers(cores: int, space: int, each: int) -> int:

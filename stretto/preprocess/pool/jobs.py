@@ -228,6 +228,8 @@ class Conversation:
 
     def shared(self, count: int) -> list[Conversation]:
         """The same for `count` prompts; the body goes back when the last of them is built."""
+        if count == 1:
+            return [self]
         left = [count]
 
         def close() -> None:

@@ -1,10 +1,10 @@
 """POST /v1/chat/completions: a conversation in, an answer out, in words and aloud, whole or as it
 is made.
 
-`answer_chat` checks what the decoder could not, asks the engine, and hands its events to one of two
-writers. The order within a stream is what the stock clients are built for: role, then the audio's
-id, both once; words and sound as they come; the audio's expiry, once; the reason for the end; usage
-if asked for; [DONE]."""
+`answer_chat` checks what the decoder could not, asks the engine, and writes its events as they come
+or all together. The order within a stream is what the stock clients are built for: role, then the
+audio's id, both once; words and sound as they come; the audio's expiry, once; the reason for the
+end; usage if asked for; [DONE]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +40,6 @@ from stretto.server.openai.chat_params import (
     variables,
 )
 from stretto.server.openai.generating_route import (
-    closing,
     finish_reason,
     merge_streams,
     note,
@@ -83,19 +82,26 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer in the making: what it is called, and what of it is known."""
+    """One answer in the making: what it is called, what of it is known and, if it is streamed, what
+    of it was sent."""
 
     request: ChatRequest
     service: Service
     exchange: Exchange
+    id: str  # of all answers to one question
+    created: int
     model: str
     info: ModelInfo
     format: str | None  # of the speech; None: nothing is spoken
     tools: ToolParser | None
-    index: int = 0  # among the answers to one question
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
+    index: int  # among the answers to one question
     audio_id: str = field(default_factory=lambda: f"audio_{secrets.token_hex(16)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    # of one that is streamed
+    begun: bool = False
+    transcript: list[str] = field(default_factory=list)
+    num_calls: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is not sent
+    pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
 
     def parse(self, text: str) -> list[str | Call]:
         return self.tools.feed(text) if self.tools else [text] if text else []
@@ -114,6 +120,71 @@ class ChatAnswer:
 
     def keep(self, transcript: str) -> int:
         return self.service.memory.keep(self.audio_id, self.exchange.request_log.owner, transcript)
+
+    # -- streamed
+
+    async def write_text(self, parts: list[str | Call]) -> None:
+        await self._begin()
+        for part in parts:
+            if isinstance(part, Call):
+                function = CalledFunction(part.name, part.arguments)
+                call = ToolCallDelta(self.num_calls, call_id(), function)
+                await self._delta(Delta(tool_calls=[call]))
+                self.num_calls += 1
+            elif self.format is not None:
+                self.transcript.append(part)
+                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_logprobs())
+            else:
+                await self._delta(Delta(content=part), self._take_logprobs())
+
+    async def write_sound(self, pcm: bytes) -> None:
+        await self._begin()
+        for part in slices(self.pieces.feed(pcm)):
+            await self._delta(Delta(audio=AudioDelta(data=part)))
+
+    async def finish(self, end: Finished) -> None:
+        await self.write_text(self.parse_rest(end))
+        if self.format is not None:
+            if rest := self.pieces.finish():
+                await self._delta(Delta(audio=AudioDelta(data=rest)))
+            expires = self.keep("".join(self.transcript))
+            await self._delta(Delta(audio=AudioDelta(expires_at=expires)))
+        timings = report(end, self.exchange.request_log, bool(self.request.timeline))
+        # Words may have been held back and dropped (a stop string, a function's call): their tokens
+        # go out here.
+        last = ChunkChoice(Delta(), self.reason(end), self.index, self._take_logprobs())
+        await self.send([last], stretto=timings)
+
+    async def _begin(self) -> None:
+        if self.begun:
+            return
+        self.begun = True
+        if not self.exchange.started:
+            await self.exchange.start_events()
+        if self.format is not None:
+            # The id goes out once: the clients' own code joins what comes twice.
+            await self._delta(Delta(role="assistant"))
+            await self._delta(Delta(audio=AudioDelta(id=self.audio_id)))
+        else:
+            await self._delta(Delta(role="assistant", content=""))
+
+    def _take_logprobs(self) -> ChoiceLogprobs | None:
+        """Log probabilities of the tokens up to here. Those of a token whose text is held back come
+        with that text."""
+        if not self.logprobs:
+            return None
+        found = logprobs_of(self.logprobs)
+        self.logprobs = []
+        return found if found.content else None
+
+    async def _delta(self, delta: Delta, logprobs: ChoiceLogprobs | None = None) -> None:
+        await self.send([ChunkChoice(delta, index=self.index, logprobs=logprobs)])
+
+    async def send(self, choices: list[ChunkChoice], **extra: Any) -> None:
+        if includes_usage(self.request):
+            extra.setdefault("usage", None)
+        chunk = ChatChunk(self.id, self.created, self.model, choices, **extra)
+        await self.exchange.event(chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,43 +285,35 @@ async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> 
     model = service.check_model(request.model, engine)
     refuse_unsupported(request)
     spoken = "audio" in (request.modalities or ())
-    stream = bool(request.stream)
-    answer = ChatAnswer(
-        request=request,
-        service=service,
-        exchange=exchange,
-        model=model,
-        info=engine.info,
-        format=audio_format(request, stream) if spoken else None,
-        tools=ToolParser() if chat.talk.tools is not None else None,
-    )
+    format = audio_format(request, bool(request.stream)) if spoken else None
     request_log.sample_rate = engine.info.sample_rate
     params = to_params(request, engine.info.defaults, service.config.packets, chat.grammar)
     voice = find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice")
-    count = request.n or 1
-
-    def generate(talk: Conversation, i: int) -> AsyncIterator[Event]:
+    id, created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
+    streams: list[AsyncIterator[Event]] = []
+    answers: list[ChatAnswer] = []
+    for i, talk in enumerate(chat.talk.shared(num_answers(chat))):
+        own_id = RequestId(f"{request_log.request_id}-{i}") if i else request_log.request_id
         seed = params.seed if params.seed is None else params.seed + i
-        return engine.generate(
+        events = engine.generate(
             talk,
             modalities=("text", "audio") if spoken else ("text",),
             voice=voice,
             params=replace(params, seed=seed),
-            request_id=request_log.request_id
-            if not i
-            else RequestId(f"{request_log.request_id}-{i}"),
+            request_id=own_id,
             session=request_log.session,
             owner=request_log.owner,
         )
+        streams.append(events)
+        tools = ToolParser() if chat.talk.tools is not None else None
+        head = request, service, exchange, id, created, model, engine.info
+        answers.append(ChatAnswer(*head, format, tools, i))
+    async with aclosing(merge_streams(streams)) as merged:
+        await (stream_answers if request.stream else whole_answers)(answers, merged)
 
-    streams = [generate(talk, i) for i, talk in enumerate(chat.talk.shared(count))]
-    answers = [
-        replace(answer, index=i, tools=ToolParser() if answer.tools else None) for i in range(count)
-    ]
-    async with AsyncExitStack() as stack:
-        for events in streams:
-            await stack.enter_async_context(closing(events))
-        await (stream_answers if stream else whole_answers)(answers, merge_streams(streams))
+
+def includes_usage(request: ChatRequest) -> bool:
+    return bool(request.stream_options and request.stream_options.include_usage)
 
 
 # ---- answers
@@ -360,119 +423,25 @@ def call_id() -> str:
 async def stream_answers(
     answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
 ) -> None:
-    request_log = answers[0].exchange.request_log
-    writers = [Writer(answer) for answer in answers]
+    first = answers[0]
     ends: dict[int, Finished] = {}
     # Nothing is sent before the first event: until then, what fails has a status of its own.
     async for i, event in events:
-        note(event, request_log)
+        note(event, first.exchange.request_log)
+        answer = answers[i]
         match event:
             case TextDelta():
-                writers[i].logprobs += event.logprobs
-                await writers[i].write_text(answers[i].parse(event.text))
+                answer.logprobs += event.logprobs
+                await answer.write_text(answer.parse(event.text))
             case AudioChunk():
-                if not answers[i].calling:
-                    await writers[i].write_sound(event.pcm16())
+                if not answer.calling:
+                    await answer.write_sound(event.pcm16())
             case Finished():
                 ends[i] = event
-                await writers[i].finish(event)
+                await answer.finish(event)
     if len(ends) < len(answers):
         raise unfinished()
-    await writers[0].close([ends[i].usage for i in range(len(answers))])
-
-
-@dataclass(slots=True)
-class Writer:
-    """Writes one streamed answer."""
-
-    answer: ChatAnswer
-    transcript: list[str] = field(default_factory=list)
-    num_calls: int = 0
-    begun: bool = False
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is not sent
-    _pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
-
-    @property
-    def spoken(self) -> bool:
-        return self.answer.format is not None
-
-    async def write_text(self, parts: list[str | Call]) -> None:
-        await self._begin()
-        for part in parts:
-            if isinstance(part, Call):
-                function = CalledFunction(part.name, part.arguments)
-                await self._delta(
-                    Delta(tool_calls=[ToolCallDelta(self.num_calls, call_id(), function)])
-                )
-                self.num_calls += 1
-            elif self.spoken:
-                self.transcript.append(part)
-                await self._delta(Delta(audio=AudioDelta(transcript=part)), self._take_logprobs())
-            else:
-                await self._delta(Delta(content=part), self._take_logprobs())
-
-    async def write_sound(self, pcm: bytes) -> None:
-        await self._begin()
-        await self._sound(self._pieces.feed(pcm))
-
-    async def finish(self, end: Finished) -> None:
-        await self.write_text(self.answer.parse_rest(end))
-        answer = self.answer
-        if self.spoken:
-            await self._sound(self._pieces.finish())
-            await self._delta(
-                Delta(audio=AudioDelta(expires_at=answer.keep("".join(self.transcript))))
-            )
-        timings = report(end, answer.exchange.request_log, bool(answer.request.timeline))
-        # Words may have been held back and dropped (a stop string, a function's call): their tokens
-        # go out here.
-        await self._send(
-            [ChunkChoice(Delta(), answer.reason(end), answer.index, self._take_logprobs())],
-            stretto=timings,
-        )
-
-    async def close(self, usage: Sequence[Usage]) -> None:
-        """All answers are written."""
-        if self._include_usage:
-            await self._send([], usage=chat_usage(usage))
-        await self.answer.exchange.write(b"data: [DONE]\n\n", more=False)
-
-    @property
-    def _include_usage(self) -> bool:
-        options = self.answer.request.stream_options
-        return bool(options and options.include_usage)
-
-    async def _begin(self) -> None:
-        exchange = self.answer.exchange
-        if self.begun:
-            return
-        self.begun = True
-        if not exchange.started:
-            await exchange.start_events()
-        if self.spoken:
-            # The id goes out once: the clients' own code joins what comes twice.
-            await self._delta(Delta(role="assistant"))
-            await self._delta(Delta(audio=AudioDelta(id=self.answer.audio_id)))
-        else:
-            await self._delta(Delta(role="assistant", content=""))
-
-    async def _sound(self, data: bytes) -> None:
-        for part in slices(data):
-            await self._delta(Delta(audio=AudioDelta(data=part)))
-
-    def _take_logprobs(self) -> ChoiceLogprobs | None:
-        """Log probabilities of the tokens up to here. Those of a token whose text is held back come
-        with that text."""
-        logprobs = self.logprobs
-        self.logprobs = []
-        found = logprobs_of(logprobs)
-        return found if found.content else None
-
-    async def _delta(self, delta: Delta, logprobs: ChoiceLogprobs | None = None) -> None:
-        await self._send([ChunkChoice(delta, index=self.answer.index, logprobs=logprobs)])
-
-    async def _send(self, choices: list[ChunkChoice], **extra: Any) -> None:
-        a = self.answer
-        if self._include_usage:
-            extra.setdefault("usage", None)
-        await a.exchange.event(ChatChunk(a.id, a.created, a.model, choices, **extra))
+    if includes_usage(first.request):
+        usage = chat_usage([ends[i].usage for i in range(len(answers))])
+        await first.send([], usage=usage)
+    await first.exchange.write(b"data: [DONE]\n\n", more=False)

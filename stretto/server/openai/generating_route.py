@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
@@ -110,24 +110,25 @@ def finish_reason(end: Finished) -> Literal["stop", "length"]:
 
 
 def report(end: Finished, request_log: RequestLog, timeline: bool) -> Report:
-    def rounded(seconds: float | None) -> float | None:
-        return None if seconds is None else round(seconds, 6)
-
-    def entries() -> list[TimelineEntry]:
-        return [
-            TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6)) for s in end.timeline
-        ]
-
+    r = request_log
+    spans = [
+        TimelineEntry(s.lane, s.name, round(s.start, 6), round(s.stop, 6))
+        for s in (end.timeline if timeline else ())
+    ]
     return Report(
         seed=end.seed,
-        total_s=round(request_log.elapsed(), 6),
-        audio_s=round(request_log.audio_seconds, 6),
-        first_text_s=rounded(request_log.first_text),
-        first_audio_s=rounded(request_log.first_audio),
-        rtf=rounded(request_log.rtf),
-        underrun_s=round(request_log.underrun, 6),
-        timeline=entries() if timeline else msgspec.UNSET,
+        total_s=round(r.elapsed(), 6),
+        audio_s=round(r.audio_seconds, 6),
+        first_text_s=_rounded(r.first_text),
+        first_audio_s=_rounded(r.first_audio),
+        rtf=_rounded(r.rtf),
+        underrun_s=round(r.underrun, 6),
+        timeline=spans if timeline else msgspec.UNSET,
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def unfinished() -> Bug:
@@ -146,28 +147,31 @@ def drop_none(values: dict[str, Any]) -> dict[str, Any]:
 
 async def merge_streams(
     streams: Sequence[AsyncIterator[Event]],
-) -> AsyncIterator[tuple[int, Event]]:
+) -> AsyncGenerator[tuple[int, Event]]:
     """Events of several answers as they come, each with its answer's number. What fails in one ends
-    all; the caller closes the iterators."""
-    if len(streams) == 1:
-        async for event in streams[0]:
-            yield 0, event
-        return
-    waiting = {_next_event(events): i for i, events in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                found = task.result()
-                if found is not None:
-                    waiting[_next_event(streams[i])] = i
-                    yield i, found
-    finally:
-        for task in waiting:
-            task.cancel()
-        if waiting:
-            await asyncio.wait(waiting)
+    all. All are closed on the way out, which cancels those that still run."""
+    async with AsyncExitStack() as stack:
+        for events in streams:
+            await stack.enter_async_context(closing(events))
+        if len(streams) == 1:
+            async for event in streams[0]:
+                yield 0, event
+            return
+        waiting = {_next_event(events): i for i, events in enumerate(streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    i = waiting.pop(task)
+                    found = task.result()
+                    if found is not None:
+                        waiting[_next_event(streams[i])] = i
+                        yield i, found
+        finally:
+            for task in waiting:
+                task.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
 
 
 def _next_event(events: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
