@@ -244,14 +244,15 @@ def test_the_stage_learns_whose_turn_it_is(
     real_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [pipeline] = real_server.server.service.engine().pipelines
+    [host] = pipeline.hosts_of(["thinker"])
     sent: list[Any] = []
-    send = pipeline.send
+    send = host.send
 
-    def noted(stages: Any, message: Any, blob: Any = b"") -> None:
+    def record(message: Any, blob: Any = b"") -> None:
         sent.append(message)
-        send(stages, message, blob)
+        send(message, blob)
 
-    monkeypatch.setattr(pipeline, "send", noted)
+    monkeypatch.setattr(host, "send", record)
     assert real_server.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
     assert [bool(m.sender) for m in sent if isinstance(m, Admit)] == [True]
 
