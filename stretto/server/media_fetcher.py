@@ -85,7 +85,7 @@ class AllowedDomain:
         )
 
 
-async def resolve(host: str, port: int) -> Sequence[str]:
+async def resolve_host(host: str, port: int) -> Sequence[str]:
     """On threads of its own: a name server that does not answer holds them for long."""
 
     def ask() -> list[str]:
@@ -136,7 +136,7 @@ class MediaFetcher:
     timeout: float  # seconds for all files of a request
     max_bytes: int  # of a file, and of all of a request
     places: FairQueue
-    resolve: Resolve = resolve
+    resolve: Resolve = resolve_host
     transport: httpx.AsyncBaseTransport | None = None  # connects to an address
     _client: httpx.AsyncClient | None = None
 

@@ -70,8 +70,9 @@ def _take(form: Form, body: Source, head: bytes, value: ByteRange) -> None:
     if found is None:
         raise Invalid("a field of the form has no name")
     name = found[1].decode("utf-8", "replace")
-    several = name.endswith("[]") and name not in form.files
-    if (name in form.fields and not several) or name in form.files:
+    # a list comes as several fields of one name
+    before = form.fields.pop(name, None) if name.endswith("[]") else None
+    if name in form.fields or name in form.files:
         raise Invalid(f"{name} is there twice", name)
     if _FILE.search(head):
         form.files[name] = value
@@ -82,8 +83,7 @@ def _take(form: Form, body: Source, head: bytes, value: ByteRange) -> None:
         )
     try:
         text = _read(body, *value).decode()
-        before = f"{form.fields[name]}," if name in form.fields else ""
-        form.fields[name] = before + text
+        form.fields[name] = text if before is None else f"{before},{text}"
     except UnicodeDecodeError:
         raise Invalid(f"{name} is not UTF-8", name) from None
 

@@ -206,3 +206,12 @@ def test_forms() -> None:
     with pytest.raises(Invalid, match="boundary"):
         boundary("multipart/form-data")
     assert json.dumps(form.fields)
+
+
+def test_a_list_comes_as_several_fields_of_one_name() -> None:
+    body = b"".join(
+        b'--a b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % field
+        for field in ((b"x[]", b"1"), (b"y[]", b"7"), (b"x[]", b"2"), (b"x[]", b"3"))
+    )
+    form = parse_form(body + b"--a b--\r\n", boundary('multipart/form-data; boundary="a b"'))
+    assert form.fields == {"x[]": "1,2,3", "y[]": "7"}
