@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.links import KITS, LONG_S, Footprint, Kit, missing, numbered, take
-from tests.contract.peer import Nursery
+from tests.transport.contract.links import KITS, LONG_S, Footprint, Kit, missing, numbered, take
+from tests.transport.contract.peer import Nursery
 
 # The engine keeps a pool of connections that grows with use, up to this; a growing pool looks like
 # a leak.

@@ -23,9 +23,17 @@ import msgspec
 
 from stretto.errors import StrettoError
 from stretto.transport.contract import Endpoint, Receiver, Sender
-from tests.contract.links import KITS, LONG_S, Footprint, Kit, check_numbered, numbered, take
+from tests.transport.contract.links import (
+    KITS,
+    LONG_S,
+    Footprint,
+    Kit,
+    check_numbered,
+    numbered,
+    take,
+)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Lines:

@@ -30,7 +30,7 @@ from stretto.transport.contract import (
     VersionMismatch,
 )
 from stretto.types import Mark, RequestId, Span
-from tests.contract.links import (
+from tests.transport.contract.links import (
     LONG_S,
     SECRET,
     Footprint,

@@ -26,7 +26,7 @@ from stretto.transport.contract import Corrupt, Endpoint, PeerDead
 from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
 from stretto.transport.slot_transport import MessageKind, pack_message
 from stretto.transport.slots import SlotReceiver, SlotSender
-from tests.contract.links import (
+from tests.transport.contract.links import (
     KITS,
     LONG_S,
     SECRET,

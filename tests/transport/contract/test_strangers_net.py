@@ -24,7 +24,7 @@ from stretto.transport.endpoint import hello_of, make_endpoint, new_nonce
 from stretto.transport.slot_transport import MessageKind, pack_message
 from stretto.transport.slots import SlotReceiver
 from stretto.transport.tcp import TcpConnector
-from tests.contract.links import (
+from tests.transport.contract.links import (
     KITS,
     LONG_S,
     SECRET,
@@ -135,7 +135,7 @@ def is_shut(sock: socket.socket) -> bool:
 
 
 def listener_of(receiver: SlotReceiver) -> zmq_socket.ZmqListener:
-    listener: zmq_socket.ZmqListener = receiver.transport._listener  # type: ignore[attr-defined]
+    listener: zmq_socket.ZmqListener = receiver.transport.listener  # type: ignore[attr-defined]
     return listener
 
 
@@ -239,7 +239,7 @@ def test_who_never_says_hello_is_let_go_after_a_while(
     """Both who never begins the handshake and who ends it and then stays silent."""
     silent = street.caller(receiver.endpoint)
     stranger = street.stranger(receiver.endpoint)
-    eventually(lambda: receiver.take(0.0) is None and len(listener_of(receiver)._pending) == 2)
+    eventually(lambda: receiver.take(0.0) is None and len(listener_of(receiver).pending) == 2)
     monkeypatch.setattr(zmq_auth, "HELLO_S", 0.02)
     eventually(lambda: receiver.take(0.0) is None and is_shut(silent) and stranger.shut())
     monkeypatch.setattr(zmq_auth, "HELLO_S", FOR_EVER)
@@ -293,7 +293,7 @@ def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(
     late = street.stranger(receiver.endpoint)
     late.says(*hello(receiver.endpoint))
     late.says(pack_message(MessageKind.CHUNK, 0, 1, 100, receiver.endpoint.generation), bytes(100))
-    eventually(lambda: zmq_socket._readable(listener_of(receiver)._socket))
+    eventually(lambda: zmq_socket.is_readable(listener_of(receiver).socket))
     eventually(lambda: pumped(receiver, late))
     assert sender.put(numbered(1), LONG_S)
     check_numbered(take(receiver), 1)
@@ -318,7 +318,7 @@ def test_a_message_larger_than_a_slot_is_refused_by_its_length(
     """Before any of it has come, and before its sender could prove anything."""
     caller = street.caller(receiver.endpoint)
     caller.sendall(
-        _GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmq_socket._SLACK_BYTES + 1)
+        _GREETING + frame(_COMMAND, receiver.endpoint.slot_bytes + zmq_socket.SLACK_BYTES + 1)
     )
     eventually(lambda: receiver.take(0.0) is None and is_shut(caller))
     check_invited(KIT, receiver)
@@ -367,7 +367,7 @@ class Told:
 CAME, WENT = (int(zmq.EVENT_ACCEPTED), 999), (int(zmq.EVENT_DISCONNECTED), 999)
 
 
-def test_a_stranger_that_had_the_senders_descriptor_before_it_does_not_end_the_link(
+def test_a_stranger_on_a_reused_descriptor_does_not_end_the_link(
     receiver: SlotReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages are read first: the sender's hello may come before the news of who was there
@@ -412,9 +412,9 @@ def test_a_release_of_another_generation_ends_the_link(receiver: SlotReceiver) -
     sender = TcpConnector().connect(receiver.endpoint, KIT.options)
     assert sender.put(numbered(0), LONG_S)
     chunk = take(receiver)
-    listener_of(receiver)._generation += 1
+    listener_of(receiver).generation += 1
     chunk.release()
-    eventually(lambda: sender.credits() == 4 or sender._state is not sender._state.OPEN)
+    eventually(lambda: sender.credits() == 4 or sender.state is not sender.state.OPEN)
     with pytest.raises(PeerDead, match="generation 1, this link is 0"):
         sender.check()
     sender.close()

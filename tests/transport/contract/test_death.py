@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from stretto.transport.contract import Endpoint, LinkClosed, PeerDead, Sender
-from tests.contract.kills import listen, scenario
-from tests.contract.links import KITS, LONG_S, Kit, missing, numbered, take
-from tests.contract.peer import Nursery
+from tests.transport.contract.kills import listen, scenario
+from tests.transport.contract.links import KITS, LONG_S, Kit, missing, numbered, take
+from tests.transport.contract.peer import Nursery
 
 SEEDS = int(os.environ.get("STRETTO_KILL_SEEDS", "12"))
 RESULTS = os.environ.get("STRETTO_KILL_RESULTS")

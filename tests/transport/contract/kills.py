@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from stretto.transport.contract import Chunk, Endpoint, PeerDead, Receiver, Sender
-from tests.contract.links import LONG_S, Kit, check_numbered, listening, numbered, take
-from tests.contract.peer import Nursery, Peer
+from tests.transport.contract.links import LONG_S, Kit, check_numbered, listening, numbered, take
+from tests.transport.contract.peer import Nursery, Peer
 
 VICTIMS = ("sender", "receiver", "both")
 MOMENTS = ("setup", "busy", "blocked", "idle")
