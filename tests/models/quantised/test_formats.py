@@ -22,7 +22,7 @@ from stretto.models.qwen3_omni.load import Models, Source
 from stretto.registry import open_model, write_tiny
 from tests.kernels.wide import dequantize
 from tests.models.quantised.packers import CASES, Written, config_a, pack_quantized, write
-from tests.models.qwen3_omni.test_solo import LIMITS, check_greedy, codes, texts
+from tests.models.qwen3_omni.greedy import LIMITS, check_greedy, codes, texts
 from tests.oracle import load_oracle
 from tests.prompts import make
 from tests.solo import Solo

@@ -18,7 +18,7 @@ from stretto.stage.request import Reason
 from stretto.stage.stage import ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import Mark, RequestId
-from tests.families.toys import ToyParams
+from tests.family.toys import ToyParams
 
 ID = RequestId("r")
 LINK = "writer>voice"
@@ -30,7 +30,7 @@ class Alone:
     def __init__(self, name: str, other: str) -> None:
         self.reports: list[FromHost] = []
         configure = Configure(
-            "", "tests.families.toys:build_two", (name,), {}, (("writer", "voice"),)
+            "", "tests.family.toys:build_two", (name,), {}, (("writer", "voice"),)
         )
         self.host = Host(
             configure, HostSettings(), lambda message, blob: self.reports.append(message)

@@ -12,7 +12,7 @@ from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.stage.host.host import Host
 from stretto.stage.host.polling import Poll, poll_order
 from stretto.types import RequestId
-from tests.families.toys import ToyParams
+from tests.family.toys import ToyParams
 from tests.pipeline import STAGES
 
 
@@ -47,7 +47,7 @@ def test_links_are_checked_first_and_reports_are_pushed_last() -> None:
 def test_a_new_prompt_goes_to_the_first_stage_once_more() -> None:
     """And in the next round it does not."""
     configure = Configure(
-        "", "tests.families.toys:build_two", ("writer", "voice"), {}, (("writer", "voice"),)
+        "", "tests.family.toys:build_two", ("writer", "voice"), {}, (("writer", "voice"),)
     )
     reports: list[FromHost] = []
     host = Host(configure, HostSettings(), lambda message, blob: reports.append(message))

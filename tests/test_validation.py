@@ -25,7 +25,7 @@ UNITS = (
 )
 
 
-def test_halves_of_pairs_become_replacement_characters_and_nothing_else_changes() -> None:
+def test_lone_surrogates_become_replacement_characters() -> None:
     rng = random.Random(0)
     for _ in range(3000):
         body = '{"x":"' + "".join(rng.choice(UNITS) for _ in range(rng.randrange(8))) + '"}'

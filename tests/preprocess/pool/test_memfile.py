@@ -11,6 +11,7 @@ import pytest
 
 from stretto.errors import WireError
 from stretto.preprocess.pool.memfile import SMALL_BYTES, MemFile, MemFileSlice
+from tests.preprocess.pool.files import until_all_are_closed
 
 
 def test_stored_bytes_read_like_bytes() -> None:
@@ -57,21 +58,13 @@ def test_a_large_file_is_closed_in_a_thread_and_a_small_one_at_once(
     assert (large.fd, small.fd) == (-1, -1)
 
 
-def test_a_file_that_cannot_be_closed_is_reported_and_others_are_closed(
+def test_a_file_that_fails_to_close_is_logged_others_close(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     no_descriptor = 1 << 30
     MemFile(no_descriptor, SMALL_BYTES + 1).close_in_thread()
     until_all_are_closed()
     assert f"descriptor {no_descriptor}) could not be closed" in caplog.text
-
-
-def until_all_are_closed() -> None:
-    """They are closed in their order, and so is the pipe's end behind them."""
-    reading, writing = os.pipe()
-    MemFile(writing, SMALL_BYTES + 1).close_in_thread()
-    assert os.read(reading, 1) == b""
-    os.close(reading)
 
 
 def test_what_is_stored_may_go_at_any_moment() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import resource
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +20,8 @@ from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.pool import PromptPool
 from stretto.preprocess.pool.threads import InThreads
-from tests.preprocess.samples import sound_file, tone
-from tests.preprocess.test_memfile import until_all_are_closed
-from tests.preprocess.test_pool import (
+from tests.preprocess.pool.files import descriptors, has_two_spares, until_all_are_closed
+from tests.preprocess.pool.workers import (
     HELLO,
     TOOLS,
     heavy,
@@ -34,24 +32,9 @@ from tests.preprocess.test_pool import (
     until,
     with_pool,
 )
+from tests.preprocess.samples import sound_file, tone
 
 MANY = 300
-
-
-def descriptors(pid: int | str) -> Counter[str]:
-    """By what they are: memory files, sockets, and so on."""
-    kinds: Counter[str] = Counter()
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
-            kinds[os.readlink(entry.path).partition(":")[0].partition(" ")[0]] += 1
-    return kinds
-
-
-def has_two_spares(pid: int) -> bool:
-    """Whether a worker is done with forking: it has a selector and a pidfd of each spare, and the
-    server's socket and one to each spare."""
-    own = descriptors(pid)
-    return own["anon_inode"] == own["socket"] == 3
 
 
 async def census(pool: PromptPool) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from stretto.stage.stage import Output, Stage, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.stage.vocoder import VocoderCore, VocoderOutput
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span
-from tests.families.toys import Numbers, ToyModel, ToyParams
+from tests.family.toys import Numbers, ToyModel, ToyParams
 
 LINK = "poet>organ"
 VOCAB, WIDTH = 512, 4  # tokens; samples of a frame
@@ -238,7 +238,7 @@ def open_song(directory: Path) -> ToyModel:
     names = ("poet", "organ")
     stages = (StageSpec("poet", decides="text"), StageSpec("organ", decides="audio"))
     spec = PipelineSpec(
-        "tests.families.song:build",
+        "tests.family.song:build",
         stages,
         (LinkSpec(*names),),
         {"text": names[:1], "speech": names},

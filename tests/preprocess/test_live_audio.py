@@ -51,7 +51,7 @@ def test_pieces_are_those_of_the_whole(samples: int, sizes: list[int], seed: int
     assert np.array_equal(clip.mel, expected.mel)
 
 
-def test_a_louder_sound_changes_the_windows_that_reach_below_its_floor_alone() -> None:
+def test_louder_sound_changes_only_windows_below_its_floor() -> None:
     size = WINDOW * HOP
     rng = np.random.default_rng(1)
     hearing = Hearing(BINS, WINDOW)

@@ -18,7 +18,7 @@ from stretto.engine.engine import PipelineEngine
 from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
 from stretto.params import Params
 from stretto.preprocess.template import Tokenizer
-from tests.families.song import expected
+from tests.family.song import expected
 
 COUNT = 19
 WORDS = "The rain in the garden is quiet this morning, and all the birds are quiet too. "
@@ -28,7 +28,7 @@ WORDS = "The rain in the garden is quiet this morning, and all the birds are qui
 def test_sums_stay_sums(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Placement
 ) -> None:
-    monkeypatch.setitem(registry.FAMILIES, "toy_song", "tests.families.song:open_song")
+    monkeypatch.setitem(registry.FAMILIES, "toy_song", "tests.family.song:open_song")
     shutil.copy(tiny_dir / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "toy_song"}))
     tokenizer = Tokenizer.open(tmp_path)

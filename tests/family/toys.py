@@ -207,7 +207,7 @@ class ToyModel:
     info: ModelInfo
     vocab_size: int = 1000
     media_tokens: MediaTokens = NO_MEDIA
-    builder: str = "tests.families.toys:ToyBuilder"
+    builder: str = "tests.family.toys:ToyBuilder"
 
     def check_voice(self, voice: str) -> None:
         if voice not in self.info.voices:
@@ -230,7 +230,7 @@ def open_toy(directory: Path, family: str, function: str) -> ToyModel:
     )
     links = tuple(LinkSpec(a, b) for a, b in pairwise(names))
     spec = PipelineSpec(
-        f"tests.families.toys:{function}", stages, links, {"text": names[:1], "speech": names}
+        f"tests.family.toys:{function}", stages, links, {"text": names[:1], "speech": names}
     )
     return ToyModel(spec, ModelInfo(directory.name, ("plain",), "plain", 8000, 4096))
 

@@ -22,7 +22,7 @@ from stretto.params import Params
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.preprocess.template import Tokenizer
-from tests.families.toys import CHANGES, SAMPLES
+from tests.family.toys import CHANGES, SAMPLES
 
 WORDS = "The rain in the garden is quiet this morning."
 
@@ -34,7 +34,7 @@ def toy(
     """A checkpoint of the family: a tokenizer, and a config that names it."""
     family = request.param
     opener = {"toy_two": "open_two", "toy_four": "open_four"}[family]
-    monkeypatch.setitem(registry.FAMILIES, family, f"tests.families.toys:{opener}")
+    monkeypatch.setitem(registry.FAMILIES, family, f"tests.family.toys:{opener}")
     directory = tmp_path / family
     directory.mkdir()
     shutil.copy(tiny_dir / "tokenizer.json", directory)
@@ -105,7 +105,7 @@ def test_a_family_of_any_number_of_stages(toy: Path, placement: Placement) -> No
 def test_stages_that_do_not_fit_the_pipeline_are_refused_at_the_start(
     toy: Path, opener: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry.FAMILIES, toy.name, f"tests.families.toys:{opener}")
+    monkeypatch.setitem(registry.FAMILIES, toy.name, f"tests.family.toys:{opener}")
 
     async def work() -> None:
         async with PipelineEngine.open(toy, EngineConfig(restart=False)):
@@ -123,7 +123,7 @@ def test_a_builder_that_breaks_on_a_request_fails_it_alone(
     says what broke."""
 
     async def work() -> None:
-        pool = PromptPool(toy, "tests.families.toys:ToyBuilder", PoolSettings())
+        pool = PromptPool(toy, "tests.family.toys:ToyBuilder", PoolSettings())
         await pool.start()
         try:
             for content in (

@@ -21,7 +21,7 @@ import openai
 import pytest
 
 from stretto.registry import open_model
-from tests.families.tiny_text import PROJECT, put_on_path
+from tests.family.tiny_text import PROJECT, put_on_path
 
 MAX_TOKENS = 24
 QUESTIONS = ["Hello", "Where is the garden?", "One two three four five. " * 12, "Why?"]

@@ -6,20 +6,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-import io
 import json
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from stretto.errors import Busy, CheckpointError, Invalid, MediaError, StageDead, TooLong, WireError
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -52,71 +50,27 @@ from stretto.preprocess.pool.jobs import (
     decode_from_worker,
 )
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.pool import PoolSettings, PromptPool
+from stretto.preprocess.pool.pool import PromptPool
 from stretto.preprocess.pool.threads import InThreads
 from stretto.preprocess.prepared import prepared
 from stretto.preprocess.prompt import DIGEST_BYTES
-from tests.preprocess.samples import sound_file, tone, video_file
-
-T = TypeVar("T")
-BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}},
-    }
-]
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-def with_pool(
-    directory: Path, test: Callable[[PromptPool], Coroutine[Any, Any, T]], **settings: Any
-) -> T:
-    async def run() -> T:
-        pool = PromptPool(directory, BUILDER, PoolSettings(**settings))
-        await pool.start()
-        try:
-            return await test(pool)
-        finally:
-            await pool.close()
-            assert not pool.lane.running
-            assert not pool.lane.waiting
-
-    return asyncio.run(run())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def picture(side: int) -> dict[str, Any]:
-    """A small file of a large white picture."""
-    file = io.BytesIO()
-    Image.new("L", (side, side), 255).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def sound() -> dict[str, Any]:
-    data = base64.b64encode(sound_file(tone(3.0))).decode()
-    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+from tests.preprocess.pool.workers import (
+    HELLO,
+    TOOLS,
+    heavy,
+    picture,
+    processes,
+    sound,
+    talk,
+    until,
+    with_pool,
+)
+from tests.preprocess.samples import video_file
 
 
 def film() -> dict[str, Any]:
     url = "data:video/mp4;base64," + base64.b64encode(video_file()).decode()
     return {"type": "video_url", "video_url": {"url": url}}
-
-
-def talk(messages: Any, tools: Any = None, **more: Any) -> Conversation:
-    return Conversation.of(
-        json.dumps(messages).encode(), json.dumps(tools).encode() if tools else None, **more
-    )
-
-
-def heavy(count: int = 8, **more: Any) -> Conversation:
-    """Seconds of work with `roomy_dir`: pictures of 36 million pixels."""
-    return talk([{"role": "user", "content": [picture(6000)] * count}], **more)
 
 
 def same(a: PackedPrompt, b: PackedPrompt) -> None:
@@ -374,21 +328,6 @@ def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
         assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).images
 
     with_pool(roomy_dir, test)
-
-
-def processes(pool: PromptPool, name: str = "prompt job") -> list[int]:
-    """Children of the worker."""
-    assert pool.worker.process is not None
-    pid = pool.worker.process.pid
-    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [p for p in children if named(p) == name]
-
-
-def named(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # it has ended
-        return ""
 
 
 def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
