@@ -5,7 +5,7 @@ test notices.
     scripts/mutations.py  # lines changed since the branch left main, or since HEAD~1
     scripts/mutations.py --since v0.1                   # since another revision
     scripts/mutations.py stretto/server/body.py  # all lines of a file, or those of --lines 40-80
-    scripts/mutations.py --tests tests/server/http/test_body.py tests/contract
+    scripts/mutations.py --tests tests/server/http/test_body.py tests/transport/contract
 
 A mutant is a copy of the sources with one change: the condition of an `if` that leaves (raise,
 return, continue, break) becomes False or True, a call for its effect, a `del`, a `raise` or a

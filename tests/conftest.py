@@ -23,6 +23,8 @@ from stretto import cpu
 from stretto.config.engine import EngineConfig, PoolSettings
 from stretto.engine import request_manager
 from stretto.models.qwen3_omni.config import OmniConfig
+from stretto.models.qwen3_omni.load import Models, Source
+from stretto.models.qwen3_omni.prompts import PromptBuilder, open_builder
 from stretto.observe.logs import JsonLines, TextLines
 from stretto.observe.stderr import QueuedStderr
 from stretto.testing.qwen3_omni import write_tiny
@@ -135,7 +137,8 @@ def roomy_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_server(tiny_dir: Path) -> Iterator[Running]:
-    """A server with the engine and the tiny model, hosts and prompt workers in processes."""
+    """A server with the engine and the tiny model, its host and its prompt worker in processes. All
+    tests of a session share it: they leave it as it was."""
     from tests.server.real_engine import served
 
     with served(tiny_dir, EngineConfig(prompts=PoolSettings())) as it:
@@ -145,6 +148,17 @@ def real_server(tiny_dir: Path) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def tiny_config(tiny_dir: Path) -> OmniConfig:
     return OmniConfig.read(tiny_dir)
+
+
+@pytest.fixture(scope="session")
+def models(tiny_dir: Path, device: torch.device) -> Models:
+    """The tiny weights in this process, float32, for the plain driver."""
+    return Models.open(Source.open(tiny_dir, device, torch.float32, progress=False))
+
+
+@pytest.fixture(scope="session")
+def builder(tiny_dir: Path) -> PromptBuilder:
+    return open_builder(tiny_dir)
 
 
 @pytest.fixture(scope="session")

@@ -172,3 +172,21 @@ def test_families_are_found_by_what_their_packages_say() -> None:
     assert {name.split(":")[0] for name in registry.TINY.values()} == {
         f"stretto.testing.{package}" for package in packages
     }
+
+
+def test_the_server_needs_no_torch() -> None:
+    modules = (
+        "stretto.server.run, stretto.commands.serve, stretto.models.qwen3_omni.prompts, "
+        "stretto.registry"
+    )
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_test_modules_import_helpers_only() -> None:
+    """What several of them need is in a module that is no test."""
+    others = re.compile(r"^(?:from|import) (tests(?:\.\w+)*\.test_\w+)", re.MULTILINE)
+    files = (Path(__file__).parent).rglob("*.py")
+    found = {f.relative_to(ROOT).as_posix(): others.findall(f.read_text("utf-8")) for f in files}
+    left = {"tests/engine/spoken.py", "tests/stage/test_steps.py", "tests/gpu/test_graphs.py"}
+    assert {file: names for file, names in found.items() if names and file not in left} == {}

@@ -3,8 +3,8 @@
 A link is one way and joins two processes. The receiving side *listens* and gets a `Receiver`, whose
 `endpoint` travels over the control plane to the sending side, which *connects* and gets a `Sender`.
 One receiver serves one sender for one generation; after a death or a close, both sides start again
-with a new `listen` and a higher generation. One contract suite (`tests/contract/`) runs the rules
-below against every connector.
+with a new `listen` and a higher generation. One contract suite (`tests/transport/contract/`) runs
+the rules below against every connector.
 
 **Threads.** `put`, `progress` and `take` may wait, so only the link's courier threads call them,
 one thread per end. All other methods never block and may be called from any thread.

@@ -82,19 +82,19 @@ class _End:
     def __init__(self, link: str) -> None:
         self.link = link
         self._mutex = threading.Lock()
-        self._state = EndState.OPEN
+        self.state = EndState.OPEN
         self._why = ""
 
     def _finish(self, state: EndState, why: str = "") -> None:
-        if self._state is _OPEN:
+        if self.state is _OPEN:
             self._why = why
-            self._state = state
+            self.state = state
 
     def _raise_if_ended(self, request: RequestId | None = None) -> None:
-        if self._state is _OPEN:
+        if self.state is _OPEN:
             return
-        message = f"{self._state.value}: {self._why}" if self._why else self._state.value
-        if self._state is EndState.DEAD:
+        message = f"{self.state.value}: {self._why}" if self._why else self.state.value
+        if self.state is EndState.DEAD:
             raise PeerDead(message, link=self.link, request=request)
         raise LinkClosed(message, link=self.link, request=request)
 
@@ -103,9 +103,9 @@ class _End:
     ) -> None:
         """Wake the courier, wait until it has left, then free the memory. Once."""
         with _closing:
-            if self._state is EndState.CLOSED_HERE:
+            if self.state is EndState.CLOSED_HERE:
                 return
-            self._state = EndState.CLOSED_HERE
+            self.state = EndState.CLOSED_HERE
             self._why = ""
         transport.wake()
         with self._mutex:
@@ -192,7 +192,7 @@ class SlotSender(_End):
 
     def _await_slot(self, chunk: Chunk, timeout: float) -> None:
         request = chunk.header.request
-        if not self._detects_hangup and self._state is _OPEN:
+        if not self._detects_hangup and self.state is _OPEN:
             self._pump(0.0)
         self._raise_if_ended(request)
         if self._free and len(self._pending) < self._most_copies:
@@ -235,7 +235,7 @@ class SlotSender(_End):
                 first.copied.synchronize()
             wait = False
             header = first.chunk.header
-            if not self._detects_hangup and self._state is _OPEN:
+            if not self._detects_hangup and self.state is _OPEN:
                 self._pump(0.0)
             self._raise_if_ended(header.request)
             self._pending.popleft()
@@ -303,7 +303,7 @@ class SlotSender(_End):
 
     def _await_end(self, timeout: float) -> None:
         deadline = monotonic() + timeout
-        while self._state is _OPEN and (left := deadline - monotonic()) > 0:
+        while self.state is _OPEN and (left := deadline - monotonic()) > 0:
             self._pump(left)
 
     def _hung_up(self, hangup: Hangup) -> None:
@@ -331,7 +331,7 @@ class SlotSender(_End):
         )
 
     def _pump_all(self) -> None:
-        while self._state is _OPEN and self._pump(0.0):
+        while self.state is _OPEN and self._pump(0.0):
             pass
 
     def _poll(self) -> None:
@@ -410,7 +410,7 @@ class SlotReceiver(_End):
 
     def _take(self, timeout: float) -> Chunk | None:
         deadline = monotonic() + timeout
-        if not self._arrived and self._state is _OPEN:
+        if not self._arrived and self.state is _OPEN:
             self._pump(timeout)  # read once, even with a timeout of 0
         return self._take_by(deadline)
 
@@ -484,7 +484,7 @@ class SlotReceiver(_End):
     def _poll(self) -> None:
         if self._mutex.acquire(blocking=False):
             try:
-                if self._state is _OPEN:
+                if self.state is _OPEN:
                     self._pump(0.0)
             finally:
                 self._mutex.release()

@@ -79,13 +79,13 @@ class _TcpReceiveTransport:
     """`slot_transport.ReceiveTransport`."""
 
     def __init__(self, listener: ZmqListener) -> None:
-        self._listener = listener
+        self.listener = listener
         self.reply = listener.reply
         self.wake = listener.wake
         self.close = listener.close
 
     def arrivals(self, timeout: float) -> list[tuple[LinkMessage, wire.Page]]:
-        arrivals = self._listener.arrivals(timeout)
+        arrivals = self.listener.arrivals(timeout)
         return [(message, _page_of(message, frame)) for message, frame in arrivals]
 
 

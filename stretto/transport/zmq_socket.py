@@ -59,7 +59,7 @@ _NEVER_MS = (
 _TERM_S = _LINGER_MS / 1000 + 1.0
 _UNBIND_S = 0.5
 _LAST_HELLO_S = 0.1  # for a hello in transit when its listener closes
-_SLACK_BYTES = 4096  # for a message and a hello beside a chunk, in the bound on a message's size
+SLACK_BYTES = 4096  # for a message and a hello beside a chunk, in the bound on a message's size
 _EVENT = struct.Struct("<HI")
 # Plain integers: operations on ZeroMQ's enums cost a microsecond each.
 _EVENTS, _POLLIN, _NOBLOCK, _MORE = (
@@ -115,19 +115,19 @@ class _ZmqSocket:
     def __init__(self, kind: int, slots: int, most_bytes: int, options: LinkOptions) -> None:
         heartbeat_ms = 1000 * float(options.details.get("heartbeat_s", HEARTBEAT_S))
         self._lock = threading.Lock()
-        self._socket = _contexts.acquire().socket(kind)
-        self._socket.set_hwm(2 * slots + 8)  # above what credits allow, so that a send never waits
-        self._socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        self.socket = _contexts.acquire().socket(kind)
+        self.socket.set_hwm(2 * slots + 8)  # above what credits allow, so that a send never waits
+        self.socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         # One every quarter of the time, so that one lost heartbeat is not a death.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(heartbeat_ms / 4), 1))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(heartbeat_ms * 3 / 4), 1))
-        self._monitor = self._socket.get_monitor_socket(
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(heartbeat_ms / 4), 1))
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(heartbeat_ms * 3 / 4), 1))
+        self._monitor = self.socket.get_monitor_socket(
             _GONE | _REFUSED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        for fd in (self._socket.FD, self._monitor.FD, self._wake_fd):
+        for fd in (self.socket.FD, self._monitor.FD, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
         self._waiting = False
         self._signalled = False
@@ -137,16 +137,16 @@ class _ZmqSocket:
     def _send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Any thread; never waits."""
         with self._lock:
-            if self._socket.closed:
+            if self.socket.closed:
                 raise Hangup("this end is closed")
             try:
                 for part in parts[:-1]:
-                    self._socket.send(part, _MORE)
+                    self.socket.send(part, _MORE)
                 last = parts[-1]
-                self._socket.send(last, _NOBLOCK, copy=len(last) < _ZERO_COPY)
+                self.socket.send(last, _NOBLOCK, copy=len(last) < _ZERO_COPY)
             except zmq.ZMQError as error:
                 raise Hangup(f"nobody to send to: {error}") from error
-            if self._waiting and _readable(self._socket):
+            if self._waiting and is_readable(self.socket):
                 self._signal()
 
     def _receive(self, timeout: float) -> tuple[list[list[zmq.Frame]], list[tuple[int, int]]]:
@@ -174,13 +174,13 @@ class _ZmqSocket:
 
     def _read_messages(self) -> list[list[zmq.Frame]]:
         messages = []
-        while _readable(self._socket):
-            messages.append(self._socket.recv_multipart(_NOBLOCK, copy=False))
+        while is_readable(self.socket):
+            messages.append(self.socket.recv_multipart(_NOBLOCK, copy=False))
         return messages
 
     def _read_events(self) -> list[tuple[int, int]]:
         events = []
-        while _readable(self._monitor):
+        while is_readable(self._monitor):
             event, _address = self._monitor.recv_multipart(_NOBLOCK)
             events.append(_EVENT.unpack(event))
         return events
@@ -206,11 +206,11 @@ class _ZmqSocket:
 
     def close(self) -> None:
         with self._lock:
-            if self._socket.closed:
+            if self.socket.closed:
                 return
-            self._socket.disable_monitor()
+            self.socket.disable_monitor()
             self._monitor.close(0)
-            self._socket.close(_LINGER_MS if self._may_linger() else 0)
+            self.socket.close(_LINGER_MS if self._may_linger() else 0)
             os.close(self._wake_fd)
         _contexts.release()
 
@@ -221,15 +221,15 @@ class ZmqDialer(_ZmqSocket):
 
     def __init__(self, endpoint: Endpoint, options: LinkOptions) -> None:
         secret = secret_of(endpoint.link, options)
-        super().__init__(zmq.DEALER, endpoint.slots, _SLACK_BYTES, options)
-        self._generation = endpoint.generation
+        super().__init__(zmq.DEALER, endpoint.slots, SLACK_BYTES, options)
+        self.generation = endpoint.generation
         try:
-            encrypt(self._socket, key_of(secret, f"receiver {endpoint.nonce}"))
-            self._socket.connect(f"tcp://{endpoint.address}")
+            encrypt(self.socket, key_of(secret, f"receiver {endpoint.nonce}"))
+            self.socket.connect(f"tcp://{endpoint.address}")
             self._await_handshake(endpoint, options.connect_timeout_s)
             self._send(
                 [
-                    pack_message(MessageKind.HELLO, 0, 0, 0, self._generation),
+                    pack_message(MessageKind.HELLO, 0, 0, 0, self.generation),
                     hello_of(endpoint, secret),
                 ]
             )
@@ -256,7 +256,7 @@ class ZmqDialer(_ZmqSocket):
     def send_message(
         self, kind: int, slot: int = 0, seq: int = 0, size: int = 0, blob: memoryview | None = None
     ) -> None:
-        message = pack_message(kind, slot, seq, size, self._generation)
+        message = pack_message(kind, slot, seq, size, self.generation)
         self._send([message] if blob is None else [message, blob])
 
     def messages(self, timeout: float) -> list[LinkMessage]:
@@ -294,11 +294,11 @@ class ZmqListener(_ZmqSocket):
 
     def __init__(self, link: str, options: LinkOptions, most_bytes: int) -> None:
         self._secret = secret_of(link, options)
-        super().__init__(zmq.ROUTER, options.slots, most_bytes + _SLACK_BYTES, options)
+        super().__init__(zmq.ROUTER, options.slots, most_bytes + SLACK_BYTES, options)
         self._options = options
         self._bound = ""
         self._hello: list[bytes] = []
-        self._pending = PendingConnections()
+        self.pending = PendingConnections()
         self._peer = b""
         self._peer_fd = -1
 
@@ -307,23 +307,23 @@ class ZmqListener(_ZmqSocket):
         not."""
         host = self._options.host
         try:
-            self._socket.setsockopt(
+            self.socket.setsockopt(
                 zmq.ROUTER_MANDATORY, 1
             )  # a send to a peer that left is an error, not a loss
-            encrypt(self._socket, key_of(self._secret, f"receiver {nonce}"), listens=True)
-            self._socket.ipv6 = ":" in host
-            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+            encrypt(self.socket, key_of(self._secret, f"receiver {nonce}"), listens=True)
+            self.socket.ipv6 = ":" in host
+            self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"cannot bind {host}: {error}") from error
-        self._bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = self._bound.rpartition(":")[2]
         shown = self._options.details.get("advertise", host)
         return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
 
     def expect(self, endpoint: Endpoint) -> None:
         """Sets the hello to wait for. Called once, before anything is received."""
-        self._generation = endpoint.generation
+        self.generation = endpoint.generation
         self._hello = [
             pack_message(MessageKind.HELLO, 0, 0, 0, endpoint.generation),
             hello_of(endpoint, self._secret),
@@ -338,11 +338,11 @@ class ZmqListener(_ZmqSocket):
 
     def _poll_peer(self, timeout: float) -> list[list[zmq.Frame]]:
         """The peer's messages. The right hello makes a pending connection the peer."""
-        messages, events = self._receive(min(timeout, self._pending.time_left()))
+        messages, events = self._receive(min(timeout, self.pending.time_left()))
         of_peer = [frames for frames in messages if self._is_peer(frames)]
         # After the messages: the peer may have sent its hello and left since the last poll.
         self._handle_events(events)
-        self._pending.shut_down(everyone=bool(self._peer))
+        self.pending.shut_down(everyone=bool(self._peer))
         return of_peer
 
     def _handle_events(self, events: Sequence[tuple[int, int]]) -> None:
@@ -353,10 +353,10 @@ class ZmqListener(_ZmqSocket):
                     # the one that left was pending, and the peer has its descriptor now
                     left = False
                 else:
-                    self._pending.add(fd)
+                    self.pending.add(fd)
             elif event & (_GONE | _REFUSED):
                 left = left or fd == self._peer_fd
-                self._pending.remove(fd)
+                self.pending.remove(fd)
         if left:
             self._lost = "the connection ended without a CLOSE message"
 
@@ -365,7 +365,7 @@ class ZmqListener(_ZmqSocket):
         if self._peer:
             return who == self._peer
         fd = frames[-1].get(zmq.SRCFD)
-        hello = [frame.bytes for frame in frames[1:3] if len(frame) <= _SLACK_BYTES]
+        hello = [frame.bytes for frame in frames[1:3] if len(frame) <= SLACK_BYTES]
         if (
             len(frames) == 3
             and len(hello) == 2
@@ -373,9 +373,9 @@ class ZmqListener(_ZmqSocket):
         ):
             self._peer = who
             self._peer_fd = fd
-            self._pending.remove(fd)
+            self.pending.remove(fd)
         else:
-            self._pending.refuse(fd)
+            self.pending.refuse(fd)
         return False
 
     def _open(self, frames: list[zmq.Frame]) -> tuple[LinkMessage, zmq.Frame | None]:
@@ -387,7 +387,7 @@ class ZmqListener(_ZmqSocket):
         return message, frames[2] if len(frames) == 3 else None
 
     def reply(self, kind: int, slot: int = 0, seq: int = 0) -> None:
-        self._send([self._peer, pack_message(kind, slot, seq, 0, self._generation)])
+        self._send([self._peer, pack_message(kind, slot, seq, 0, self.generation)])
 
     def wake(self) -> None:
         self._send_close()
@@ -409,7 +409,7 @@ class ZmqListener(_ZmqSocket):
         connections."""
         if not self._bound:
             return
-        self._socket.unbind(self._bound)
+        self.socket.unbind(self._bound)
         deadline = time.monotonic() + _UNBIND_S
         while (left := deadline - time.monotonic()) > 0:
             if any(event == zmq.EVENT_CLOSED for event, _fd in self._receive(left)[1]):
@@ -425,11 +425,11 @@ class ZmqListener(_ZmqSocket):
         a death."""
         deadline = time.monotonic() + _LAST_HELLO_S
         self._poll_peer(0.0)
-        while not self._peer and self._pending and (left := deadline - time.monotonic()) > 0:
+        while not self._peer and self.pending and (left := deadline - time.monotonic()) > 0:
             self._poll_peer(left)
 
 
-def _readable(socket: zmq.Socket[bytes]) -> bool:
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
     events = socket.getsockopt(_EVENTS)
     assert isinstance(events, int)
     return events & _POLLIN != 0

@@ -10,7 +10,7 @@ from bench.harness.listening import Listeners, Listening, Staggered, highest, sm
 from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Closed, Level, Open, Sample, Targets
 from tests.loadtest.clock import FakeClock
-from tests.loadtest.test_bench import FakeServer
+from tests.loadtest.fakes import FakeServer
 
 
 def listen(load: Closed, limits: Targets) -> tuple[FakeServer, Level]:

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import sys
-import time
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,7 @@ def test_how_a_part_ended(tmp_path: Path) -> None:
     assert run([sys.executable, "-c", "print(1); exit(3)"], log, 60.0) == "ended with 3"
     assert log.read_text() == "fine\n1\n", "one log for all parts"
     hangs = "import threading; print('begun', flush=True); threading.Event().wait()"
-    begun = time.monotonic()
     assert run([sys.executable, "-c", hangs], log, 1.0) == "cut"
-    assert time.monotonic() - begun < 60.0
 
 
 def test_every_part_has_its_file_and_its_end(

@@ -84,7 +84,7 @@ def test_a_listener_notes_every_piece_and_every_failure() -> None:
     assert [h.sample for h in again] == [h.sample for h in heard.values()]
 
 
-def test_requests_are_sent_at_their_own_times_whatever_becomes_of_the_others() -> None:
+def test_requests_are_sent_at_their_scheduled_times() -> None:
     """Nobody is answered before all have asked: in a closed loop that would never end."""
 
     async def work() -> list[Heard]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.commands.serve import variable_warnings
+from stretto.commands.serve import describe, variable_warnings
 from stretto.config.loader import load_settings
 from stretto.hardware import cards
 from tests.commands.processes import STRETTO, check_error, run_stretto
@@ -173,7 +173,7 @@ def has_begun(children: list[int]) -> bool:
     )
 
 
-def test_serve_without_the_gpu_it_names_ends_with_one_sentence_and_json_in_every_line(
+def test_serve_on_a_missing_gpu_ends_with_one_json_sentence(
     tiny_dir: Path,
 ) -> None:
     """Server and host, log lines and banners alike."""
@@ -229,3 +229,9 @@ def test_variables_without_an_effect_are_warned_about() -> None:
         "STRETTO_LOOK_US was removed: receivers of the shm connector sleep at once",
         "STRETTO_PROT is set, but there is no such setting; did you mean STRETTO_PORT?",
     ]
+
+
+def test_env_says_what_is_installed() -> None:
+    facts = describe()
+    assert facts["uvicorn"][0].isdigit()
+    assert {"stretto", "python", "torch", "cpus"} <= set(facts)

@@ -45,7 +45,7 @@ from tests.engine.common import (
     stats,
 )
 from tests.pipeline import ONE_HOST, PROCESSES
-from tests.preprocess.test_pool import heavy, until
+from tests.preprocess.pool.workers import heavy, until
 
 T = TypeVar("T")
 Samples = npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stretto.models.qwen3_omni.load import Models, Source
-from tests.models.qwen3_omni.test_thinker import run
+from tests.models.qwen3_omni.prefill import run
 from tests.oracle import load_oracle, media_inputs
 from tests.prompts import KINDS, make
 from tests.rows import SHARE, Forced, check_rows, chosen, row_errors

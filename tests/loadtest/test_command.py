@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -15,42 +14,28 @@ from pathlib import Path
 
 import pytest
 
-from stretto.commands.bench import add_bench_parser, read_extra
-from stretto.commands.talk import add_talk_parser
+from stretto.commands.bench import read_extra
 from stretto.errors import Invalid
 from stretto.loadtest.http import api_root
 from stretto.loadtest.sse import RequestFailed
-from tests.server.web.fake_server import ANSWER, FakeServer, Script
+from tests.loadtest.command import parse, run
+from tests.server.scripted_server import ANSWER, Script, ScriptedServer
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FakeServer]:
-    with FakeServer() as server:
+def running() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: FakeServer) -> FakeServer:
+def server(running: ScriptedServer) -> ScriptedServer:
     running.reset()
     return running
 
 
-def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    jobs = parser.add_subparsers(required=True)
-    add_bench_parser(jobs)
-    add_talk_parser(jobs)
-    return parser.parse_args(argv)
-
-
-def run(*argv: str) -> int:
-    args = parse(*argv)
-    code: int = args.job(args)
-    return code
-
-
 def test_bench_measures_and_writes(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "run.json"
     argv = [
@@ -89,7 +74,7 @@ def test_bench_measures_and_writes(
     assert len({body["messages"][0]["content"] for body in server.requests}) == 3 * 7
 
 
-def test_bench_counts_refusals(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_counts_refusals(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.script = Script(refuse=(429, {}, "full"), refusals=2)
     assert run("bench", server.url, "-n", "5", "--warmup", "0", "--quiet") == 0
     assert "2 failed: 2 http 429" in capsys.readouterr().out
@@ -99,7 +84,7 @@ def test_bench_counts_refusals(server: FakeServer, capsys: pytest.CaptureFixture
     ("trouble", "kind"), [({"break_after": 9}, "error in stream"), ({"cut_after": 9}, "broken")]
 )
 def test_bench_where_nothing_works(
-    server: FakeServer, capsys: pytest.CaptureFixture[str], trouble: dict[str, int], kind: str
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], trouble: dict[str, int], kind: str
 ) -> None:
     server.script = Script(**trouble)  # type: ignore[arg-type]
     assert run("bench", server.url, "-n", "2", "--quiet") == 1
@@ -115,20 +100,20 @@ def test_nobody_there() -> None:
                 run(job, url)
 
 
-def test_wrong_key(server: FakeServer) -> None:
-    server.script.key = "sk-secret"
-    with pytest.raises(RequestFailed, match="Incorrect API key"):
+def test_wrong_key(server: ScriptedServer) -> None:
+    server.lock("sk-secret")
+    with pytest.raises(RequestFailed, match="an API key is needed"):
         run("talk", server.url, "--text", "Hi")
     assert run("talk", server.url, "--text", "Hi", "--key", "sk-secret", "--text-only") == 0
 
 
-def test_interrupted_bench_prints_what_it_has(server: FakeServer, tmp_path: Path) -> None:
+def test_interrupted_bench_prints_what_it_has(server: ScriptedServer, tmp_path: Path) -> None:
     """Ctrl-C on a real process, in the middle. (It has to ask for it: a shell's background jobs,
     and so whatever these start, ignore that signal.)"""
     out = tmp_path / "run.json"
     server.script = Script(packets=(1,), text="Hi.")
     program = (
-        "import signal, sys; from tests.loadtest.test_command import run; "
+        "import signal, sys; from tests.loadtest.command import run; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"sys.exit(run('bench', {server.url!r}, '-d', '600', '--warmup', '0', '--json', "
         f"{str(out)!r}, '--quiet'))"
@@ -151,7 +136,9 @@ def test_interrupted_bench_prints_what_it_has(server: FakeServer, tmp_path: Path
     assert len(level["samples"]) >= 19
 
 
-def test_talk_once(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_talk_once(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
         run(
             "talk",
@@ -169,7 +156,7 @@ def test_talk_once(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert ANSWER in capsys.readouterr().out
     (asked,) = server.requests
-    assert (asked["audio"]["voice"], asked["max_tokens"]) == ("aiden", 9)
+    assert (asked["voice"], asked["params"].max_text_tokens) == ("aiden", 9)
     with wave.open(str(tmp_path / "answer-1.wav")) as file:
         assert file.getnframes() == sum(server.script.packets) * 1920 - 555
 

@@ -7,38 +7,70 @@ import base64
 import json
 import re
 import shlex
+import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from bench.harness.results import ROOT
+from stretto.engine.events import AudioChunk
 from stretto.errors import Invalid
 from stretto.loadtest.dialect import Lengths, length_fields, speech_fields
 from stretto.loadtest.sse import PCM_RATE, RequestFailed, Sound, wav_file
-from tests.loadtest.test_command import run
-from tests.server.web.fake_server import FakeServer, refusal, spoken, sse
+from tests.loadtest.command import run
+from tests.server.scripted_server import sound
 
 FIRST, EACH = 4, 25  # frames of a packet
 CUT = 555  # samples that the first frame lacks
 
 
-class OmniServer(FakeServer):
+class OmniServer(AbstractContextManager["OmniServer"]):
     """Answers as vLLM-Omni does: text token by token, beside sound in `delta.content` of chunks
     that are marked as audio, a whole WAV file or bare samples in each."""
 
     text_tokens, frames = 12, 60  # where a request says nothing of them
-    breaks = False
+
+    def __init__(self) -> None:
+        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        models = Route("/v1/models", self.models)
+        config = uvicorn.Config(Starlette(routes=[chat, models]), port=0, log_level="critical")
+        self.server = uvicorn.Server(config)
+        self.listening = config.bind_socket()
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.server.run, args=([self.listening],))
+        self.reset()
+
+    def reset(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.breaks = False
+
+    def __enter__(self) -> OmniServer:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.listening.close()
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "omni", "object": "model"}]})
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
         stages = body.get("sampling_params_list")
         if stages is not None and len(stages) != 3:
-            return refusal(400, {}, "one object per stage", "BadRequestError")
+            error = {"message": "one object per stage", "type": "BadRequestError"}
+            return JSONResponse({"error": error | {"param": None, "code": None}}, 400)
         return StreamingResponse(self.stream(body), media_type="text/event-stream")
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -67,10 +99,11 @@ class OmniServer(FakeServer):
                 return
         while "audio" in body["modalities"] and start < frames:
             size = min(EACH if start else FIRST, frames - start)
-            pcm = spoken(1920 * start, 1920 * size - (0 if start else CUT))
+            samples = sound(1920 * start, 1920 * size - (0 if start else CUT))
+            pcm = AudioChunk(0, samples).pcm16()
             raw = pcm if body.get("audio", {}).get("format") == "pcm" else wav_file(PCM_RATE, pcm)
-            sound = {"role": "assistant", "content": base64.b64encode(raw).decode()}
-            yield sse(chunk(sound, "audio") | {"usage": usage(0)})
+            delta = {"role": "assistant", "content": base64.b64encode(raw).decode()}
+            yield sse(chunk(delta, "audio") | {"usage": usage(0)})
             start += size
         if "audio" in body["modalities"]:
             yield sse(
@@ -78,6 +111,10 @@ class OmniServer(FakeServer):
             )
         yield sse({"object": "chat.completion.chunk", "choices": [], "usage": usage(tokens)})
         yield b"data: [DONE]\n\n"
+
+
+def sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 def chunk(delta: dict[str, Any], modality: str, finish: str | None = None) -> dict[str, Any]:
@@ -109,7 +146,6 @@ def running() -> Iterator[OmniServer]:
 @pytest.fixture
 def omni(running: OmniServer) -> OmniServer:
     running.reset()
-    running.breaks = False
     return running
 
 

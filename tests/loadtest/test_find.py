@@ -16,9 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import EngineConfig, PoolSettings
-from stretto.engine.engine import PipelineEngine
-from stretto.engine.protocol import EngineClient
 from stretto.errors import Invalid
 from stretto.loadtest.find import (
     MOST,
@@ -39,9 +36,9 @@ from stretto.loadtest.player import Packet
 from stretto.loadtest.runner import Bench, Closed, Level, Open, Sample
 from stretto.loadtest.sse import Piece, RequestFailed, Sound, StreamEnd, Words
 from tests.loadtest.clock import FakeClock
-from tests.loadtest.test_command import run as command
+from tests.loadtest.command import run as command
 from tests.server.conftest import Running
-from tests.server.web.fake_server import FakeServer, Script
+from tests.server.scripted_server import Script, ScriptedServer
 
 LISTENERS = Bounds(1, 1, MOST, whole=True)
 RATES = Bounds(1.0, 0.125, MOST)
@@ -188,7 +185,7 @@ def test_a_probe_is_long_enough_to_mean_something(
     assert limit.num_answers(load) == answers
 
 
-def test_a_number_of_answers_can_be_chosen_but_no_listener_is_left_out() -> None:
+def test_number_of_answers_is_at_least_one_per_listener() -> None:
     assert NoUnderrun().num_answers(8, 12) == (12, 8)
     assert NoUnderrun().num_answers(64, 12) == (64, 64)
     assert FirstWithin(0.3).num_answers(64, 12) == (12, 3)
@@ -325,13 +322,13 @@ def test_json_of_a_search() -> None:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FakeServer]:
-    with FakeServer() as server:
+def running() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: FakeServer) -> FakeServer:
+def server(running: ScriptedServer) -> ScriptedServer:
     running.reset()
     running.script = Script(text="Hi there.", packets=(1, 2))
     return running
@@ -349,7 +346,7 @@ SHORT = (
 
 
 def test_both_limits_of_a_server(
-    server: FakeServer,
+    server: ScriptedServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -382,7 +379,7 @@ def test_both_limits_of_a_server(
 
 
 def test_a_full_server_is_named_in_the_answer(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.script.refuse, server.script.refuse_from, server.script.refusals = (
         (429, {}, "full"),
@@ -396,7 +393,7 @@ def test_a_full_server_is_named_in_the_answer(
 
 
 def test_a_server_without_speech(
-    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stretto.loadtest.find.MOST", 2)
     server.script.silent = True
@@ -410,7 +407,7 @@ def test_a_server_without_speech(
     )
 
 
-def test_a_server_that_refuses_everything(server: FakeServer) -> None:
+def test_a_server_that_refuses_everything(server: ScriptedServer) -> None:
     server.script = Script(refuse=(400, {}, "unknown model"), refusals=10**9)
     with pytest.raises(RequestFailed, match="unknown model"):
         command("bench", server.url, "--find", *SHORT)
@@ -429,15 +426,12 @@ def test_senseless_arguments(argv: list[str]) -> None:
         command("bench", "http://127.0.0.1:9", "--find", *argv)
 
 
-def test_a_real_server(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_server(
+    real_server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tiny model behind the real server and engine: every answer of each probe is as long as it
     was asked for."""
     monkeypatch.setattr("stretto.loadtest.find.MOST", 2)
-
-    async def open_engine() -> EngineClient:
-        engine = PipelineEngine(tiny_dir, EngineConfig(prompts=PoolSettings()))
-        await engine.start()
-        return engine
 
     out = tmp_path / "found.json"
     lengths = (
@@ -452,8 +446,7 @@ def test_a_real_server(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.Monke
         "--warmup",
         "1",
     )
-    with Running(open_engine) as real:
-        assert command("bench", real.url, "--find", *SHORT, *lengths, "--json", str(out)) == 0
+    assert command("bench", real_server.url, "--find", *SHORT, *lengths, "--json", str(out)) == 0
     record = json.loads(out.read_text())
     assert [(one["name"], one["highest"], one["complete"]) for one in record["find"]] == [
         ("listeners", 2, True),
@@ -466,12 +459,12 @@ def test_a_real_server(tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert all(sum(seconds for _, seconds in s["packets"]) == speech for s in answers)
 
 
-def test_interrupted(server: FakeServer, tmp_path: Path) -> None:
+def test_interrupted(server: ScriptedServer, tmp_path: Path) -> None:
     """Ctrl-C on a real process, while the third load runs: what is known is printed and written."""
     out = tmp_path / "found.json"
     server.script.answers = 1 + 2 * 4
     program = (
-        "import signal, sys; from tests.loadtest.test_command import run; "
+        "import signal, sys; from tests.loadtest.command import run; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"argv = {[server.url, '--find', *SHORT, '-n', '3', '--warmup', '1', '--json', str(out)]!r}; "  # noqa: E501
         "sys.exit(run('bench', *argv))"

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.config.engine import EngineConfig
 from stretto.loadtest.hops import hop_line, hops, read_series
-from tests.loadtest.test_command import run
+from tests.loadtest.command import run
 from tests.server.real_engine import served
 
 OUT, IN = (f'{{link="a>b",end="{end}"}}' for end in ("out", "in"))

@@ -32,6 +32,7 @@ from stretto.models.random_weights import fill_dummy, spread
 from stretto.models.weights import build, load
 from stretto.testing.qwen3_omni import checkpoint_shapes, released_config
 from stretto.testing.qwen3_omni import tiny_config as tiny_json
+from tests.models.fill import fill_on_gpu
 from tests.models.sizes import estimate
 from tests.prompts import make
 from tests.solo import Audio, Options, Solo
@@ -603,22 +604,6 @@ def test_loading_to_a_gpu_equals_loading_to_the_host(tiny_dir: Path) -> None:
             there = {n: torch.full_like(t, torch.nan, device="cuda") for n, t in host.items()}
             load(files, there, ["thinker."], progress=False, staging_bytes=staging)
             assert all(torch.equal(t.cpu(), host[n]) for n, t in there.items())
-
-
-def fill_on_gpu(
-    config: OmniConfig, factor: float = 1.0, extra: int = 0
-) -> tuple[Thinker, int, int]:
-    """A thinker of random weights, its size and the most memory that it took meanwhile. Skips the
-    test unless there is room for `factor` times its size and `extra` bytes."""
-    size = estimate({"thinker": lambda: Thinker(config)}, torch.bfloat16)["thinker"]
-    if torch.cuda.mem_get_info()[0] < factor * size + extra:
-        pytest.skip("needs a larger device")
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    module = build(lambda: Thinker(config), "cuda", torch.bfloat16)
-    fill_dummy(module, 0)
-    torch.cuda.synchronize()
-    return module, size, torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu

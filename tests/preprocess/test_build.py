@@ -53,11 +53,6 @@ class Processor(Qwen3OmniMoeProcessor):
 
 
 @pytest.fixture(scope="module")
-def builder(tiny_dir: Path, tiny_config: OmniConfig) -> PromptBuilder:
-    return PromptBuilder.open(tiny_dir, tiny_config)
-
-
-@pytest.fixture(scope="module")
 def processor(tiny_dir: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     images = Qwen2VLImageProcessorPil(

@@ -6,14 +6,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from stretto.errors import Invalid, MediaError, TooLong
-from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from stretto.preprocess.media import MediaLimits
 from tests.preprocess.samples import (
@@ -27,11 +25,6 @@ from tests.preprocess.samples import (
 )
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
-
-
-@pytest.fixture(scope="module")
-def builder(tiny_dir: Path, tiny_config: OmniConfig) -> PromptBuilder:
-    return PromptBuilder.open(tiny_dir, tiny_config)
 
 
 def within(builder: PromptBuilder, **limits: Any) -> PromptBuilder:

@@ -9,11 +9,9 @@ import pytest
 
 from stretto.ray import leaving
 from stretto.ray.leaving import MISSING, close_websockets_on_exit
-from tests.server.realtime.client import talk
+from tests.server.realtime.client import closed, hold, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine
-from tests.server.realtime.test_handshake import closed
-from tests.server.realtime.test_turns_by_hand import hold
 
 
 def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def test_what_may_take_long_is_not_done_on_the_event_loop(
     assert threading.get_ident() not in where.values()
 
 
-def test_an_actor_that_never_answers_is_given_up_soon_and_the_next_later(
+def test_an_actor_without_an_answer_is_given_up(
     cluster: Any, group: Any, config: ClusterConfig, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was given to a node which had just died. Here none can be up so soon."""

@@ -13,7 +13,7 @@ import torch
 from stretto import embedded
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.types import SamplingParams
-from tests.models.qwen3_omni.test_solo import (
+from tests.models.qwen3_omni.greedy import (
     FRAMES,
     LIMITS,
     TEXT,

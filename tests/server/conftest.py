@@ -9,21 +9,19 @@ import io
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import soundfile
+import uvicorn.server
 
 from stretto.config.server import ServerConfig
 from stretto.engine.protocol import EngineClient
 from stretto.server.run import Server
-from tests.server.solo_engine import SoloEngine
 
 if TYPE_CHECKING:
     import openai
@@ -33,6 +31,20 @@ T = TypeVar("T")
 PATIENCE_S = None
 # of a request sent by hand
 HEAD = "HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+class _Asyncio:
+    """asyncio for uvicorn, which looks ten times a second whether it is to stop, and sleeps as long
+    when it does: with hundreds of servers in a run, that is a minute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay: float) -> None:
+        await asyncio.sleep(delay / 10)
+
+
+uvicorn.server.asyncio = _Asyncio()  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -171,18 +183,3 @@ def serve(engine: EngineClient, **settings: Any) -> Running:
         return engine
 
     return Running(open_engine, **settings)
-
-
-@pytest.fixture(scope="session")
-def solo(tiny_dir: Path) -> Iterator[SoloEngine]:
-    """The tiny model; shared, so that it is loaded once."""
-    engine = SoloEngine(tiny_dir)
-    yield engine
-    engine.pool.shutdown()
-
-
-@pytest.fixture(scope="module")
-def solo_server(solo: SoloEngine) -> Iterator[Running]:
-    solo.reopen()
-    with serve(solo, drain_timeout=1.0) as running:
-        yield running

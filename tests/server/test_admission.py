@@ -14,10 +14,10 @@ import pytest
 
 from stretto.server.admission import Admission
 from stretto.server.openai.error_body import Refused
+from tests.server.asks import ALOUD, ASK, CHAT
 from tests.server.conftest import serve
+from tests.server.held import HeldServer
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import ALOUD, ASK, CHAT
-from tests.server.test_limits import HeldServer
 
 
 class Desk:

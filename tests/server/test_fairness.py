@@ -24,15 +24,15 @@ from stretto.server import heap, keys
 from stretto.server.realtime import endpoint
 from stretto.server.realtime.session_slots import SessionSlots
 from stretto.server.shares import Shares
+from tests.server.asks import ALOUD, ASK, CHAT
 from tests.server.conftest import HEAD, PATIENCE_S, Reply, Running, read_until, serve
-from tests.server.http.test_websocket import CONTINUED, TEXT, frame
+from tests.server.held import HeldServer
+from tests.server.http.frames import CONTINUED, TEXT, frame
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.sounds import b64
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import ALOUD, ASK, CHAT
-from tests.server.test_limits import HeldServer
 
 ME, OTHER = "127.0.0.1", "127.0.0.2"
 MIB = 1 << 20
@@ -40,9 +40,8 @@ MIB = 1 << 20
 
 def until(running: Running, condition: Callable[[], bool]) -> None:
     async def wait() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.001)
+        while not condition():
+            await asyncio.sleep(0.001)
 
     running.do(wait())
 
@@ -144,7 +143,7 @@ def test_a_client_alone_is_answered_where_there_is_one_place() -> None:
         assert ask(running, {**ASK, "n": 2}).status == 200
 
 
-def test_a_request_as_wide_as_the_share_goes_before_the_later_ones_of_its_client() -> None:
+def test_a_wide_request_is_admitted_before_later_ones_of_its_client() -> None:
     with HeldServer(max_concurrent=8) as held, ExitStack() as stack:
         admission = held.running.server.service.admission
         first = held.start(ALOUD)

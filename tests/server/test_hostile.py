@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.server.openai.openapi import document
-from tests.preprocess.test_pool import BUILDER
+from tests.preprocess.pool.workers import BUILDER
 from tests.server.conftest import Reply, Running
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -22,13 +22,9 @@ from stretto.engine.protocol import EngineClient
 from stretto.errors import Bug, Busy, Invalid, StageDead, WireError
 from stretto.params import ChunkSizes
 from stretto.server.app import make_app
+from tests.server.asks import ALOUD, ASK, CHAT, SOUND, SPEECH
 from tests.server.conftest import PATIENCE_S, Running, serve
 from tests.server.scripted_engine import ScriptedEngine
-
-CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-SOUND = [np.linspace(-1, 1, n, dtype=np.float32) for n in (1365, 1921, 1920, 7)]
-ALOUD: dict[str, Any] = {**ASK, "modalities": ["text", "audio"]}
 
 
 @pytest.fixture(scope="module")

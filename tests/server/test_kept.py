@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stretto.engine.events import Event, TextDelta
 from stretto.errors import Busy
-from stretto.family import ModelInfo, Transcription
-from stretto.preprocess.pool.jobs import Windows
-from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.split import do_cut
+from stretto.family import Transcription
 from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.openai import answer_store as memory
 from stretto.server.openai.answer_store import AudioMemory
 from tests.preprocess.samples import sound_file, tone
+from tests.server.asks import ALOUD, CHAT
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import ALOUD, CHAT
 
 
 def spoken(running: Running) -> str:
@@ -77,21 +70,7 @@ def form(**fields: Any) -> tuple[bytes, str]:
     ) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x"
 
 
-class Scribe(ScriptedEngine):
-    """Writes down what it is told to; a sound is cut for real."""
-
-    @property
-    def info(self) -> ModelInfo:
-        words = Transcription("Write.", "Write in {language}.", "Translate.", {"en": "English"})
-        return replace(super().info, transcription=words)
-
-    async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
-    ) -> tuple[Windows, MemFile]:
-        def work() -> tuple[Windows, MemFile]:
-            return do_cut(sound.view(), seconds)  # an argument would live until the thread goes on
-
-        return await asyncio.to_thread(work)
+SCRIBE = Transcription("Write.", "Write in {language}.", "Translate.", {"en": "English"})
 
 
 @pytest.mark.parametrize(
@@ -108,7 +87,7 @@ def test_files_of_a_transcription_go_with_it(
     path: str, fields: dict[str, str], status: int
 ) -> None:
     body, kind = form(**fields)
-    with serve(Scribe()) as running:
+    with serve(ScriptedEngine(transcription=SCRIBE)) as running:
         before = files()
         for _ in range(5):
             reply = running.ask(f"/v1/audio/{path}", body, headers={"Content-Type": kind})
@@ -128,13 +107,9 @@ def test_files_of_a_large_request_that_is_wrong_go_with_it() -> None:
 
 
 def test_files_of_a_transcription_that_fails_go_too() -> None:
-    class Full(Scribe):
-        async def _events(self, *_: Any) -> AsyncIterator[Event]:
-            yield TextDelta((0,), "Hello")
-            raise Busy("no row is free")
-
+    full = ScriptedEngine(transcription=SCRIBE, fail_at=1, error=Busy("no row is free"))
     body, kind = form()
-    with serve(Full()) as running:
+    with serve(full) as running:
         before = files()
         for _ in range(5):
             assert (

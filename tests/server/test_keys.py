@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from stretto.errors import Invalid
-from stretto.server.keys import Keys
+from stretto.server.keys import NOBODY, Keys
 from stretto.server.openai.error_body import Refused
 from tests.server.conftest import serve
 from tests.server.scripted_engine import ScriptedEngine
@@ -55,3 +55,11 @@ def test_a_server_with_a_file_of_keys_is_closed(tmp_path: Path) -> None:
     with serve(ScriptedEngine(), api_key_file=str(tmp_path / "keys")) as running:
         assert running.ask("/v1/models").status == 401
         assert running.ask("/v1/models", headers={"Authorization": "Bearer secret"}).status == 200
+
+
+def test_keys() -> None:
+    assert Keys.of(()).owner(Headers({})) == NOBODY
+    keys = Keys.of(("a", "b"))
+    assert keys.owner(Headers({"Authorization": "bearer b"})) == "key2"
+    with pytest.raises(Refused):
+        keys.owner(Headers({"Authorization": "Bearer ab"}))

@@ -32,8 +32,8 @@ from stretto.server.http.body import Body
 from stretto.server.media_fetcher import AllowedDomain, MediaFetcher, is_public
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
+from tests.preprocess.pool.workers import BUILDER
 from tests.preprocess.samples import data_uri, image_file, picture
-from tests.preprocess.test_pool import BUILDER
 from tests.server.conftest import Reply, Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -21,9 +21,9 @@ from stretto.engine.protocol import EngineClient
 from stretto.errors import Invalid
 from stretto.server.app import make_app
 from stretto.server.origins import Callers, is_loopback, warning
+from tests.server.asks import ASK, CHAT
 from tests.server.conftest import Reply, Running, read_until, serve
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import ASK, CHAT
 
 EVIL = "https://evil.example"
 PAGE = "https://page.example"

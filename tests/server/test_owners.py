@@ -15,7 +15,6 @@ import pytest
 from stretto.commands.serve import add_serve_parser
 from stretto.config.engine import EngineConfig
 from stretto.config.loader import load_settings
-from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.prompts import PromptBuilder
 from tests.engine.common import freed, stats
 from tests.server.conftest import PATIENCE_S, read_until
@@ -48,11 +47,6 @@ def apart(tiny_dir: Path) -> Iterator[Served]:
 def together(tiny_dir: Path) -> Iterator[Served]:
     with served(tiny_dir, EngineConfig(share_prefix_cache=True), api_key=KEYS) as it:
         yield it
-
-
-@pytest.fixture(scope="module")
-def builder(tiny_dir: Path) -> PromptBuilder:
-    return PromptBuilder.open(tiny_dir, OmniConfig.read(tiny_dir))
 
 
 def cached(it: Served, key: int, number: str, **body: Any) -> int:

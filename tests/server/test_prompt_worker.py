@@ -19,9 +19,8 @@ import pytest
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
-from tests.preprocess.test_descriptors import descriptors, has_two_spares
-from tests.preprocess.test_memfile import until_all_are_closed
-from tests.preprocess.test_pool import picture, processes, sound, until
+from tests.preprocess.pool.files import descriptors, has_two_spares, until_all_are_closed
+from tests.preprocess.pool.workers import picture, processes, sound, until
 from tests.server.real_engine import Served, served
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"

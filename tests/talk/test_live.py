@@ -14,7 +14,7 @@ import pytest
 
 from stretto.errors import Invalid
 from stretto.talk.live import LiveTalk, Recorded, realtime_url
-from tests.loadtest.test_command import run
+from tests.loadtest.command import run
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech

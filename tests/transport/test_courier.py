@@ -29,7 +29,7 @@ from stretto.transport.courier import CourierBug, Incoming, LinkMetrics, Outgoin
 from stretto.transport.shm import ShmConnector, ShmReceiveTransport, ShmSendTransport
 from stretto.transport.slots import SlotReceiver, SlotSender
 from stretto.types import SECRET_BYTES, Mark, RequestId, Span
-from tests.contract.links import eventually
+from tests.transport.contract.links import eventually
 
 R = RequestId("r-1")
 PATIENCE_S = 60.0  # only a hung courier takes this long

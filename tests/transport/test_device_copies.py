@@ -30,7 +30,7 @@ from stretto.transport.registry import Registry
 from stretto.transport.slot_transport import SendTransport
 from stretto.transport.slots import SlotSender
 from stretto.types import Mark, RequestId, Span
-from tests.contract.links import SECRET
+from tests.transport.contract.links import SECRET
 
 PATIENCE_S = 60.0
 OPTIONS = LinkOptions(

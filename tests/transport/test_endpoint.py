@@ -21,7 +21,7 @@ from stretto.transport.endpoint import (
 )
 from stretto.transport.registry import connectors
 from stretto.types import SECRET_BYTES
-from tests.contract.links import SECRET, missing
+from tests.transport.contract.links import SECRET, missing
 
 OPTIONS = LinkOptions(slots=4, slot_bytes=4096, generation=3, secret=SECRET)
 BETWEEN = ["shm", "tcp", "mooncake"]

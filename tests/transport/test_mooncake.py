@@ -11,7 +11,7 @@ from stretto.errors import Invalid
 from stretto.transport import mooncake
 from stretto.transport.contract import LinkOptions
 from stretto.transport.mooncake import EngineOptions, check_devices
-from tests.contract.links import SECRET
+from tests.transport.contract.links import SECRET
 
 
 def test_rdma_needs_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

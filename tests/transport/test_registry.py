@@ -78,7 +78,7 @@ def test_an_entry_point_brings_a_connector() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_settings_of_a_connector_of_another_package_are_its_own_to_check() -> None:
+def test_an_outside_connector_checks_its_own_settings() -> None:
     assert EngineConfig(connector="dove", link_details={"colour": "white"}).link_details
     with pytest.raises(
         Invalid, match="there is no connector 'owl'; there are dove, mooncake, shm, tcp"

@@ -13,7 +13,7 @@ from stretto.transport import shm, unix_socket, wire
 from stretto.transport.contract import Chunk, LinkOptions
 from stretto.transport.shm import map_shared
 from stretto.types import Mark, RequestId, Span
-from tests.contract.links import SECRET
+from tests.transport.contract.links import SECRET
 
 
 def test_a_wait_is_as_long_as_asked_whatever_was_asked_before(

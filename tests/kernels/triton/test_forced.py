@@ -9,7 +9,7 @@ import torch
 from stretto.layers.config import MoeConfig
 from stretto.layers.decoder import PagedPass
 from stretto.layers.fused import FusedLayers
-from tests.kernels.triton.test_run_prefill import Bed, config
+from tests.kernels.triton.beds import Bed, config
 from tests.rows import Forced, check_errors, chosen, row_errors
 
 MOE = MoeConfig(num_experts=8, top_k=2, expert_size=32, norm_topk=True, shared_size=None)

@@ -17,7 +17,7 @@ from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import PackedMatrix
 from stretto.layers.prefill import Ragged
 from stretto.models.weights import build
-from tests.kernels.triton.test_fused import MOE, close, filled
+from tests.kernels.triton.layers import MOE, close, filled
 
 INT4 = WeightFormat("int4", 32, scale_dtype="bfloat16")
 FORMATS = {

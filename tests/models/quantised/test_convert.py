@@ -25,7 +25,7 @@ from stretto.models.qwen3_omni.load import Models, Source
 from stretto.registry import open_model, quantise, write_tiny
 from tests.models.quantised.packers import save_shards
 from tests.models.quantised.test_formats import wide_value
-from tests.models.qwen3_omni.test_solo import check_greedy
+from tests.models.qwen3_omni.greedy import check_greedy
 from tests.oracle import load_oracle
 
 Tensors = dict[str, torch.Tensor]

@@ -34,7 +34,7 @@ from tests.models.quantised.packers import (
     pack_quantized,
     write,
 )
-from tests.models.qwen3_omni.test_solo import LIMITS, check_greedy, codes, texts
+from tests.models.qwen3_omni.greedy import LIMITS, check_greedy, codes, texts
 from tests.oracle import load_oracle
 from tests.prompts import make
 from tests.solo import Solo

@@ -28,9 +28,9 @@ from stretto.models.weights import build, load
 from stretto.testing.qwen3_omni import released_config
 from stretto.types import SamplingParams
 from tests.kernels.wide import dequantize
-from tests.models.qwen3_omni.test_solo import LIMITS, check_greedy, codes, done, texts
+from tests.models.fill import fill_on_gpu
+from tests.models.qwen3_omni.greedy import LIMITS, check_greedy, codes, done, texts
 from tests.models.sizes import estimate
-from tests.models.test_weights import fill_on_gpu
 from tests.oracle import load_oracle
 from tests.prompts import KINDS, make
 from tests.solo import Solo

@@ -13,43 +13,20 @@ from stretto.layers.targets import targets
 from stretto.models.qwen3_omni import vision_encoder
 from stretto.models.qwen3_omni.config import OmniConfig, VisionConfig
 from stretto.models.qwen3_omni.vision_encoder import Grid, VisionEncoder, VisionRows, slabs
-
-PREFIX = "thinker.visual."
-EXACT = {"rtol": 0.0, "atol": 1e-5}  # of rows around 1; seen: 3e-6
-PATCH = 3 * 2 * 16 * 16
-
-
-def adopt(tower: Any, config: VisionConfig) -> VisionEncoder:
-    """Ours, with the reference's weights."""
-    ours = VisionEncoder(config).to(tower.device)
-    theirs = {PREFIX + name: value for name, value in tower.state_dict().items()}
-    places = targets(ours, PREFIX)
-    assert places.keys() == theirs.keys()
-    for name, place in places.items():
-        place.copy_(theirs[name])
-    return ours
+from tests.models.qwen3_omni.pictures import (
+    EXACT,
+    PATCH,
+    PREFIX,
+    adopt,
+    assert_rows,
+    random_patches,
+    reference,
+)
 
 
 @pytest.fixture(scope="module")
 def encoder(tiny_config: OmniConfig, oracle: Any) -> VisionEncoder:
     return adopt(oracle.thinker.visual, tiny_config.thinker.vision)
-
-
-def reference(tower: Any, patches: torch.Tensor, grids: list[Grid]) -> VisionRows:
-    with torch.no_grad():
-        out = tower(patches.to(tower.device), grid_thw=torch.tensor(grids, device=tower.device))
-    return VisionRows(out.pooler_output, tuple(out.deepstack_features))
-
-
-def random_patches(grids: list[Grid], seed: int = 0) -> torch.Tensor:
-    return torch.randn(
-        sum(t * h * w for t, h, w in grids), PATCH, generator=torch.Generator().manual_seed(seed)
-    )
-
-
-def assert_rows(ours: VisionRows, theirs: VisionRows) -> None:
-    for a, b in zip((ours.main, *ours.deep), (theirs.main, *theirs.deep), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
 
 
 def join(parts: list[VisionRows]) -> VisionRows:

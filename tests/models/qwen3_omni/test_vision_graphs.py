@@ -22,12 +22,7 @@ from stretto.models.random_weights import fill_dummy
 from stretto.models.weights import build
 from stretto.preprocess.prompt import Patches, Prompt
 from stretto.testing.qwen3_omni import released_config
-from tests.models.qwen3_omni.test_vision_encoder import (
-    adopt,
-    assert_rows,
-    random_patches,
-    reference,
-)
+from tests.models.qwen3_omni.pictures import adopt, assert_rows, random_patches, reference
 from tests.prompts import Maker
 
 SMALL = (16, 48, 96)

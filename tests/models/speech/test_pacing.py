@@ -63,7 +63,7 @@ def test_a_player_from_the_first_packet_never_waits(every: float) -> None:
     assert sum(sizes(packets)) == 200
 
 
-def test_packets_grow_fast_on_a_fast_device_and_stay_small_on_a_slow_one() -> None:
+def test_packet_size_follows_the_speed_of_the_device() -> None:
     fast = sizes(sent([0.003 * i for i in range(125)], pacing(1, 8, 2)))
     assert fast[:5] == [1, 2, 4, 8, 8]
     slow = sizes(sent([0.07 * i for i in range(20)], pacing(1, 8, 2)))
@@ -97,7 +97,7 @@ def begins(pace: PacketPacing, frames: list[float]) -> float:
     raise AssertionError("it never leaves")
 
 
-def test_a_first_packet_waits_only_while_frames_take_longer_than_it_plays() -> None:
+def test_first_packet_waits_only_on_a_slow_device() -> None:
     sound = FRAME_S - OPENING_S
     timing = FrameTiming(FRAME_S, OPENING_S)
     assert begins(pacing(1, 8, 2, timing), [5.0]) == 5.0
@@ -176,7 +176,7 @@ def test_a_quick_device_is_forgotten_by_time_and_not_by_streams() -> None:
     assert timing.fastest_s < 0.011
 
 
-def test_who_waits_for_text_or_for_a_listener_says_nothing_about_the_device() -> None:
+def test_waiting_for_text_or_listener_is_no_measure_of_speed() -> None:
     timing = FrameTiming(FRAME_S, OPENING_S)
     busy = pacing(1, 8, 2, timing)
     for now in (1.0, 3.0, 3.01, 5.0, 5.01):
@@ -225,7 +225,7 @@ def test_stated_sizes_are_kept_to() -> None:
     assert sizes(sent(quick, pacing(4000, 4000, None))) == [60], "all at the end"
 
 
-def test_those_that_are_due_take_others_along_and_a_first_packet_does_not() -> None:
+def test_due_packets_take_others_along_but_a_first_does_not() -> None:
     def pace(size: int, begun: float | None = 0.0) -> PacketPacing:
         return PacketPacing(
             size, 8, 2, timing=FrameTiming(FRAME_S, OPENING_S), first_sent=begun, sent=100, last=0.0

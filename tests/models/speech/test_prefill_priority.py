@@ -139,7 +139,7 @@ def polite(models: Models) -> Polite:
     return desk
 
 
-def test_a_stage_launches_nothing_that_can_wait_and_is_woken_when_it_is_due(polite: Polite) -> None:
+def test_a_held_launch_is_woken_when_it_is_due(polite: Polite) -> None:
     stage, launches = polite.stage, polite.device.launches
     polite.until = due = polite.clock.now + 30 * MS
     before = len(launches)

@@ -26,10 +26,11 @@ from stretto.server.loop_time import LoopTurns
 from stretto.server.openai import chat
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
-from tests.preprocess.test_pool import BUILDER, picture, sound
+from tests.preprocess.pool.workers import BUILDER, picture, sound
+from tests.server.asks import ASK, CHAT, SPEECH
 from tests.server.conftest import PATIENCE_S, Running
+from tests.server.http.bodies import Turned
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import ASK, CHAT, SPEECH
 from tests.virtual import run_virtual
 
 HEAVY = {"messages": [{"role": "user", "content": [picture(6000)] * 8}]}  # seconds of work
@@ -246,15 +247,6 @@ def test_a_body_must_keep_a_rate(tiny_dir: Path) -> None:
         with front.post(b'{"messages"', 1000) as s:
             assert s.recv(4096).startswith(b"HTTP/1.1 408 ")
         front.nothing_is_held()
-
-
-class Turned(asyncio.SelectorEventLoop):
-    """A loop whose clock the test turns on."""
-
-    ahead = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.ahead
 
 
 @pytest.mark.parametrize(

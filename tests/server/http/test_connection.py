@@ -35,11 +35,12 @@ from stretto.server.http.connection import (
 )
 from stretto.server.http.flow_throttle import REST_S
 from stretto.server.run import AT_ONCE, FEWEST_FILES, OTHER_FILES, raise_file_limit, resource
+from tests.server.asks import ALOUD, ASK, CHAT
 from tests.server.certificates import certificate_settings, needs_openssl
 from tests.server.conftest import HEAD, PATIENCE_S, Running, read_until, serve
+from tests.server.held import HeldServer
+from tests.server.http.wires import Wire, settle
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import ALOUD, ASK, CHAT
-from tests.server.test_limits import HeldServer
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -74,43 +75,6 @@ class Clock:
             self.timers.remove(due[0])
             due[0].call()
         self.now = until
-
-
-class Wire(asyncio.Transport):
-    """A socket whose client takes everything, unless it is `stuck`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent, self.left, self.stuck, self.closing, self.lost = b"", 0, False, False, False
-        self.paused = False
-        self.protocol: Any = None
-
-    def write(self, data: Any) -> None:
-        self.sent += bytes(data)
-        self.left += len(data) if self.stuck else 0
-
-    def get_write_buffer_size(self) -> int:
-        return self.left
-
-    def close(self) -> None:
-        self.closing = True
-        if not self.left:
-            self.abort()
-
-    def abort(self) -> None:
-        self.closing = True
-        if not self.lost:
-            self.lost = True
-            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
 
 
 class House:
@@ -171,11 +135,6 @@ class House:
     async def answer(self, path: str) -> None:
         self.gates[path].set()
         await settle()
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -897,12 +856,12 @@ def test_fewer_files_are_fewer_connections(
         raise_file_limit(1024)
 
 
-def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) -> None:
+def test_many_that_come_at_once_leave_others_their_turn() -> None:
     """All of them may wait to be taken, and few are taken in one turn of the event loop."""
 
-    async def come() -> list[int]:
+    async def come(held: set[Any]) -> list[int]:
         clients = [
-            socket.create_connection(("127.0.0.1", solo_server.port), timeout=PATIENCE_S)
+            socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S)
             for _ in range(100)
         ]
         try:
@@ -915,6 +874,6 @@ def test_many_that_come_at_once_leave_others_their_turn(solo_server: Running) ->
             for client in clients:
                 client.close()
 
-    held = solo_server.server.uvicorn.server_state.connections
-    taken = solo_server.do(come())
+    with serve(ScriptedEngine()) as running:
+        taken = running.do(come(running.server.uvicorn.server_state.connections))
     assert max(b - a for a, b in itertools.pairwise(taken)) <= AT_ONCE

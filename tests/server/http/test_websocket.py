@@ -27,9 +27,9 @@ from stretto.server.http.websocket import (
 )
 from stretto.server.loop_time import HEAVY
 from stretto.server.shares import Shares
-from tests.server.http.test_connection import Wire, settle
+from tests.server.http.frames import CONTINUED, PING, TEXT, frame
+from tests.server.http.wires import Wire, settle
 
-TEXT, CONTINUED, PING = 1, 0, 9
 HELLO = (
     b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
     b"websocket\r\nSec-WebSocket-Version: 13\r\n"
@@ -98,16 +98,6 @@ def run(test: Callable[[Talk], Awaitable[None]]) -> None:
         await talk.ended.wait()
 
     asyncio.run(main())
-
-
-def frame(kind: int, data: bytes, last: bool = True) -> bytes:
-    if len(data) < 126:
-        size = bytes([0x80 | len(data)])
-    elif len(data) < 1 << 16:
-        size = b"\xfe" + len(data).to_bytes(2, "big")
-    else:
-        size = b"\xff" + len(data).to_bytes(8, "big")
-    return bytes([kind | (0x80 if last else 0)]) + size + bytes(4) + data
 
 
 @pytest.mark.parametrize("piece", [1000, SMALL_BYTES, 1 << 20])

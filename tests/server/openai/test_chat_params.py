@@ -7,7 +7,7 @@ from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 
 
-def test_requests_say_how_speech_is_drawn_and_models_say_their_defaults() -> None:
+def test_speech_sampling_of_the_request_or_else_of_the_model() -> None:
     engine = ScriptedEngine(defaults=Params(temperature=0.6, speech_top_k=9))
     with serve(engine) as running:
         check_fields(running, engine)

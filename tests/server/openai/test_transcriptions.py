@@ -22,8 +22,7 @@ from stretto.server.openai.schema import Segment
 from stretto.server.openai.transcriptions import srt, vtt
 from tests.server.conftest import Running, serve
 from tests.server.realtime.sounds import speech
-from tests.server.scripted_engine import ScriptedEngine
-from tests.server.solo_engine import decoded
+from tests.server.scripted_engine import ScriptedEngine, decoded
 
 RATE = 16_000
 FEW = {"max_tokens": 8}  # random weights find no end

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 
 from stretto.config.engine import EngineConfig, HostSettings
 from stretto.preprocess.pool.pool import PoolSettings
 from stretto.server.openai import voice_store as voicestore
 from stretto.testing.qwen3_tts import write_tiny
 from tests.server.conftest import Reply, read_open
+from tests.server.openai.clips import SPEECH, VOICES, same, sound
 from tests.server.real_engine import Served, served
 
 KEYS = ("one", "two")
-SPEECH, VOICES = "/v1/audio/speech", "/v1/audio/voices"
 
 
 def start(tmp_path_factory: pytest.TempPathFactory, kind: Any) -> Iterator[Served]:
@@ -60,11 +58,6 @@ def speech(it: Served, text: str = "Hello, how are you?", key: int = 1, **more: 
     return np.frombuffer(it.post(SPEECH, key, input=text, **body).body, np.int16)
 
 
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Samples that came in other packets may be rounded the other way."""
-    return a.shape == b.shape and int(np.abs(a.astype(np.int32) - b).max()) <= 1
-
-
 def refused(
     it: Served, path: str, body: Any, key: int = 1, method: str | None = None
 ) -> dict[str, Any]:
@@ -77,18 +70,6 @@ def refused(
 def own_voices(it: Served) -> list[str]:
     store = it.running.server.service.voices
     return [name for i in range(len(KEYS)) for name in store.names(f"key{i + 1}")]
-
-
-def sound(
-    seconds: float = 1.2, rate: int = 16000, hz: float = 0.0, loudness: float = 0.2, **how: Any
-) -> str:
-    """Noise, or a loud tone."""
-    wave = loudness * np.random.default_rng(1).standard_normal(int(seconds * rate))
-    if hz:
-        wave = 0.9 * np.sin(np.arange(len(wave)) * hz * 2 * np.pi / rate)
-    out = io.BytesIO()
-    soundfile.write(out, wave.astype(np.float32), rate, **{"format": "WAV", **how})
-    return base64.b64encode(out.getvalue()).decode()
 
 
 def test_voices_languages_and_instructions_change_what_is_heard(custom: Served) -> None:

@@ -3,18 +3,22 @@ where it comes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import pytest
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from tests.server.conftest import Running
 from tests.server.realtime.order import Order
+from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.sounds import b64
 
 MOST_BYTES = 1 << 20
@@ -107,3 +111,35 @@ def talk(running: Running, path: str = "/v1/realtime", **options: Any) -> Iterat
 
 def types(events: list[Json]) -> list[str]:
     return [e["type"] for e in events]
+
+
+def add_text(c: Client, text: str, role: str = "user", **more: Any) -> Json:
+    kind = "output_text" if role == "assistant" else "input_text"
+    c.send(
+        "conversation.item.create",
+        item={"type": "message", "role": role, "content": [{"type": kind, "text": text}]},
+        **more,
+    )
+    return c.until("conversation.item.done")
+
+
+def hold(running: Running, engine: TalkEngine, at: int = 1) -> Any:
+    """The engine stops before its event number `at`, until the function that comes back is
+    called."""
+
+    event = asyncio.Event()
+
+    async def gate(i: int) -> None:
+        if i == at:
+            await event.wait()
+
+    engine.gate = gate
+    return lambda: running.loop.call_soon_threadsafe(event.set)
+
+
+def closed(c: Client) -> tuple[int, str]:
+    """How the server ends it, whatever it says before."""
+    with pytest.raises(ConnectionClosed) as e:
+        c.until("nothing that there is")
+    assert e.value.rcvd is not None
+    return e.value.rcvd.code, e.value.rcvd.reason

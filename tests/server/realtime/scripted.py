@@ -1,254 +1,30 @@
-"""An engine with sessions that says what it is told to, and a detector of speech that listens to
-loudness alone."""
+"""A detector of speech that listens to loudness alone; and, until all tests import them from where
+they are, other names of the scripted engine and its sessions."""
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from stretto.engine.events import AudioChunk, Event, Finished, Message, TextDelta, Usage
-from stretto.engine.session import END, INPUT_RATE, Item
-from stretto.errors import Gone, Invalid
 from stretto.server.realtime.vad import Float, Silero, VadState
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_engine import ScriptedEngine as TalkEngine
+from tests.server.scripted_session import (
+    RATE,
+    Ask,
+    ScriptedSession,
+    plain,
+    say,
+    short,
+    tone,
+)
 
-RATE = 24_000
+__all__ = [
+    "RATE", "Ask", "LoudnessVad", "ScriptedSession", "TalkEngine", "plain", "say",
+    "short", "tone",
+]  # fmt: skip
+
 LOUD = 0.02
-
-
-@dataclass(slots=True)
-class Ask:
-    """One call of `respond`."""
-
-    messages: list[Message]
-    given: dict[str, Any]
-
-    @property
-    def texts(self) -> list[str]:
-        """What each message says, in short: words, or how much sound."""
-        return [short(m) for m in self.messages]
-
-
-def short(message: Message) -> str:
-    content = message["content"]
-    if isinstance(content, str):
-        calls = [c["function"]["name"] for c in message.get("tool_calls", ())]
-        return f"{message['role']}: {content}" + "".join(f" <{c}>" for c in calls)
-    parts = []
-    for part in content:
-        match part["type"]:
-            case "audio":
-                assert part["sample_rate"] == INPUT_RATE
-                parts.append(f"[{len(part['data']) / INPUT_RATE:.2f} s]")
-            case "text":
-                parts.append(part["text"])
-            case other:
-                parts.append(f"[{other}]")
-    return f"{message['role']}: {' '.join(parts)}"
-
-
-Script = Callable[[Ask], Sequence[Event]]
-
-
-def say(text: str, seconds: float = 1.0, pieces: int = 5) -> list[Event]:
-    """Words and sound in turn, as an engine gives them."""
-    words = text.split(" ")
-    texts = [(" " if i else "") + w for i, w in enumerate(words)]
-    size = int(seconds * RATE / pieces)
-    out: list[Event] = []
-    for i in range(max(len(texts), pieces)):
-        if i < len(texts):
-            out.append(TextDelta((i,), texts[i]))
-        if i < pieces and size:
-            out.append(AudioChunk(i * size, tone(size, i)))
-    return out
-
-
-def tone(size: int, seed: int) -> Float:
-    return np.random.default_rng(seed).uniform(-0.1, 0.1, size).astype(np.float32)
-
-
-def plain(ask: Ask) -> Sequence[Event]:
-    """An answer that depends on what was asked, so that memory shows."""
-    if "Transcribe the" in ask.texts[0]:
-        return say("what was said", 0)
-    return say(f"I know {len(ask.messages)} messages so far.", 1.0)
-
-
-@dataclass(slots=True, eq=False)
-class ScriptedSession:
-    engine: TalkEngine
-    owner: str = ""
-    sender: str = ""
-    closed: bool = False
-    log: list[str] = field(default_factory=list)
-    _items: list[Item] = field(default_factory=list)
-    expected: dict[str, Any] = field(default_factory=dict)  # of the next answer
-    _open: list[Float] = field(default_factory=list)
-    _before: list[Float] | None = None
-
-    @property
-    def pending(self) -> int:
-        return sum(map(len, self._open))
-
-    @property
-    def items(self) -> tuple[Item, ...]:
-        return tuple(self._items)
-
-    async def append(self, samples: Float) -> None:
-        self._check()
-        assert samples.dtype == np.float32
-        self._open.append(samples)
-
-    async def clear(self) -> None:
-        self._check()
-        self._open.clear()
-
-    async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
-        self._check()
-        assert self.pending
-        self._before = self._open[:] if maybe else None
-        samples = np.concatenate(self._open)
-        self._open.clear()
-        self.log.append(f"commit {len(samples)}")
-        return await self.add({"role": "user", "content": [audio(samples)]}, id=id)
-
-    async def add(
-        self, message: Message, *, id: str | None = None, after: str | None = END
-    ) -> Item:
-        self._check()
-        _check_media(message)
-        item = Item(id or f"own_{secrets.token_hex(6)}", message)
-        assert item.id not in [i.id for i in self._items]
-        place = 0 if after is None else len(self._items) if after == END else self._find(after) + 1
-        self._items.insert(place, item)
-        return item
-
-    async def item(self, message: Message, *, id: str | None = None) -> Item:
-        self._check()
-        _check_media(message)
-        return Item(id or f"own_{secrets.token_hex(6)}", message)
-
-    async def draft(self) -> Item:
-        self._check()
-        return await self.item({"role": "user", "content": [audio(np.concatenate(self._open))]})
-
-    async def reopen(self, id: str) -> None:
-        self._check()
-        assert self._before is not None
-        assert not self.pending
-        await self.remove(id)
-        self._open, self._before = self._before, None
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        return ()
-
-    async def read(self) -> None:
-        pass
-
-    def expect(self, **given: Any) -> None:
-        self.expected = given
-
-    async def remove(self, id: str) -> None:
-        self._check()
-        del self._items[self._find(id)]
-
-    async def replace(self, id: str, message: Message) -> None:
-        self._check()
-        self._items[self._find(id)] = Item(id, message)
-
-    def respond(self, **given: Any) -> AsyncGenerator[Event]:
-        self._check()
-        items = self._items if given.get("items") is None else given["items"]
-        words = given.get("instructions")
-        messages = [
-            *([{"role": "system", "content": words}] if words else []),
-            *(i.message for i in items),
-        ]
-        return self._answer(Ask(messages, given))
-
-    async def _answer(self, ask: Ask) -> AsyncGenerator[Event]:
-        engine, said, samples, tokens = self.engine, [], 0, 0
-        name = secrets.token_hex(6)
-        spoken = "audio" in ask.given["modalities"]
-        engine.asks.append(ask)
-        engine.ledger.open(name)
-        try:
-            if not ask.messages:
-                raise Invalid("messages is empty", "messages")
-            if (on_prompt := ask.given.get("on_prompt")) is not None:
-                on_prompt(Usage(10 * len(ask.messages), 0, 0, 0, 0, 3, 0))
-            for i, event in enumerate(engine.script(ask)):
-                if engine.gate is not None:
-                    await engine.gate(i)
-                if i == engine.fail_at:
-                    assert engine.error is not None
-                    raise engine.error
-                if isinstance(event, AudioChunk):
-                    if not spoken:
-                        continue
-                    samples += len(event.samples)
-                if isinstance(event, TextDelta):
-                    said.append(event.text)
-                    tokens += 1
-                await asyncio.sleep(0)
-                yield event
-            reason = "length" if tokens >= ask.given["params"].max_text_tokens else "stop"
-            usage = Usage(10 * len(ask.messages), tokens, samples // 1920, samples, 4, 3, 0)
-            engine.ledger.finished += 1
-            yield Finished(
-                reason,
-                "stop" if spoken else None,
-                usage,
-                ask.given["params"].seed or 7,
-                engine.timeline,
-            )
-        finally:
-            engine.ledger.close(name)
-            if ask.given.get("remember", True) and said and not self.closed:
-                await self.add({"role": "assistant", "content": "".join(said)})
-
-    async def close(self) -> None:
-        self.closed = True
-        self._items.clear()
-        self._open.clear()
-
-    def _find(self, id: str) -> int:
-        return next(i for i, item in enumerate(self._items) if item.id == id)
-
-    def _check(self) -> None:
-        if self.closed:
-            raise Gone("the session was closed")
-
-
-def _check_media(message: Message) -> None:
-    """Refuses what a session refuses, and says it in the same way."""
-    content = message["content"]
-    for at, part in enumerate(content if isinstance(content, list) else ()):
-        if part["type"] == "image_url" and not part["image_url"]["url"].startswith("data:"):
-            place = f"messages[0].content[{at}].image_url.url"
-            raise Invalid(f"{place}: remote files are not fetched", place)
-
-
-def audio(samples: Float) -> dict[str, Any]:
-    return {"type": "audio", "data": samples, "sample_rate": INPUT_RATE}
-
-
-@dataclass(slots=True)
-class TalkEngine(ScriptedEngine):
-    script: Script = plain
-    asks: list[Ask] = field(default_factory=list)
-    sessions: list[ScriptedSession] = field(default_factory=list)
-
-    def session(self, *, owner: str = "", sender: str = "") -> ScriptedSession:
-        self.sessions.append(ScriptedSession(self, owner, sender))
-        return self.sessions[-1]
 
 
 class LoudnessVad(Silero):

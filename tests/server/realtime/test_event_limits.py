@@ -216,7 +216,7 @@ def big_tools(tag: str) -> list[dict[str, Any]]:
     return [{"type": "function", "name": f"f{i}", "description": tag * 5000} for i in range(20)]
 
 
-def test_what_an_update_does_not_change_is_not_read_and_not_told_again(
+def test_an_update_reads_and_reports_only_what_it_changes(
     running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []

@@ -8,7 +8,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +15,13 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from stretto.family import ModelInfo
 from stretto.server.realtime import endpoint
+from stretto.server.realtime import response as response_module
 from tests.server.conftest import PATIENCE_S, Running, read_until
-from tests.server.realtime.client import Client, talk
+from tests.server.realtime.client import closed, hold, talk, types
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, silence, speech
-from tests.server.realtime.test_turns_by_hand import hold
 
 KEY = "secret-key"
 
@@ -93,12 +91,7 @@ def test_other_refusals(running: Running, engine: TalkEngine) -> None:
 
 
 def test_a_model_that_only_reads_aloud_holds_no_conversation() -> None:
-    class Reader(TalkEngine):
-        @property
-        def info(self) -> ModelInfo:
-            return replace(super().info, output_modalities=("audio",))
-
-    with talking(Reader()) as running:
+    with talking(TalkEngine(card={"output_modalities": ("audio",)})) as running:
         assert refused(running) == (400, "invalid_value")
 
 
@@ -134,14 +127,6 @@ def test_a_key_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixtur
 # ---- the end of a session
 
 
-def closed(c: Client) -> tuple[int, str]:
-    """How the server ends it, whatever it says before."""
-    with pytest.raises(ConnectionClosed) as e:
-        c.until("nothing that there is")
-    assert e.value.rcvd is not None
-    return e.value.rcvd.code, e.value.rcvd.reason
-
-
 def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "POLL_S", 0.01)
     with talking(TalkEngine(), realtime_minutes=0.001) as running, talk(running) as c:
@@ -158,10 +143,14 @@ def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "POLL_S", 0.01)
-    engine, ahead = TalkEngine(), 0.0
-    clock = SimpleNamespace(
-        monotonic=lambda: time.monotonic() + ahead, perf_counter=time.perf_counter
-    )
+    engine, ahead, looks = TalkEngine(), 0.0, 0
+
+    def monotonic() -> float:
+        nonlocal looks
+        looks += 1
+        return time.monotonic() + ahead
+
+    clock = SimpleNamespace(monotonic=monotonic, perf_counter=time.perf_counter)
     monkeypatch.setattr(endpoint, "time", clock)
     with talking(engine, realtime_idle=300.0) as running, talk(running) as c:
         go_on = hold(running, engine)
@@ -169,7 +158,9 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         c.send("response.create")
         c.until("response.created")
         ahead = 400.0
-        running.do(asyncio.sleep(20 * endpoint.POLL_S))
+        before = looks
+        while looks < before + 20:
+            running.do(asyncio.sleep(0))
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
         ahead = 800.0
@@ -309,17 +300,22 @@ def test_what_the_engine_has_forgotten_is_not_held() -> None:
         assert not c.sync()
 
 
-def test_sound_is_sent_no_further_ahead_than_allowed(engine: TalkEngine) -> None:
+def test_sound_is_sent_no_further_ahead_than_allowed(
+    engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 0.2 s; the next one goes when no more than 0.5 s are ahead."""
+    now = [0.0]
+    monkeypatch.setattr(response_module, "clock", lambda: now[0])
     engine.script = lambda ask: say("word", 60.0, 300)
     with talking(engine, realtime_lead=0.5) as running, talk(running) as c:
         c.manual(instructions="x")
-        began = time.monotonic()
         c.send("response.create")
-        got = 0
-        while got < 2 * 48_000:
-            got += len(c.until("response.output_audio.delta")["delta"]) * 3 // 4
-            ahead = got / 48_000 - (time.monotonic() - began)
-            assert ahead <= 0.5 + 0.2 + 0.01  # and the piece that was just sent
+        sent = 0
+        for now[0], wanted in ((0.0, 3), (0.45, 5), (0.85, 7)):
+            while sent < wanted:
+                c.until("response.output_audio.delta")
+                sent += 1
+            assert "response.output_audio.delta" not in types(c.sync())
         c.send("response.cancel")
         assert c.until("response.done")["response"]["status"] == "cancelled"
 

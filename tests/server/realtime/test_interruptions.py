@@ -23,11 +23,10 @@ from stretto.server.realtime.vad import Batcher
 from tests.engine.common import freed
 from tests.server.conftest import Running
 from tests.server.real_engine import Served, served
-from tests.server.realtime.client import Client, Json, talk
+from tests.server.realtime.client import Client, Json, add_text, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import RATE, LoudnessVad, TalkEngine, say, short
 from tests.server.realtime.sounds import pcm, speech
-from tests.server.realtime.test_turns_by_hand import add_text
 
 SCRIPTED, REAL = 140, 60
 FRAMES = 400

@@ -9,7 +9,7 @@ from stretto.server.realtime.playback_estimate import PlaybackClock, played_text
 TEXT = "one two three four five six seven eight nine ten"
 
 
-def test_a_share_of_the_sound_is_the_same_share_of_the_text_in_whole_words() -> None:
+def test_played_text_is_the_share_of_sound_in_whole_words() -> None:
     assert played_text(TEXT, 0.0, 10.0, True) == ""
     assert played_text(TEXT, 10.0, 10.0, True) == TEXT
     assert played_text(TEXT, 99.0, 10.0, True) == TEXT

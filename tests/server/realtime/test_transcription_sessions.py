@@ -122,9 +122,7 @@ def test_by_hand_with_a_language_and_what_is_not_possible(
         assert c.until("session.updated")["session"]["audio"]["input"]["transcription"]
 
 
-def test_a_session_becomes_one_for_transcription_before_anything_is_said(
-    running: Running, engine: TalkEngine
-) -> None:
+def test_session_type_may_change_before_any_sound(running: Running, engine: TalkEngine) -> None:
     with talk(running) as c:
         c.send("session.update", session={"type": "transcription"})
         assert c.until("session.updated")["session"]["type"] == "transcription"

@@ -13,7 +13,7 @@ from stretto.errors import Busy
 from stretto.server.realtime.audio_formats import decode_g711, encode_g711
 from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND
 from tests.server.conftest import Running
-from tests.server.realtime.client import Client, Json, talk, types
+from tests.server.realtime.client import Client, Json, add_text, hold, talk, types
 from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, speech
 
@@ -34,16 +34,6 @@ def speak(c: Client, data: bytes = ONE_S) -> str:
 def answer(c: Client, **response: Any) -> list[Json]:
     c.send("response.create", response=response)
     return c.collect("response.done")
-
-
-def add_text(c: Client, text: str, role: str = "user", **more: Any) -> Json:
-    kind = "output_text" if role == "assistant" else "input_text"
-    c.send(
-        "conversation.item.create",
-        item={"type": "message", "role": role, "content": [{"type": kind, "text": text}]},
-        **more,
-    )
-    return c.until("conversation.item.done")
 
 
 def test_voice_turn_in_order(running: Running, engine: TalkEngine) -> None:
@@ -305,21 +295,6 @@ def test_a_second_response_at_once_is_refused(running: Running, engine: TalkEngi
         )
         gate()
         assert c.until("response.done")["response"]["status"] == "completed"
-
-
-def hold(running: Running, engine: TalkEngine, at: int = 1) -> Any:
-    """The engine stops before its event number `at`, until the function that comes back is
-    called."""
-    import asyncio
-
-    event = asyncio.Event()
-
-    async def gate(i: int) -> None:
-        if i == at:
-            await event.wait()
-
-    engine.gate = gate
-    return lambda: running.loop.call_soon_threadsafe(event.set)
 
 
 def test_the_buffer_can_be_cleared(running: Running, engine: TalkEngine) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from tests.server.conftest import Running, serve
-from tests.server.realtime.client import Client, Json, talk, types
+from tests.server.realtime.client import Client, Json, hold, talk, types
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
-from tests.server.realtime.test_turns_by_hand import hold
 
 TURN = pcm(silence(0.5), speech(1.0), silence(0.8))
 WINDOW_MS = 32

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.server.web.fake_server import FakeServer
-from tests.server.web.tab import Browser, find_chromium
-
-MICROPHONE_HZ = 480.0
+from tests.server.scripted_server import ScriptedServer
+from tests.server.web.tab import MICROPHONE_HZ, Browser, find_chromium
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +24,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[FakeServer]:
-    with FakeServer() as server:
+def running() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: FakeServer) -> FakeServer:
+def server(running: ScriptedServer) -> ScriptedServer:
     """The scripted server, as good as new."""
     running.reset()
     return running

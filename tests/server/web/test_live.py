@@ -12,8 +12,7 @@ import pytest
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import silence, speech
-from tests.server.web.tab import Browser, find_chromium
-from tests.server.web.test_page import READY
+from tests.server.web.tab import READY, Browser, find_chromium
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.server.web.fake_server import FakeServer, Script
-from tests.server.web.tab import SOUND, Browser, Tab
-from tests.server.web.test_page import DONE, READY, shows
+from stretto.engine.events import TimelineSpan
+from stretto.errors import Invalid
+from tests.server.scripted_server import Script, ScriptedServer
+from tests.server.web.line import LISTEN, PAUSE_S, Line, steady
+from tests.server.web.tab import DONE, READY, SOUND, Browser, Tab, shows
 
 
 @pytest.fixture
-def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
+def tab(browser: Browser, server: ScriptedServer) -> Iterator[Tab]:
     tab = browser.open(server.url, before=SOUND)
     tab.until(READY)
     yield tab
@@ -27,7 +29,7 @@ def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
     ("width", "height", "dark"), [(1280, 800, False), (390, 844, True), (320, 568, False)]
 )
 def test_fits_and_targets_are_large_enough(
-    browser: Browser, server: FakeServer, width: int, height: int, dark: bool
+    browser: Browser, server: ScriptedServer, width: int, height: int, dark: bool
 ) -> None:
     tab = browser.open(server.url, width, height, dark)
     tab.until(READY)
@@ -50,7 +52,7 @@ def test_fits_and_targets_are_large_enough(
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_words_stand_out_from_their_ground(
-    browser: Browser, server: FakeServer, dark: bool
+    browser: Browser, server: ScriptedServer, dark: bool
 ) -> None:
     """WCAG AA: 4.5 to 1 for each colour that words are written in, on each ground they are written
     on."""
@@ -179,7 +181,7 @@ COVERED = """[".top", ".saying", ".row", ".small", ".big", ".staff-foot", ".scor
 })"""
 
 
-def answered(tab: Tab, server: FakeServer) -> None:
+def answered(tab: Tab, server: ScriptedServer) -> None:
     server.script = Script(text=f"A word: {LONG}. " + server.script.text)
     tab.ask(f"What is a {LONG}?")
     tab.until(DONE)
@@ -187,19 +189,19 @@ def answered(tab: Tab, server: FakeServer) -> None:
     tab.until("strettoStats().lanes.length === 7")
 
 
-def failed(tab: Tab, server: FakeServer) -> None:
+def failed(tab: Tab, server: ScriptedServer) -> None:
     server.script = Script(refuse=(500, {}, f"the stage {LONG} died"))
     tab.ask("Will it hold?")
     tab.until(shows("died"))
 
 
-def busy(tab: Tab, server: FakeServer) -> None:
-    server.script = Script(refuse=(429, {"Retry-After": "3600"}, f"{LONG} streams are running"))
+def busy(tab: Tab, server: ScriptedServer) -> None:
+    server.script = Script(refuse=(429, {"retry-after": "3600"}, f"{LONG} streams are running"))
     tab.ask("Please?")
     tab.until(shows("Trying again in 3600 s."))
 
 
-def loading(tab: Tab, server: FakeServer) -> None:
+def loading(tab: Tab, server: ScriptedServer) -> None:
     server.script.health = {
         "status": "loading",
         "stages": {"code_predictor": "loading 43 %", LONG: LONG},
@@ -208,15 +210,15 @@ def loading(tab: Tab, server: FakeServer) -> None:
     tab.until(shows("The model is loading."))
 
 
-def locked(tab: Tab, server: FakeServer) -> None:
+def locked(tab: Tab, server: ScriptedServer) -> None:
     tab.eval("document.querySelector('#open-settings').click()")
-    server.script.key = "sk-secret"
+    server.lock("sk-secret")
     tab.write("key", "sk-wrong")
     tab.press("Escape")
     tab.until(shows("This server asks for a key."))
 
 
-def refused(tab: Tab, server: FakeServer) -> None:
+def refused(tab: Tab, server: ScriptedServer) -> None:
     """After an answer: its timing stays, and the refused question has none."""
     tab.ask("First?")
     tab.until(DONE)
@@ -233,7 +235,7 @@ def refused(tab: Tab, server: FakeServer) -> None:
     )
 
 
-def answering(tab: Tab, server: FakeServer) -> None:
+def answering(tab: Tab, server: ScriptedServer) -> None:
     server.script = Script(hold=("packet 2",))
     tab.ask("What is a stretto?")
     tab.until("strettoStats().turns[0]?.packets === 2")
@@ -241,7 +243,7 @@ def answering(tab: Tab, server: FakeServer) -> None:
     assert tab.visible("stop")
 
 
-def recording(tab: Tab, server: FakeServer) -> None:
+def recording(tab: Tab, server: ScriptedServer) -> None:
     """With the microphone that was chosen; it can be dropped by a button, and begun again."""
     tab.click("open-settings")
     tab.until("document.querySelectorAll('#microphone option').length > 1")
@@ -268,11 +270,12 @@ def recording(tab: Tab, server: FakeServer) -> None:
     assert server.requests == []
 
 
-def conversing(tab: Tab, server: FakeServer) -> None:
+def conversing(tab: Tab, server: ScriptedServer) -> None:
     """The parts of the wait are told in plain words, and make up the whole."""
-    server.realtime.turn = server.turn()
-    tab.click("talk")
-    tab.until("strettoStats().turns[0]?.parts")
+    line = Line(tab, server)
+    server.engine.timeline = SPANS
+    line.begin()
+    converse(tab, line, 0)
     tab.click("live")
     tab.until("strettoStats().talk === 'ended'")
     (turn,) = tab.stats()["turns"]
@@ -281,7 +284,7 @@ def conversing(tab: Tab, server: FakeServer) -> None:
         for part in turn["parts"]
     }
     assert sum(taken.values()) == pytest.approx(turn["heardAfter"], abs=1e-6)
-    assert taken["pause"] == 0.5
+    assert taken["pause"] == PAUSE_S
     names = tab.eval("[...document.querySelectorAll('.part-name')].map((name) => name.textContent)")
     assert names == [
         "Pause",
@@ -293,11 +296,27 @@ def conversing(tab: Tab, server: FakeServer) -> None:
         "Network",
         "Buffer",
     ]
-    tab.click("live")
-    tab.until("strettoStats().turns[1]?.parts")
+    line.begin("live")
+    converse(tab, line, 1)
 
 
-def remembered(tab: Tab, server: FakeServer) -> None:
+def converse(tab: Tab, line: Line, number: int) -> None:
+    """A turn and its answer, of which the beginning is heard."""
+    line.ask(number)
+    line.sound(steady((1.0, 0.2)), number)
+    tab.play(8)
+    line.done(number)
+    tab.until(f"strettoStats().turns[{number}]?.parts")
+
+
+SPANS = (
+    TimelineSpan("thinker", "encode", 0.0, 0.03), TimelineSpan("thinker", "prompt", 0.03, 0.05),
+    TimelineSpan("talker", "prompt", 0.04, 0.07),
+    TimelineSpan("code2wav", "first frame", 0.07, 0.08),
+)  # fmt: skip
+
+
+def remembered(tab: Tab, server: ScriptedServer) -> None:
     """What was said is still there after a reload, can be copied, and goes along with the next
     question. A new conversation forgets it."""
     answered(tab, server)
@@ -320,8 +339,8 @@ def remembered(tab: Tab, server: FakeServer) -> None:
     tab.until(f"{READY} && strettoStats().turns.length === 2")
 
 
-def noise(tab: Tab, server: FakeServer) -> None:
-    server.script.card = {"id": LONG, "random_weights": True}
+def noise(tab: Tab, server: ScriptedServer) -> None:
+    server.script.card = {"name": LONG, "random_weights": True}
     tab.do(tab.page.reload())
     tab.until(READY)
     tab.until("document.querySelector('#model').textContent.includes('noise')")
@@ -340,7 +359,7 @@ FILES = """(async () => {
 })()""".replace("LONG", LONG)
 
 
-def attached(tab: Tab, server: FakeServer) -> None:
+def attached(tab: Tab, server: ScriptedServer) -> None:
     """Sound and video go along; a file that is too large or of no use is named."""
     tab.eval(FILES)
     tab.until(shows(f"{LONG}.txt cannot be sent: the model takes pictures, sound and video."))
@@ -355,7 +374,7 @@ def attached(tab: Tab, server: FakeServer) -> None:
     tab.until(shows("cannot be sent"))
 
 
-def composing(tab: Tab, _: FakeServer) -> None:
+def composing(tab: Tab, _: ScriptedServer) -> None:
     tab.write("question", LONG)
     tab.eval("""(async () => {
       const canvas = Object.assign(document.createElement("canvas"), {width: 20, height: 10});
@@ -367,19 +386,19 @@ def composing(tab: Tab, _: FakeServer) -> None:
     tab.until("document.querySelectorAll('#tray img').length === 5")
 
 
-def settings(tab: Tab, _: FakeServer) -> None:
+def settings(tab: Tab, _: ScriptedServer) -> None:
     tab.click("open-settings")
     tab.until("document.querySelectorAll('#microphone option').length > 1")
 
 
 READER: dict[str, Any] = {
-    "output_modalities": ["audio"], "input_modalities": ["text", "audio"], "instructions": True,
-    "cloning": True,
-    "languages": ["auto", "english", "a language with a rather long name"], "voices": [],
+    "output_modalities": ("audio",), "input_modalities": ("text", "audio"), "instructions": True,
+    "cloning": True, "default_voice": "", "voices": (),
+    "languages": ("auto", "english", "a language with a rather long name"),
 }  # fmt: skip
 
 
-def reading(tab: Tab, server: FakeServer) -> None:
+def reading(tab: Tab, server: ScriptedServer) -> None:
     """A text is read with a voice that is made of a clip, in a language, and in a manner."""
     server.script.card = READER
     tab.do(tab.page.reload())
@@ -389,10 +408,10 @@ def reading(tab: Tab, server: FakeServer) -> None:
     clip = {"name": f"{LONG}.wav", "mimeType": "audio/wav", "buffer": b"RIFF" + bytes(900)}
     tab.do(tab.at("clip").set_input_files([clip]))  # type: ignore[list-item]
     tab.write("voice-name", LONG[:60].replace("ä", "a"))
-    server.script.refuse = (400, {}, f"{LONG} is too short")
+    server.engine.clip_error = Invalid(f"{LONG} is too short", "audio")
     tab.click("save-voice")
     tab.until("document.querySelector('#voice-wrong').textContent.includes('too short')")
-    server.script.refuse = None
+    server.engine.clip_error = None
     tab.click("save-voice")
     tab.until("!document.querySelector('#voices').open")
     tab.write("manner", "warmly")
@@ -400,28 +419,23 @@ def reading(tab: Tab, server: FakeServer) -> None:
     tab.ask(f"Read this. {LONG}")
     tab.until(DONE)
     asked = server.requests[-1]
-    assert asked["input"].startswith("Read this.")
-    assert {k: asked[k] for k in ("instructions", "language", "stream_format",
-        "response_format")} == {
-        "instructions": "warmly", "language": "english", "stream_format": "sse",
-        "response_format": "pcm",
-    }  # fmt: skip
-    assert asked["voice"] in server.made
+    assert asked["text"].startswith("Read this.")
+    manner = asked["manner"]
+    assert (manner.instructions, manner.language) == ("warmly", "english")
+    assert manner.voice == b"a voice"
     assert tab.stats()["turns"][0]["packets"] == len(server.script.packets)
 
 
-def voices(tab: Tab, server: FakeServer) -> None:
-    server.script.card, server.made = (
-        READER,
-        {LONG: {"object": "voice", "name": LONG, "created": 1}},
-    )
+def voices(tab: Tab, server: ScriptedServer) -> None:
+    server.script.card = READER
+    server.service.voices.keep("anyone", LONG, b"a voice", False)
     tab.do(tab.page.reload())
     tab.until("document.body.dataset.mode === 'reading'")
     tab.click("add-voice")
     tab.until("document.querySelectorAll('#own-voices li').length === 1")
 
 
-STATES: dict[str, Callable[[Tab, FakeServer], None]] = {
+STATES: dict[str, Callable[[Tab, ScriptedServer], None]] = {
     "empty": lambda tab, server: None, "answered": answered, "failed": failed, "busy": busy,
     "loading": loading,
     "locked": locked, "composing": composing, "settings": settings, "refused": refused,
@@ -430,18 +444,18 @@ STATES: dict[str, Callable[[Tab, FakeServer], None]] = {
     "attached": attached,
     "reading": reading, "voices": voices,
 }  # fmt: skip
-REAL = ("recording", "conversing", "settings")  # with the browser's own sound
+REAL = ("recording", "settings")  # with the browser's own sound
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_nothing_sticks_out(
-    browser: Browser, server: FakeServer, state: str, tmp_path: Path
+    browser: Browser, server: ScriptedServer, state: str, tmp_path: Path
 ) -> None:
     """In no state of the page, at no width, with no font, with the timing open or folded; nor are
     words covered, and the page itself never scrolls: its parts do. At first the timing is
     folded."""
     folder = Path(os.environ.get("STRETTO_PICTURES", tmp_path))
-    tab = browser.open(server.url, *WIDTHS[0], before="" if state in REAL else SOUND)
+    tab = browser.open(server.url, *WIDTHS[0], before="" if state in REAL else SOUND + LISTEN)
     tab.until(READY)
     assert not tab.eval("document.querySelector('#score').open")
     STATES[state](tab, server)
@@ -469,7 +483,7 @@ def test_nothing_sticks_out(
     tab.close()
 
 
-def test_the_picture_is_as_high_as_its_lanes(browser: Browser, server: FakeServer) -> None:
+def test_the_picture_is_as_high_as_its_lanes(browser: Browser, server: ScriptedServer) -> None:
     """After the window has grown too."""
     tab = browser.open(server.url, 320, 568, before=SOUND)
     tab.until(READY)

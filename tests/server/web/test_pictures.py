@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.web.fake_server import FakeServer, Script
-from tests.server.web.tab import SOUND, Browser
-from tests.server.web.test_page import READY
+from tests.server.scripted_server import Script, ScriptedServer
+from tests.server.web.tab import READY, SOUND, Browser
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -21,7 +20,7 @@ from tests.server.web.test_page import READY
 )
 def test_picture(
     browser: Browser,
-    server: FakeServer,
+    server: ScriptedServer,
     tmp_path: Path,
     name: str,
     width: int,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.web.fake_server import FakeServer
+from tests.server.scripted_server import ScriptedServer
 from tests.server.web.tab import Browser, Tab
 
 # The audio thread's module, loaded in the page with stand-ins for what only that thread has.
@@ -42,12 +42,11 @@ PLAY = """((lead, steps) => {
 
 
 @pytest.fixture(scope="module")
-def tab(browser: Browser) -> Iterator[Tab]:
-    with FakeServer() as server:
-        tab = browser.open(server.url)
-        tab.eval(LOAD)
-        yield tab
-        tab.close()
+def tab(browser: Browser, running: ScriptedServer) -> Iterator[Tab]:
+    tab = browser.open(running.url)
+    tab.eval(LOAD)
+    yield tab
+    tab.close()
 
 
 def play(tab: Tab, lead: int, steps: list[list[Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The spoken conversation on the page, against a scripted server: what each phase shows, what the
+"""The spoken conversation on the page, with the server and the scripted engine: what each phase shows, what the
 form and the clock follow, and how it ends.
 
 Sound and time pass only where the test lets them: `tab.play` and `tab.speak` are the loudspeaker
@@ -6,21 +6,17 @@ and the microphone, `tab.pass_time` the clock."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.server.web import fake_realtime as said
-from tests.server.web.fake_realtime import FakeRealtime
-from tests.server.web.fake_server import FakeServer
-from tests.server.web.tab import SOUND, Browser, Tab
-from tests.server.web.test_page import READY, shows
+from stretto.errors import Busy
+from tests.server.scripted_server import ScriptedServer
+from tests.server.web.line import LISTEN, PAUSE_S, Line, steady
+from tests.server.web.tab import READY, SOUND, Browser, Tab, shows
 
 BLOCK_MS = 128 / 24
-WATCH = """
+MICROPHONE = """
 window.tracks = [];
 const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
 window.asked = new Promise((go) => (window.allow = go));
@@ -39,15 +35,9 @@ DESCRIPTION = "A toy with a small synthetic voice. It repeats sentences, adds nu
 FREE = "tracks.every((track) => track.readyState === 'ended') && microphones() === 0"
 
 
-def pcm(*parts: tuple[float, float]) -> str:
-    """Sound of (seconds, value of each sample)."""
-    samples = np.concatenate([np.full(int(s * 24000), v) for s, v in parts])
-    return base64.b64encode((samples * 32767).round().astype("<i2").tobytes()).decode()
-
-
 @pytest.fixture
-def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
-    tab = browser.open(server.url, before=SOUND + WATCH, clock=True)
+def tab(browser: Browser, server: ScriptedServer) -> Iterator[Tab]:
+    tab = browser.open(server.url, before=SOUND + LISTEN + MICROPHONE, clock=True)
     tab.until(READY)
     yield tab
     refusals = "WebSocket connection"  # the browser's own complaint of those that a test wants
@@ -56,32 +46,8 @@ def tab(browser: Browser, server: FakeServer) -> Iterator[Tab]:
 
 
 @pytest.fixture
-def line(server: FakeServer) -> FakeRealtime:
-    return server.realtime
-
-
-def phase(tab: Tab, wanted: str) -> None:
-    tab.until(f"strettoStats().talk === '{wanted}'")
-
-
-def begin(tab: Tab, line: FakeRealtime, by: str = "talk") -> None:
-    tab.click(by)
-    phase(tab, "listening")
-    line.wait_for("session.update")
-
-
-def ask(tab: Tab, line: FakeRealtime, question: str = "Who are you?", n: int = 0) -> None:
-    """Somebody says something; the answer begins, and has no sound yet."""
-    line.send(said.started(f"q{n}"))
-    phase(tab, "hearing")
-    line.send(said.stopped(f"q{n}"), said.words(question, f"q{n}"), *said.answer("I am.", f"r{n}"))
-    tab.until(f"strettoStats().turns[{n}]?.text === 'I am.'")
-
-
-def hear(tab: Tab, line: FakeRealtime, sound: str, n: int = 0) -> None:
-    """The answer's sound arrives; nothing of it is played yet."""
-    line.send(said.sound(sound, f"r{n}"))
-    tab.until(f"strettoStats().turns[{n}].packets === 1")
+def line(tab: Tab, server: ScriptedServer) -> Line:
+    return Line(tab, server)
 
 
 def ends(tab: Tab) -> list[dict[str, float]]:
@@ -106,35 +72,36 @@ def box(tab: Tab, id: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (768, 1024), (1280, 800)])
 def test_nothing_jumps_when_a_conversation_begins(
-    browser: Browser, server: FakeServer, width: int, height: int
+    browser: Browser, server: ScriptedServer, width: int, height: int
 ) -> None:
     """Neither the composer nor the form, from the welcome to the first words and to the end."""
-    tab, line = browser.open(server.url, width, height, before=SOUND + WATCH), server.realtime
+    tab = browser.open(server.url, width, height, before=SOUND + LISTEN + MICROPHONE)
+    line = Line(tab, server)
     tab.until(READY)
     before = box(tab, "composer"), box(tab, "form")
     tab.eval("window.held = true")
     tab.click("talk")
-    phase(tab, "asking")
+    line.phase("asking")
     assert (box(tab, "composer"), box(tab, "form")) == before
     tab.eval("allow()")
-    phase(tab, "listening")
+    line.phase("listening")
     assert not tab.visible("welcome")
     assert (box(tab, "composer"), box(tab, "form")) == before
-    ask(tab, line)
-    hear(tab, line, pcm((1.0, 0.2)))
+    line.ask()
+    line.sound(steady((1.0, 0.2)))
     tab.play(4)
-    phase(tab, "speaking")
+    line.phase("speaking")
     assert tab.visible("clock")
     assert (box(tab, "composer"), box(tab, "form")) == before
     tab.press("Escape")
-    phase(tab, "ended")
+    line.phase("ended")
     assert (box(tab, "composer"), box(tab, "form")) == before
     tab.close()
 
 
-def test_suggestions_fill_a_phone(browser: Browser, server: FakeServer) -> None:
+def test_suggestions_fill_a_phone(browser: Browser, server: ScriptedServer) -> None:
     """From the button down to the composer; nothing of them is cut off, nor on a small desktop."""
-    server.script.card = {"ideas": IDEAS, "description": DESCRIPTION}
+    server.script.card = {"example_prompts": tuple(IDEAS), "description": DESCRIPTION}
     for width, height, gap in ((390, 844, 32), (430, 932, 32), (1280, 800, 800)):
         tab = browser.open(server.url, width, height)
         tab.until(f"{READY} && document.querySelector('#description').textContent")
@@ -150,7 +117,7 @@ def test_a_model_that_says_nothing_of_itself(tab: Tab) -> None:
     assert tab.visible("talk")
 
 
-def test_the_timing_is_open_where_there_is_room(browser: Browser, server: FakeServer) -> None:
+def test_the_timing_is_open_where_there_is_room(browser: Browser, server: ScriptedServer) -> None:
     """And stays as the reader left it."""
     for width, wanted in ((1280, True), (768, False)):
         tab = browser.open(server.url, width)
@@ -167,12 +134,12 @@ def test_the_timing_is_open_where_there_is_room(browser: Browser, server: FakeSe
 # --- the form
 
 
-def test_the_bars_follow_what_is_played(tab: Tab, line: FakeRealtime) -> None:
+def test_the_bars_follow_what_is_played(tab: Tab, line: Line) -> None:
     """To the right, the lower ones later; louder goes farther; in silence they rest."""
-    begin(tab, line)
+    line.begin()
     rest = ends(tab)
-    ask(tab, line)
-    hear(tab, line, pcm((0.4, 0.05), (0.4, 0.2), (0.4, 0.0)))
+    line.ask()
+    line.sound(steady((0.4, 0.05), (0.4, 0.2), (0.4, 0.0)))
     tab.stop_time()
     tab.pass_time(1000)
     assert ends(tab) == rest, "it has arrived, and nothing was played yet"
@@ -194,8 +161,8 @@ def test_the_bars_follow_what_is_played(tab: Tab, line: FakeRealtime) -> None:
     assert ends(tab) == rest
 
 
-def test_the_bars_are_a_canon(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
+def test_the_bars_are_a_canon(tab: Tab, line: Line) -> None:
+    line.begin()
     rest = ends(tab)
     tab.stop_time()
     tab.speak(8, 0.2)  # a piece of 40 ms
@@ -211,8 +178,8 @@ def test_the_bars_are_a_canon(tab: Tab, line: FakeRealtime) -> None:
     assert ends(tab) == rest
 
 
-def test_the_persons_voice_comes_from_the_left(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
+def test_the_persons_voice_comes_from_the_left(tab: Tab, line: Line) -> None:
+    line.begin()
     rest = ends(tab)
     tab.stop_time()
     for _ in range(10):
@@ -228,26 +195,24 @@ def test_the_persons_voice_comes_from_the_left(tab: Tab, line: FakeRealtime) -> 
     assert ends(tab) == rest
 
 
-def test_less_motion(tab: Tab, line: FakeRealtime) -> None:
+def test_less_motion(tab: Tab, line: Line) -> None:
     """One length for whoever speaks, and nothing moves."""
     tab.calm()
-    begin(tab, line)
+    line.begin()
     rest = ends(tab)
     tab.stop_time()
-    tab.speak(16, 0.2)
+    tab.speak(8, 0.2)  # too short for speech
     tab.pass_time(200)
     assert ends(tab) == rest
-    line.send(said.started("q0"))
-    phase(tab, "hearing")
+    line.start_speaking()
     mine = ends(tab)
     assert all(bar["you"] > 0 for bar in mine)
-    line.send(said.stopped("q0"), *said.answer("I am.", "r0"), said.sound(pcm((1.0, 0.2)), "r0"))
-    phase(tab, "thinking")
+    line.stop_speaking()
     assert ends(tab) == rest
     assert tab.text("clock-figure") == "…"
-    tab.until("strettoStats().turns[0]?.packets === 1")
+    line.sound(steady((1.0, 0.2)))
     tab.play(4)
-    phase(tab, "speaking")
+    line.phase("speaking")
     spoken = ends(tab)
     assert all(bar["answer"] > at_rest["answer"] for bar, at_rest in zip(spoken, rest))
     tab.play(64)
@@ -260,56 +225,52 @@ def test_less_motion(tab: Tab, line: FakeRealtime) -> None:
 # --- the clock
 
 
-def test_the_clock_shows_when_the_answer_can_be_heard(tab: Tab, line: FakeRealtime) -> None:
+def test_the_clock_shows_when_the_answer_can_be_heard(tab: Tab, line: Line) -> None:
     """From the end of speech, not of the pause behind it, to the first sample that is no silence."""
-    begin(tab, line)
+    line.begin()
     assert not tab.visible("clock")
     tab.stop_time()
-    line.send(said.started("q0"))
-    phase(tab, "hearing")
-    line.send(said.stopped("q0", pause=0.5))
-    phase(tab, "thinking")
+    line.start_speaking()
+    line.stop_speaking()
     tab.pass_time(96)
-    assert 580 <= int(tab.text("clock-figure").split()[0]) <= 596, "it runs"
-    line.send(*said.answer("I am.", "r0"), said.sound(pcm((0.1, 0.001), (1.0, 0.2)), "r0"))
-    tab.until("strettoStats().turns[0]?.packets === 1")
+    assert 592 <= int(tab.text("clock-figure").split()[0]) <= 608, "it runs"
+    line.answer("I am.")
+    line.sound(steady((0.1, 0.001), (1.0, 0.2)))
     tab.play(16)  # 85 ms: the voice's own silence
     tab.pass_time(80)
     assert tab.eval("document.querySelector('#clock').dataset.clock") == "runs"
     tab.pass_time(24)
     tab.play(8)
-    assert tab.text("clock-figure") == "700 ms"
+    assert tab.text("clock-figure") == "712 ms"
     tab.play(32)
     tab.pass_time(3000)
-    assert tab.text("clock-figure") == "700 ms"
-    line.send(said.done("r0", vad_wait_s=0.5, speech_to_audio_s=0.55, timeline=[]))
+    assert tab.text("clock-figure") == "712 ms"
+    line.done()
     tab.until("strettoStats().turns[0].parts")
     (turn,) = tab.stats()["turns"]
     parts = {part["name"]: part["seconds"] for part in turn["parts"]}
     assert sum(parts.values()) == pytest.approx(turn["heardAfter"])
-    assert turn["heardAfter"] == pytest.approx(0.7)
+    assert turn["heardAfter"] == pytest.approx(PAUSE_S + 0.2)
+    assert parts["pause"] == PAUSE_S
     assert parts["silence"] == pytest.approx(0.104)
-    shown = "document.body.innerText.split('700 ms').length - 1"
+    shown = "document.body.innerText.split('712 ms').length - 1"
     assert tab.eval(shown) == 1, "there is one clock"
 
-    line.send(said.started("q1"))
-    phase(tab, "interrupted")
-    assert tab.text("clock-figure") == "700 ms"
-    line.send(said.stopped("q1", pause=0.4))
-    phase(tab, "thinking")
+    line.start_speaking("interrupted")
+    assert tab.text("clock-figure") == "712 ms"
+    line.stop_speaking()
     tab.pass_time(50)
-    line.send(*said.answer("I am.", "r1"), said.sound(pcm((1.0, 0.2)), "r1"))
-    tab.until("strettoStats().turns[1]?.packets === 1")
+    line.sound(steady((1.0, 0.2)), 1)
     tab.play(4)
-    tab.until("document.querySelector('#clock-figure').textContent === '450 ms'")
+    tab.until("document.querySelector('#clock-figure').textContent === '562 ms'")
 
 
-def test_a_turn_without_sound_has_no_time(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
-    ask(tab, line)
+def test_a_turn_without_sound_has_no_time(tab: Tab, line: Line) -> None:
+    line.begin()
+    line.ask()
     assert tab.visible("clock")
-    line.send(said.done("r0"))
-    phase(tab, "listening")
+    line.done()
+    line.phase("listening")
     assert not tab.visible("clock")
 
 
@@ -327,7 +288,7 @@ TITLES = {
 }
 
 
-def test_every_phase_is_told(tab: Tab, line: FakeRealtime) -> None:
+def test_every_phase_is_told(tab: Tab, line: Line, server: ScriptedServer) -> None:
     """In words for everybody; to screen readers only what the microphone would not take for an
     answer, and no word of the answer itself."""
     tab.eval(
@@ -337,7 +298,7 @@ def test_every_phase_is_told(tab: Tab, line: FakeRealtime) -> None:
     )
 
     def see(wanted: str) -> None:
-        phase(tab, wanted)
+        line.phase(wanted)
         assert tab.text("phase") == TITLES[wanted]
         assert tab.text("phase-note").endswith(".")
         assert tab.eval("document.querySelector('#presence').dataset.phase") == wanted
@@ -347,26 +308,29 @@ def test_every_phase_is_told(tab: Tab, line: FakeRealtime) -> None:
     see("asking")
     tab.eval("allow()")
     see("listening")
-    line.send(said.started("q0"))
+    line.start_speaking()
     see("hearing")
-    line.send(said.stopped("q0"))
+    line.stop_speaking()
     see("thinking")
-    line.send(*said.answer("I am.", "r0"), said.sound(pcm((2.0, 0.2)), "r0"), said.done("r0"))
-    tab.until("strettoStats().turns[0]?.packets === 1")
+    line.answer("I am.")
+    line.sound(steady((2.0, 0.2)))
+    line.done()
     see("thinking")
     tab.play(8)
     see("speaking")
-    line.send(said.started("q1"))
+    line.start_speaking("interrupted")
     see("interrupted")
     cut = line.wait_for("conversation.item.truncate")
-    assert (cut["item_id"], cut["audio_end_ms"]) == ("a-r0", int(8 * BLOCK_MS))
-    line.send(said.stopped("q1"), *said.answer("Well.", "r1"), said.sound(pcm((0.1, 0.2)), "r1"))
+    assert cut["audio_end_ms"] == int(8 * BLOCK_MS)
+    line.stop_speaking()
+    line.answer("Well.", 1)
+    line.sound(steady((0.1, 0.2)), 1)
     see("thinking")
-    line.send(said.done("r1"))
-    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    line.done(1)
     tab.play_out()
     see("listening")
-    line.close(1012)
+    assert not tab.visible("notice"), "the server knows the item that was cut short"
+    server.cut_connections()
     see("reconnecting")
     see("listening")
     tab.click("live")
@@ -381,23 +345,26 @@ def test_every_phase_is_told(tab: Tab, line: FakeRealtime) -> None:
     )
 
 
-def test_words_that_nobody_wrote_down(tab: Tab, line: FakeRealtime) -> None:
+def test_words_that_nobody_wrote_down(tab: Tab, line: Line) -> None:
     """A spoken question stands there at once, quietly, until its words come, if they do."""
-    begin(tab, line)
+    line.begin()
     bubble = "document.querySelectorAll('.asked')[{}]"
-    line.send(said.started("q0"), said.stopped("q0"))
+    line.ask()
     tab.until(f"{bubble.format(0)}?.querySelector('.spoken')")
-    line.send(said.words("What is a stretto?", "q0"))
+    line.sound(steady((0.1, 0.2)))
+    line.write_down("What is a stretto?")
     tab.until(f"{bubble.format(0)}.textContent === 'What is a stretto?'")
-    line.send(said.started("q1"), said.stopped("q1"), said.words("(spoken)", "q1"))
-    tab.until("document.querySelectorAll('.asked').length === 2")
+    line.done()
+    tab.play_out()
+    line.ask(1)
+    line.sound(steady((0.1, 0.2)), 1)
+    line.write_down("(spoken)")
     tab.until(f"{bubble.format(1)}.querySelector('.spoken[data-testid=heard]')")
     assert tab.eval(f"{bubble.format(1)}.textContent.trim()") == "spoken"
-    line.send(*said.answer("Yes.", "r1"), said.done("r1"))
-    tab.until("strettoStats().turns[1]?.outcome === 'done'")
+    line.done(1)
     tab.do(tab.page.reload())
-    tab.until(f"{READY} && {bubble.format(0)}?.querySelector('.spoken')")
-    assert not tab.eval(f"{bubble.format(0)}.textContent.includes('(')")
+    tab.until(f"{READY} && {bubble.format(1)}?.querySelector('.spoken')")
+    assert not tab.eval(f"{bubble.format(1)}.textContent.includes('(')")
 
 
 # --- how it ends
@@ -405,19 +372,19 @@ def test_words_that_nobody_wrote_down(tab: Tab, line: FakeRealtime) -> None:
 
 @pytest.mark.parametrize("by", ["button", "escape", "question", "new"])
 def test_ending_frees_the_microphone_and_the_connection(
-    tab: Tab, line: FakeRealtime, server: FakeServer, by: str
+    tab: Tab, line: Line, server: ScriptedServer, by: str
 ) -> None:
-    begin(tab, line)
+    line.begin()
     assert tab.eval("tracks.filter((track) => track.readyState === 'live').length") == 1
     buttons = "[...document.querySelectorAll('button')].filter((b) => b.checkVisibility())"
     assert (
         tab.eval(f"{buttons}.filter((b) => /\\b(end|stop|cancel)\\b/i.test(b.innerText)).length")
         == 1
     )
-    ask(tab, line)
-    hear(tab, line, pcm((5.0, 0.2)))
+    line.ask()
+    line.sound(steady((5.0, 0.2)))
     tab.play(8)
-    phase(tab, "speaking")
+    line.phase("speaking")
     if by == "button":
         tab.click("live")
     elif by == "escape":
@@ -426,7 +393,7 @@ def test_ending_frees_the_microphone_and_the_connection(
         tab.ask("In writing?")
     else:
         tab.click("new")
-    phase(tab, "ended" if by in ("button", "escape") else "idle")
+    line.phase("ended" if by in ("button", "escape") else "idle")
     tab.until(FREE)
     line.wait_until_closed()
     if by == "question":
@@ -438,132 +405,149 @@ def test_ending_frees_the_microphone_and_the_connection(
         assert tab.visible("welcome")
     else:
         assert tab.stats()["turns"][0]["outcome"] == "stopped"
-        begin(tab, line, "live")
-        line.wait_until_open(2)
+        line.begin("live")
+        assert line.num_connections == 2
 
 
-def test_the_focus_stays_with_the_conversation(tab: Tab, line: FakeRealtime) -> None:
+def test_the_focus_stays_with_the_conversation(tab: Tab, line: Line) -> None:
     """Begun and ended by keyboard alone."""
     focused = "document.activeElement.id"
     tab.eval("document.querySelector('#talk').focus()")
     tab.press("Enter")
-    phase(tab, "listening")
+    line.phase("listening")
     assert tab.eval(focused) == "live"
     assert tab.eval("document.querySelector('#live').innerText.trim()") == "End"
     tab.press("Enter")
-    phase(tab, "idle")
+    line.phase("idle")
     assert tab.eval(focused) == "talk"
     assert tab.visible("welcome")
 
 
-def test_a_lost_connection_is_made_again(tab: Tab, line: FakeRealtime) -> None:
+def test_a_lost_connection_is_made_again(tab: Tab, line: Line, server: ScriptedServer) -> None:
     """With the words so far; what had arrived of the answer is kept, and the microphone stays."""
-    begin(tab, line)
+    line.begin()
     tab.stop_time()
-    ask(tab, line)
-    hear(tab, line, pcm((1.0, 0.2)))
+    line.ask()
+    line.write_down("Who are you?")
+    line.sound(steady((1.0, 0.2)))
+    tab.until("document.querySelector('.asked').textContent === 'Who are you?'")
     tab.play(8)
-    phase(tab, "speaking")
-    line.received.clear()
-    line.close(1012, "the server is shutting down")
-    phase(tab, "reconnecting")
+    line.phase("speaking")
+    before = line.num_sent
+    server.cut_connections()
+    line.phase("reconnecting")
     assert tab.stats()["turns"][0]["outcome"] == "failed"
     tab.speak(16, 0.2)  # nobody to send it to
     tab.pass_time(499)
-    assert line.opened == 1
+    assert line.num_connections == 1
     tab.pass_time(1)
-    line.wait_until_open(2)
-    phase(tab, "speaking")  # what was in hand is played
+    assert line.num_connections == 2
+    line.phase("speaking")  # what was in hand is played
     tab.play_out()
-    phase(tab, "listening")
-    line.wait_for("session.update")
+    line.phase("listening")
+    line.wait_for("session.update", since=before)
     items = [
-        line.wait_for("conversation.item.create", n)["item"]["content"][0]["text"] for n in (1, 2)
+        line.wait_for("conversation.item.create", n, before)["item"]["content"][0]["text"]
+        for n in (1, 2)
     ]
     assert items == ["Who are you?", "I am."]
-    assert not any(m["type"] == "input_audio_buffer.append" for m in line.received)
+    kinds = tab.eval(f"sent.slice({before}).map((event) => event.type)")
+    assert "input_audio_buffer.append" not in kinds
     tab.speak(16, 0.2)
-    line.wait_for("input_audio_buffer.append")
+    line.wait_for("input_audio_buffer.append", since=before)
     assert tab.eval("tracks.length") == 1
 
 
-def test_a_connection_that_stays_away_is_given_up(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
-    ask(tab, line)
+def test_a_connection_that_stays_away_is_given_up(
+    tab: Tab, line: Line, server: ScriptedServer
+) -> None:
+    line.begin()
+    line.ask()
     tab.stop_time()
-    line.refuse = True
-    line.close(1012)
-    phase(tab, "reconnecting")
-    for wait in (500, 1000, 2000, 4000, 8000, 8000, 8000):
-        refusals = line.refused
+    line.refuse()
+    server.cut_connections()
+    line.phase("reconnecting")
+    for attempt, wait in enumerate((500, 1000, 2000, 4000, 8000, 8000, 8000), 2):
         tab.pass_time(wait)
-        line.wait_until_refused(refusals + 1)
+        assert line.num_connections == attempt
+        tab.until(f"lost === {attempt}")
     tab.until(shows("The connection to the server was lost."))
-    phase(tab, "ended")
+    line.phase("ended")
     tab.until(FREE)
-    line.refuse = False
+    line.accept()
     tab.click("retry")
-    phase(tab, "listening")
+    line.phase("listening")
 
 
-def test_ending_while_it_reconnects(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
+def test_ending_while_it_reconnects(tab: Tab, line: Line, server: ScriptedServer) -> None:
+    line.begin()
     tab.stop_time()
-    line.close(1012)
-    phase(tab, "reconnecting")
+    server.cut_connections()
+    line.phase("reconnecting")
     tab.click("live")
-    phase(tab, "idle")
+    line.phase("idle")
     tab.pass_time(60_000)
     tab.until(FREE)
-    assert line.opened == 1
+    assert line.num_connections == 1
 
 
-def test_a_server_that_takes_no_conversation(tab: Tab, line: FakeRealtime) -> None:
-    line.refuse = True
+def test_a_server_that_takes_no_conversation(tab: Tab, line: Line) -> None:
+    line.refuse()
     tab.click("talk")
     tab.until(shows("The server did not take the conversation."))
     assert "Try again in a moment" in tab.text("notice")
-    phase(tab, "idle")
+    line.phase("idle")
     assert tab.visible("welcome")
     tab.until(FREE)
-    line.refuse = False
+    line.accept()
     tab.click("retry")
-    phase(tab, "listening")
+    line.phase("listening")
     assert not tab.visible("notice")
 
 
-def test_a_server_that_closes_the_conversation(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
-    line.close(1008, "nothing was sent for too long")
-    tab.until(shows("nothing was said for too long"))
-    phase(tab, "idle")
-    tab.until(FREE)
+def test_a_server_that_closes_the_conversation(browser: Browser) -> None:
+    with ScriptedServer(realtime_idle=0.001) as server:
+        tab = browser.open(server.url, before=SOUND + LISTEN + MICROPHONE)
+        tab.until(READY)
+        tab.click("talk")
+        tab.until(shows("nothing was said for too long"))
+        Line(tab, server).phase("idle")
+        tab.until(FREE)
+        tab.close()
 
 
-def test_a_microphone_that_is_not_allowed(browser: Browser, server: FakeServer) -> None:
+def test_a_microphone_that_is_not_allowed(browser: Browser, server: ScriptedServer) -> None:
     deny = (
         "navigator.mediaDevices.getUserMedia = () => "
         "Promise.reject(new DOMException('no', 'NotAllowedError'));"
     )
-    tab = browser.open(server.url, before=SOUND + deny)
+    tab = browser.open(server.url, before=SOUND + LISTEN + deny)
     tab.until(READY)
     before = box(tab, "composer")
     tab.click("talk")
     tab.until(shows("The microphone is not allowed."))
     assert "Allow it for this page" in tab.text("notice")
     assert tab.visible("retry")
-    phase(tab, "idle")
+    Line(tab, server).phase("idle")
     assert tab.visible("welcome")
     assert box(tab, "composer") == before
-    assert server.realtime.opened == 0
+    assert Line(tab, server).num_connections == 0
     tab.close()
 
 
-def test_an_error_does_not_end_it(tab: Tab, line: FakeRealtime) -> None:
-    begin(tab, line)
-    line.send(said.started("q0"), said.stopped("q0"))
-    phase(tab, "thinking")
-    error: dict[str, Any] = {"message": "the queue is full", "code": "server_busy"}
-    line.send({"type": "error", "error": error})
+def test_an_error_does_not_end_it(tab: Tab, line: Line) -> None:
+    line.begin()
+    line.start_speaking()
+    line.stop_speaking()
+    tab.eval("sockets[0].send(JSON.stringify({ type: 'nonsense' }))")
+    tab.until(shows("nonsense"))
+    line.phase("listening")
+
+
+def test_an_answer_that_fails_does_not_end_it(tab: Tab, line: Line, server: ScriptedServer) -> None:
+    line.begin()
+    line.start_speaking()
+    line.stop_speaking()
+    server.tell(0, Busy("the queue is full"))
     tab.until(shows("the queue is full"))
-    phase(tab, "listening")
+    line.phase("listening")

@@ -12,23 +12,19 @@ import soundfile
 
 from stretto.config.engine import EngineConfig, HostSettings, PoolSettings
 from stretto.testing.qwen3_tts import write_tiny
-from tests.loadtest.test_command import run
+from tests.loadtest.command import run
 from tests.server.conftest import Running, serve
 from tests.server.real_engine import served
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.solo_engine import SoloEngine
-from tests.server.web.tab import SOUND, Browser
-from tests.server.web.test_page import READY, shows
+from tests.server.web.tab import READY, SOUND, Browser, shows
 
 
-def test_a_conversation_with_the_tiny_model(
-    browser: Browser, solo_server: Running, solo: SoloEngine
-) -> None:
-    tab = browser.open(solo_server.url, clock=True)
+def test_a_conversation_with_the_tiny_model(browser: Browser, real_server: Running) -> None:
+    tab = browser.open(real_server.url, clock=True)
     tab.until(READY)
     tab.stop_time()  # a press of the microphone's button is a click, however long it takes here
     voices = tab.eval("[...document.querySelector('#voice').options].map((option) => option.value)")
-    assert voices == list(solo.info.voices)
+    assert voices == list(real_server.server.service.engine().info.voices)
     tab.eval("document.querySelector('#longest').append(new Option('Very short', '8', true, true))")
 
     tab.click("mic")
@@ -45,7 +41,6 @@ def test_a_conversation_with_the_tiny_model(
         assert turn["measured"], "the server sent its timeline"
     assert tab.complained() == []
     tab.close()
-    solo_server.do(solo.ledger.idle.wait())
 
 
 def test_a_text_is_read_by_a_voice_of_a_clip(browser: Browser, tmp_path: Path) -> None:
@@ -96,11 +91,11 @@ def test_errors_and_states_are_told_in_the_servers_words(browser: Browser) -> No
         tab.close()
 
 
-def test_bench(solo_server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench(real_server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
     short = ("--max-tokens", "5", "--extra", '{"max_audio_frames": 6}')
     assert (
-        run("bench", solo_server.url, "-c", "2", "-n", "4", "--quiet", "--json", str(out), *short)
+        run("bench", real_server.url, "-c", "2", "-n", "4", "--quiet", "--json", str(out), *short)
         == 0
     )
     told = json.loads(out.read_text())
@@ -111,5 +106,5 @@ def test_bench(solo_server: Running, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4 answers" in capsys.readouterr().out
 
 
-def test_talk(solo_server: Running, tmp_path: Path) -> None:
-    assert run("talk", solo_server.url, "--text", "Hi", "--max-tokens", "4", "--text-only") == 0
+def test_talk(real_server: Running, tmp_path: Path) -> None:
+    assert run("talk", real_server.url, "--text", "Hi", "--max-tokens", "4", "--text-only") == 0

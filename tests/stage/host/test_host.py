@@ -18,7 +18,7 @@ from stretto.stage.request import Reason
 from stretto.stage.stage import ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import Mark, RequestId
-from tests.families.toys import ToyParams
+from tests.family.toys import ToyParams
 from tests.pipeline import STAGES
 from tests.stage.reports import Reports
 
@@ -32,7 +32,7 @@ class Alone:
     def __init__(self, name: str, other: str) -> None:
         self.reports = Reports()
         configure = Configure(
-            "", "tests.families.toys:build_two", (name,), {}, (("writer", "voice"),)
+            "", "tests.family.toys:build_two", (name,), {}, (("writer", "voice"),)
         )
         self.host = Host(configure, HostSettings(), self.reports)
         self.host.load()
@@ -106,7 +106,7 @@ def test_downstream_stages_are_polled_first(stages: tuple[str, ...], groups: lis
 
 def writer_and_voice(channel: Any) -> Host:
     configure = Configure(
-        "", "tests.families.toys:build_two", ("writer", "voice"), {}, (("writer", "voice"),)
+        "", "tests.family.toys:build_two", ("writer", "voice"), {}, (("writer", "voice"),)
     )
     host = Host(configure, HostSettings(), channel)
     host.load()

@@ -22,7 +22,7 @@ async def main(url: str, sound: bytes) -> None:
     set_tracing_disabled(True)
     runner = RealtimeRunner(RealtimeAgent(name="Helper", instructions="Be brief.", tools=[weather]))
     session = await runner.run(model_config={"url": url, "api_key": "none"})
-    async with session, asyncio.timeout(100):
+    async with session:
         await say(session, sound)
         assert await ends(session) > 20_000
         await say(session, sound)

@@ -91,22 +91,21 @@ async def main(url: str, sound: bytes) -> None:
             await task.queue_frame(InputAudioRawFrame(sound[i : i + PIECE], RATE, 1))
 
     async def talk() -> None:
-        async with asyncio.timeout(100):
-            await task.queue_frame(LLMRunFrame())  # bots speak first
-            assert await ear.ends() > 20_000
-            await say()
-            assert await ear.ends() > 20_000
-            await say()
-            await ear.ends()
-            assert await ear.ends() > 20_000
-            assert called == ["Bonn"], called
-            await say()
-            await ear.until(TTSAudioRawFrame)
-            await say()
-            await ear.until(InterruptionFrame)
-            while await ear.ends() < 20_000:
-                pass
-            sys.stdout.write("fine")
+        await task.queue_frame(LLMRunFrame())  # bots speak first
+        assert await ear.ends() > 20_000
+        await say()
+        assert await ear.ends() > 20_000
+        await say()
+        await ear.ends()
+        assert await ear.ends() > 20_000
+        assert called == ["Bonn"], called
+        await say()
+        await ear.until(TTSAudioRawFrame)
+        await say()
+        await ear.until(InterruptionFrame)
+        while await ear.ends() < 20_000:
+            pass
+        sys.stdout.write("fine")
         await task.queue_frame(EndFrame())
 
     talking = asyncio.create_task(talk())
