@@ -36,12 +36,12 @@ TINY: dict[str, str] = {name: writer for p in _built_in() for name, writer in p.
 """Writers of tiny checkpoints with random weights."""
 
 PACKABLE: dict[str, str] = {
-    kind: p.PACKABLE for p in _built_in() if hasattr(p, "PACKABLE") for kind in p.MODEL_TYPES
+    kind: p.PACKABLE for p in _built_in() if p.PACKABLE for kind in p.MODEL_TYPES
 }
 """Functions that name the matrices that can stay packed, by `model_type`."""
 
 PACKABLE_TOO: dict[str, str] = {
-    part: says for p in _built_in() for part, says in getattr(p, "PACKABLE_TOO", {}).items()
+    part: says for p in _built_in() for part, says in p.PACKABLE_TOO.items()
 }
 """Parts that are quantised only if asked."""
 

@@ -23,8 +23,10 @@ def load_oracle(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     experts: str = "eager",
+    **options: Any,
 ) -> Any:
-    """The reference model; every tensor of the checkpoint must have found its place."""
+    """The reference model; every tensor of the checkpoint must have found its place. `options` go
+    to `from_pretrained`."""
     from transformers import Qwen3OmniMoeForConditionalGeneration
     from transformers.utils import logging
 
@@ -36,6 +38,7 @@ def load_oracle(
         attn_implementation="eager",
         experts_implementation=experts,
         output_loading_info=True,
+        **options,
     )
     assert not any(
         report[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")

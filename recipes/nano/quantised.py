@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,20 @@ FORMATS: dict[str, tuple[str, ...] | None] = {
 TYPED = 200  # questions that training never saw
 
 
-def run(checkpoint: Path, recogniser: Path, out: Path) -> None:
+def run(
+    checkpoint: Path,
+    recogniser: Path,
+    out: Path,
+    names: Collection[str] = FORMATS,
+    typed: int = TYPED,
+    spoken: int | None = None,
+) -> None:
+    """`spoken`: so many sentences of the score; None: all."""
     found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"formats": {}}
     found["env"] = describe()
     listener = score.Recogniser(recogniser)
     for name, flags in FORMATS.items():
-        if name in found["formats"]:
+        if name in found["formats"] or name not in names:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             folder = checkpoint
@@ -44,14 +53,16 @@ def run(checkpoint: Path, recogniser: Path, out: Path) -> None:
                 assert main(words) == 0, name
             found["formats"][name] = {
                 "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
-                **_measure(folder, listener),
+                **_measure(folder, listener, typed, spoken),
             }
         say("quantised", f"{name}: {found['formats'][name]}")
         write(out, found)
 
 
-def _measure(checkpoint: Path, listener: score.Listener) -> dict[str, Any]:
-    quiz, pairs = thinker.quiz(TYPED), score.questions()
+def _measure(
+    checkpoint: Path, listener: score.Listener, typed: int, spoken: int | None
+) -> dict[str, Any]:
+    quiz, pairs = thinker.quiz(typed), score.questions()[:spoken]
     with Engine(checkpoint, device="cpu") as engine:
         texts = [engine.chat(p.question, modalities=("text",)).text for p in quiz]
         speech = score.asked(engine, "greedy", pairs, greedy_speech=True)

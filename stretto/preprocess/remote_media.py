@@ -96,8 +96,8 @@ def address_of(part: Any) -> tuple[str, str]:
         return "", ""
     value = part.get(name)
     key = "data" if name == "input_audio" else "url"
-    found = value.get(key) if isinstance(value, dict) else value
-    return (found, f"{name}.{key}") if is_remote(found) else ("", "")
+    url = value.get(key) if isinstance(value, dict) else value
+    return (url, f"{name}.{key}") if isinstance(url, str) and is_remote(url) else ("", "")
 
 
 def kind_of(head: bytes) -> str:

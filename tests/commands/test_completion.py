@@ -20,10 +20,13 @@ ask stretto serve --por
 ask stretto serve --dtype bf
 ask stretto serve --config ser
 ask stretto serve check
+ask stretto quantize check
+ask stretto quantize --format fp8-b
 """
 FISH = """
 source stretto.fish
-for words in 'sp' 'serve --por' 'serve --dtype bf' 'serve --config ser' 'serve check'
+for words in 'sp' 'serve --por' 'serve --dtype bf' 'serve --config ser' 'serve check' \
+    'quantize check' 'quantize --format fp8-b'
     complete -C "stretto $words" | cut -f1
 end
 """
@@ -49,4 +52,5 @@ def test_a_shell_completes_commands_flags_and_values(
         return
     done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True)
     found = [line.strip().rstrip("/") for line in done.stdout.splitlines()]
-    assert found == ["speak", "--port", "bfloat16", "serve.yaml", "checkpoint"]
+    assert found[:5] == ["speak", "--port", "bfloat16", "serve.yaml", "checkpoint"]
+    assert found[5:] == ["checkpoint", "fp8-block"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ def test_other_formats(scheme: str, tiny_dir: Path, tmp_path: Path) -> None:
     assert open_model(out).info.weights.startswith("FP8")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Shells let what runs in their background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -69,6 +78,7 @@ def test_what_cannot_be_done_is_a_sentence(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_what_the_same_command_goes_on_with(
     tiny_dir: Path,
     tmp_path: Path,

@@ -21,6 +21,9 @@ from stretto.errors import Invalid
     ("typed", "says"),
     [
         ("serv", "there is no command 'serv'; did you mean serve?"),
+        ("quantise x y", "there is no command 'quantise'; did you mean quantize?"),
+        ("quantize x y --fromat int4", "there is no flag --fromat (did you mean --format?)"),
+        ("quantize x y --talkr", "(did you mean --talker?)"),
         ("chat nano", "there is no command 'chat'; there are serve, generate, speak,"),
         ("serve --prot 1", "there is no flag --prot (did you mean --port?)"),
         ("serve --prot=1", "there is no flag --prot (did you mean --port?)"),

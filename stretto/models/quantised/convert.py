@@ -132,9 +132,9 @@ class QuantiseJob:
         for folder, folders, names in os.walk(self.source):
             folders[:] = sorted(f for f in folders if not f.startswith("."))
             below = Path(folder).relative_to(self.source)
-            for name in sorted(names):
-                if below != Path() or name not in ours:
-                    yield Path(folder) / name, self.out / below / name
+            for file in (Path(folder) / name for name in sorted(names)):
+                if file.is_file() and (below != Path() or file.name not in ours):
+                    yield file, self.out / below / file.name
 
     # ---- the work
 

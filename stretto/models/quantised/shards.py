@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -108,11 +108,14 @@ def write_file(path: Path, data: bytes) -> None:
         new.put(data, 0)
 
 
-def copy_file(source: Path, path: Path, tick: Callable[[int], None] = lambda n: None) -> None:
+def copy_file(source: Path, path: Path) -> None:
     """In parts of bounded size."""
-    with NewFile(path) as new, open(source, "rb") as f:
-        at = 0
-        while part := f.read(PART):
-            new.put(part, at)
-            at += len(part)
-            tick(len(part))
+    at = 0
+    with NewFile(path) as new:
+        try:
+            with open(source, "rb") as f:
+                while part := f.read(PART):
+                    new.put(part, at)
+                    at += len(part)
+        except OSError as e:
+            raise StrettoError(f"{source}: cannot be read ({e.strerror or e})") from None

@@ -8,3 +8,5 @@ TINY = {
     "qwen3-tts-0.6b": "stretto.testing.qwen3_tts:write_small",
     "qwen3-tts-0.6b-base": "stretto.testing.qwen3_tts:write_small_base",
 }
+PACKABLE = ""
+PACKABLE_TOO: dict[str, str] = {}

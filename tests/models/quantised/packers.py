@@ -193,7 +193,7 @@ _DYNAMIC = {"num_bits": 8, "type": "float", "dynamic": True}
 CONFIG_BLOCKS = compressed(
     {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block",
      "block_structure": [32, 32], "dynamic": False},
-    "float-quantized", {**_DYNAMIC, "strategy": "group"},
+    "float-quantized", {**_DYNAMIC, "strategy": "group", "group_size": 32},
 )  # fmt: skip
 CONFIG_ROWS = compressed(
     {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},

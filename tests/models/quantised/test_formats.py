@@ -23,6 +23,7 @@ from stretto.layers.targets import Float8Rows, targets
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.registry import open_model, write_tiny
 from tests.kernels.wide import dequantize
+from tests.models.quantised.library import decompressed
 from tests.models.quantised.packers import (
     CASES,
     CONFIG_GPTQ,
@@ -77,6 +78,17 @@ def test_weights_are_what_the_numbers_stand_for(
             if key in values:
                 assert torch.equal(wide_value(into, dtype), values.pop(key).to(dtype)), key
     assert not values
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in CASES.items() if c.config["quant_method"] == "compressed-tensors"]
+)
+def test_the_library_reads_them_as_we_do(name: str, written: Callable[[str], Written]) -> None:
+    """These tests' own writers keep to the layout of compressed-tensors."""
+    found, names = decompressed(written(name).directory, torch.float32)
+    assert names == written(name).values.keys()
+    for n, value in written(name).values.items():
+        assert torch.equal(found[n], value), n
 
 
 @pytest.mark.parametrize("name", list(CASES))
