@@ -9,12 +9,10 @@ import base64
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto.config.engine import EngineConfig
 from stretto.engine.events import AudioChunk, Event, TextDelta
 from stretto.engine.session import Session
 from stretto.server.realtime import response as responses
@@ -22,7 +20,7 @@ from stretto.server.realtime.playback_estimate import played_text
 from stretto.server.realtime.vad import Batcher
 from tests.engine.common import freed
 from tests.server.conftest import Running
-from tests.server.real_engine import Served, served
+from tests.server.real_engine import Served
 from tests.server.realtime.client import Client, Json, add_text, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import RATE, LoudnessVad, TalkEngine, say, short
@@ -192,9 +190,10 @@ def sent(events: Sequence[Event]) -> tuple[str, int]:
     return text, sum(len(e.samples) for e in events if isinstance(e, AudioChunk))
 
 
-def recorded(engine: Any) -> list[Session]:
+def recorded(engine: Any, patch: pytest.MonkeyPatch) -> list[Session]:
     """All sessions that are opened from now on. Their answers are too long to end by themselves."""
-    opened, before = [], engine.session
+    opened: list[Session] = []
+    before = engine.session
 
     def session(**given: Any) -> Session:
         it: Any = before(**given)
@@ -208,24 +207,28 @@ def recorded(engine: Any) -> list[Session]:
         opened.append(it)
         return opened[-1]
 
-    engine.session = session
+    patch.setattr(engine, "session", session)
     return opened
 
 
-def test_the_real_engine_has_all_back_each_time(tiny_dir: Path) -> None:
-    with served(tiny_dir, EngineConfig()) as it:
-        it.running.server.service.sessions.batcher = Batcher(LoudnessVad)
-        opened = recorded(it.engine)
-        with talk(it.running) as c:
-            c.update(
-                audio={"input": {"turn_detection": BY_SPEECH}},
-                max_output_tokens=300,
-                max_audio_frames=FRAMES,
-            )
-            for seed in range(REAL):
-                check_one(it, c, opened[0], random.Random(seed))
-        it.do(it.running.server.service.sessions.idle.wait())
-        it.do(freed(it.engine))
+def test_the_real_engine_has_all_back_each_time(
+    real_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = real_server.server.service.sessions
+    monkeypatch.setattr(sessions, "batcher", Batcher(LoudnessVad))
+    engine: Any = real_server.server.service.engine()
+    opened = recorded(engine, monkeypatch)
+    it = Served(real_server, engine)
+    with talk(it.running) as c:
+        c.update(
+            audio={"input": {"turn_detection": BY_SPEECH}},
+            max_output_tokens=300,
+            max_audio_frames=FRAMES,
+        )
+        for seed in range(REAL):
+            check_one(it, c, opened[0], random.Random(seed))
+    it.do(sessions.idle.wait())
+    it.do(freed(engine))
 
 
 def check_one(it: Served, c: Client, session: Session, rng: random.Random) -> None:

@@ -9,7 +9,6 @@ import json
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ import pytest
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
-from stretto.config.engine import EngineConfig, HostSettings
 from tests.server.conftest import Running
-from tests.server.real_engine import Served, served
+from tests.server.real_engine import Served
 from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, silence, speech
 
@@ -162,11 +160,12 @@ def test_functions(running: Running, engine: TalkEngine) -> None:
 # ---- the real engine
 
 
-@pytest.fixture(scope="module")
-def real(tiny_dir: Path) -> Iterator[Served]:
-    config = EngineConfig(host=HostSettings(device="cpu", dtype="float32"), prompts=None)
-    with served(tiny_dir, config) as it:
-        yield it
+@pytest.fixture
+def real(real_server: Running) -> Iterator[Served]:
+    service = real_server.server.service
+    config = service.config
+    yield Served(real_server, service.engine())
+    service.config = config
 
 
 def test_with_the_real_engine(real: Served) -> None:
