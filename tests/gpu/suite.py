@@ -274,7 +274,9 @@ def main(given: Sequence[str]) -> int:
         args.workers = 1
     limited = limits_of(args.card, args.no_dependent_launch)
     if (args.selection or args.k or limited) and args.out == p.get_default("out"):
-        p.error("this needs --out: the record in bench/results is of all tests, without limits")
+        p.error(
+            "some of the tests need --out, and so do limits: the record in bench/results is of all"
+        )
     parts = SELECTION if args.selection else PARTS
     begin = time.monotonic()
     about = describe()
