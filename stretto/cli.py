@@ -17,6 +17,7 @@ from stretto.commands.quantize import add_quantize_parser
 from stretto.commands.serve import add_env_parser, add_serve_parser
 from stretto.commands.speak import add_speak_parser
 from stretto.commands.talk import add_talk_parser
+from stretto.commands.tune import add_tune_parser
 from stretto.errors import Invalid, StrettoError
 from stretto.ray.serve import run_on_ray
 
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add_speak_parser(jobs)
     add_talk_parser(jobs)
     add_bench_parser(jobs)
+    add_tune_parser(jobs)
     tiny = jobs.add_parser(
         "tiny",
         help="write a small random checkpoint in the released format",

@@ -23,7 +23,7 @@ import torch
 from bench.harness.env import describe
 from bench.harness.results import parser, write
 from bench.kernels.cases import CHAIN, Case, cases
-from bench.kernels.descent import Tuned
+from stretto.kernels.triton.descent import Tuned
 from stretto.kernels.triton.tuning import name_of, own_file, save
 
 

@@ -4,14 +4,10 @@ limits.
     python -m bench kernels --parts cards --jobs 4 --out bench/results/compile_table.json
     python -m bench kernels --parts cards --cards sm_86 --stages talker --kernels _split,_wide
 
-No device is needed. The steps that a host captures run at full width with two layers, on tensors
-without memory, and each launch is recorded instead of made: what differs in launch parameters,
-types, sizes that Triton specialises by or alignment is a variant. Each is compiled to machine code
-for each card. It must have no more shared memory than one block may have there, and its registers
-must fit a multiprocessor. Exit status 1: some do not.
-
-Of the stages thinker and talker of Qwen3-Omni with wide and with quantised weights, with the
-settings of `serve`."""
+No device is needed. `launches` finds the variants; each is compiled to machine code for each card.
+It must have no more shared memory than one block may have there, its registers must fit a
+multiprocessor, and a thread may spill no more than 256 bytes of them. Exit status 1: some do
+not."""
 
 from __future__ import annotations
 
@@ -22,116 +18,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 from bench.harness.env import describe
-from bench.harness.results import parser, write
+from bench.harness.results import parser, read, write
+from bench.kernels.launches import STAGES, Variant, record
 from stretto.kernels import triton as kernels
 from stretto.kernels.triton import device as launching
 from stretto.kernels.triton.device import CARDS
-from stretto.models import source as weights
-from stretto.models.compile_ahead import ALIKE, StageModel, run_tasks, tasks_of
-from stretto.models.qwen3_omni.build import small
-from stretto.models.qwen3_omni.config import parse
-from stretto.models.qwen3_omni.load import Source
-from stretto.models.qwen3_omni.talker import TalkerAdapter
-from stretto.models.qwen3_omni.thinker import ThinkerAdapter
-from stretto.stage.runner import prefill_graphs
-from stretto.stage.runner.graphs import sizes_for
-from stretto.testing.qwen3_omni import released_config, released_formats
 
-STAGES = ("thinker", "talker", "thinker int4", "talker int4-talker", "thinker fp8", "talker fp8")
-"""Stages of the released model, and how their weights are stored where they are not wide."""
-ROWS, CONTEXT, BLOCKS, BLOCK = 128, 4096, 16, 16
 REGISTERS = 64 << 10  # of a multiprocessor, on all of these cards
-SHOWN = ("BM", "BN", "BK", "M", "N", "K", "S", "SPLITS", "num_warps", "num_stages")
-
-
-class Place:
-    """A tensor as far as a compiler sees it: its type, and how its address is aligned."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype = tensor.dtype
-        self._at = tensor.storage_offset() * tensor.element_size()
-
-    def data_ptr(self) -> int:
-        return self._at
-
-    @property
-    def key(self) -> tuple[str, bool]:
-        return str(self.dtype), self._at % 16 == 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Variant:
-    kernel: JITFunction[Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-@dataclass(slots=True)
-class Recorder:
-    """Takes the place of launching."""
-
-    variants: dict[Any, Variant] = field(default_factory=dict)
-
-    def run(self, kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
-        options = {k: placed(v) for k, v in options.items() if k not in ("grid", "warmup")}
-        places = tuple(map(placed, args))
-        constants = tuple((k, v.key if isinstance(v, Place) else v) for k, v in options.items())
-        key = kernel, tuple(map(key_of, places)), constants
-        self.variants.setdefault(key, Variant(kernel, places, options))
-
-
-def placed(value: Any) -> Any:
-    return Place(value) if isinstance(value, torch.Tensor) else value
-
-
-def key_of(value: Any) -> Any:
-    """Of an argument: those that are alike to the compiler have the same."""
-    if isinstance(value, Place):
-        return value.key
-    return (value == 1, value % ALIKE == 0) if type(value) is int else type(value)
-
-
-def record(stage: str) -> list[Variant]:
-    """The launches of one stage's steps."""
-    recorder = Recorder()
-    launch = JITFunction.run
-    JITFunction.run = lambda kernel, *a, **o: recorder.run(kernel, *a, **o)  # type: ignore[method-assign,assignment]
-    weights.fill_dummy = lambda model, seed, prefix: None  # type: ignore[assignment]
-    try:
-        tasks = tasks_of(stage.split()[0], sizes_for(ROWS), prefill_graphs.SIZES)
-        run_tasks(small_stage(stage), tasks)
-    finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
-    return list(recorder.variants.values())
-
-
-def small_stage(stage: str) -> StageModel:
-    stage, _, weights_format = stage.partition(" ")
-    config = small(parse(released_config())).with_formats(
-        released_formats(weights_format or "bf16")
-    )
-    source = Source(config, None, torch.device("meta"), torch.bfloat16, progress=False)
-    if stage == "thinker":
-        thinker = source.thinker()
-        lane = ThinkerAdapter(thinker, thinker.cache(BLOCKS, BLOCK), ROWS, CONTEXT)
-        return StageModel(lane, thinker.model, lane.prompts)
-    width = config.thinker.text.hidden_size
-    talker = source.talker(torch.zeros(1, width, device="meta", dtype=source.dtype))
-    adapter = TalkerAdapter(talker, talker.cache(BLOCKS, BLOCK), ROWS, CONTEXT)
-    return StageModel(adapter, talker.model, adapter.prompts)
+SPILLED = 256  # bytes of a thread, at most
+SHOWN = (
+    "BM", "BN", "BK", "M", "N", "K", "S", "SPLITS", "SWAP", "KIND", "GROUP", "num_warps",
+    "num_stages",
+)  # fmt: skip
 
 
 class Offline:
@@ -150,14 +58,15 @@ class Offline:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def registers_of(cubin: bytes) -> int:
-    """Of one thread."""
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of the stack of one thread, where spilled registers go."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    return int(re.findall(r"REG:(\d+)", said.stdout)[0])
+    (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    return {"registers": int(registers), "stack_bytes": int(stack)}
 
 
 def compiled(variant: Variant, card: str) -> dict[str, Any]:
@@ -167,7 +76,7 @@ def compiled(variant: Variant, card: str) -> dict[str, Any]:
     try:
         made = variant.kernel.run(*variant.args, grid=None, warmup=True, **variant.options)
         found["shared_bytes"] = made.metadata.shared
-        found["registers"] = registers_of(made.asm["cubin"])
+        found |= usage(made.asm["cubin"])
         found["warps"] = made.metadata.num_warps
         found["problem"] = problem(found, card)
     except Exception as e:  # noqa: BLE001  a compiler's errors are the finding
@@ -181,7 +90,10 @@ def problem(found: dict[str, Any], card: str) -> str:
     if found["shared_bytes"] > most:
         return f"{found['shared_bytes']:,} bytes of shared memory, {most:,} are there"
     wanted = 8 * math.ceil(found["registers"] / 8) * 32 * found["warps"]
-    return f"{wanted:,} registers, {REGISTERS:,} are there" if wanted > REGISTERS else ""
+    if wanted > REGISTERS:
+        return f"{wanted:,} registers, {REGISTERS:,} are there"
+    spilled = found["stack_bytes"]
+    return f"{spilled:,} bytes of registers are spilled" if spilled > SPILLED else ""
 
 
 def as_card(card: str) -> None:
@@ -192,17 +104,48 @@ def as_card(card: str) -> None:
     launching.pdl = lambda x: launching.limits(x.device).dependent_launch
 
 
-def table(card: str, stage: str, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """In a process of its own."""
+def table(card: str, stage: str, wanted: Sequence[str], step: int) -> list[dict[str, Any]]:
+    """Every `step`-th of the variants of one stage, in a process of its own."""
     as_card(card)
     variants = record(stage)
     driver.set_active(Offline(int(card.removeprefix("sm_"))))
     chosen = [v for v in variants if not wanted or v.kernel.__name__ in wanted]
-    return [compiled(v, card) for v in chosen]
+    return [compiled(v, card) for v in chosen[::step]]
 
 
 def words(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
+
+
+def lasting(found: dict[str, Any]) -> dict[str, Any]:
+    """What is the same each time."""
+    return {k: v for k, v in found.items() if k != "seconds" and v != ""}
+
+
+def of_card(result: dict[str, Any], card: str) -> list[dict[str, Any]]:
+    """All variants so far, each once."""
+    parts = result["variants"].items()
+    return [f for name, found in parts if name.startswith(f"{card} ") for f in found]
+
+
+def summary(card: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one card, over all stages."""
+    return {
+        "variants": len(found),
+        "problems": sum("problem" in f for f in found),
+        "limit_bytes": CARDS[card].shared_bytes,
+        **{most: max((f.get(most, 0) for f in found), default=0)
+           for most in ("shared_bytes", "registers", "stack_bytes")},
+    }  # fmt: skip
+
+
+def results(
+    pool: ProcessPoolExecutor, cards: Sequence[str], stages: Sequence[str], wanted: Sequence[str],
+    step: int,
+) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:  # fmt: skip
+    work = [(c, s, pool.submit(table, c, s, wanted, step)) for c in cards for s in stages]
+    for card, stage, future in work:
+        yield card, stage, future.result()
 
 
 def main(given: Sequence[str]) -> int:
@@ -210,26 +153,27 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--cards", type=words, default=list(CARDS), help="default: %(default)s")
     p.add_argument("--stages", type=words, default=list(STAGES), help="default: %(default)s")
     p.add_argument("--kernels", type=words, default=[], help="names (default: all)")
+    p.add_argument("--every", type=int, default=1, metavar="N", help="each N-th of a stage alone")
     p.add_argument("--jobs", type=int, default=1, help="processes")
+    p.add_argument("--add", action="store_true", help="to what is in --out already")
     args = p.parse_args(given)
-    result: dict[str, Any] = {"env": describe(), "limits": {c: CARDS[c] for c in args.cards}}
-    result["limits"] = {c: CARDS[c].shared_bytes for c in args.cards}
-    problems = 0
+    result: dict[str, Any] = {"env": describe(), "cards": {}, "variants": {}}
+    if args.add and args.out is not None and args.out.exists():
+        result |= {k: v for k, v in read(args.out).items() if k != "env"}
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        work = [(c, s, pool.submit(table, c, s, args.kernels)) for c in args.cards
-                for s in args.stages]  # fmt: skip
-        for card, stage, future in work:
-            found = future.result()
+        for card, stage, found in results(pool, args.cards, args.stages, args.kernels, args.every):
+            result["variants"].pop(f"{card} {stage}", None)
+            before = of_card(result, card)
+            fresh = [f for f in map(lasting, found) if f not in before]
             bad = [f for f in found if f["problem"]]
-            problems += len(bad)
-            most = max((f.get("shared_bytes", 0) for f in found), default=0)
-            print(f"{card:7} {stage:18} {len(found):4} variants, {len(bad)} with a problem; most: "
-                  f"{most:,} bytes of shared memory", flush=True)  # fmt: skip
+            print(f"{card:7} {stage:24} {len(found):4} variants, {len(bad)} with a problem",
+                  flush=True)  # fmt: skip
             for f in bad:
                 print(f"  {f['kernel']} {f['launch']}: {f['problem']}")
-            result[f"{card} {stage}"] = found
+            result["variants"][f"{card} {stage}"] = fresh
+            result["cards"][card] = summary(card, of_card(result, card))
             write(args.out, result)
-    return int(problems > 0)
+    return int(any(result["cards"][card]["problems"] for card in args.cards))
 
 
 if __name__ == "__main__":

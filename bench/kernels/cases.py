@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from bench.kernels.descent import Tuned, chosen
 from stretto.kernels.reference.quantized import FLOAT8
 from stretto.kernels.triton import attention, experts, experts_many, grouped, tuning
+from stretto.kernels.triton.descent import Tuned, chosen
 from stretto.kernels.triton.experts_choice import choose, route
 from stretto.kernels.triton.linear import COUNTERS, MANY, Gained, project, project_onto, tile_rows
 from stretto.kernels.triton.tuning import config, name_of

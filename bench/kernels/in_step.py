@@ -33,9 +33,9 @@ import torch
 from bench.harness.env import describe
 from bench.harness.results import parser, write
 from bench.kernels.cases import Candidates
-from bench.kernels.descent import Descent, Failed, Pair, Table
 from bench.steps.decode import seated
 from stretto.kernels.triton import sampling, tuning
+from stretto.kernels.triton.descent import Descent, Pair, Table, TrialFailed
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
 from stretto.models.qwen3_omni.config import OmniConfig, parse
@@ -250,7 +250,7 @@ def failing() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        raise Failed(f"{type(e).__name__}: {e}"[:200]) from e
+        raise TrialFailed(f"{type(e).__name__}: {e}"[:200]) from e
 
 
 @contextmanager
@@ -303,7 +303,7 @@ def try_one(changes: Table) -> str | None:
     try:
         with failing():
             _mine.asked(changes)
-    except Failed as e:
+    except TrialFailed as e:
         if isinstance(
             e.__cause__, torch.OutOfMemoryError
         ):  # many processes share the device: says nothing

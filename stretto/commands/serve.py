@@ -60,8 +60,10 @@ OTHER_VARIABLES = {
     "STRETTO_MODEL": "the checkpoint directory or its name on the hub, as MODEL",
     "STRETTO_CONFIG": "a YAML file, as `--config`",
     "STRETTO_KERNELS": "`off`: no kernels of our own; `force`: for float32 too",
+    "STRETTO_KERNELS_FLOAT8": "`products`: prompts' rows become FP8 where weights are, for speed",
     "STRETTO_KERNELS_CARD": "a card such as `sm_86` whose limits kernels keep to, for tests",
-    "STRETTO_TUNING": "a file of tuned kernel settings",
+    "STRETTO_KERNELS_DEPENDENT_LAUNCH": "`off`: kernels start after the one in front has ended",
+    "STRETTO_TUNING": "a file of launch parameters, instead of what `stretto tune` keeps",
     "STRETTO_LOG": "how much the processes of the stages log, such as `INFO`",
     "STRETTO_TEST_DEVICE": "where tests run",
 }

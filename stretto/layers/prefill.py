@@ -108,7 +108,7 @@ def _attention(
     counters: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     from stretto.kernels.triton.attention_prefill import attend
-    from stretto.kernels.triton.packed_experts import linear
+    from stretto.kernels.triton.packed_prompts import linear
     from stretto.kernels.triton.prefill import qkv_write
 
     a = layer.self_attn
@@ -137,7 +137,7 @@ def _mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream after a layer's feed-forward block, and its norm for the next layer."""
     from stretto.kernels.triton.grouped import experts, route
-    from stretto.kernels.triton.packed_experts import sorted_experts
+    from stretto.kernels.triton.packed_prompts import sorted_experts
     from stretto.kernels.triton.prefill import add_norm, combine, swiglu
 
     if isinstance(mlp, DenseMLP):

@@ -76,6 +76,7 @@ class CompileJob(msgspec.Struct, frozen=True):
     tasks: tuple[Task, ...]  # of one stage
     expert_weights: ExpertWeights = "full"
     formats: dict[str, WeightFormat] = {}  # of the parts whose weights are packed
+    layers: int = LAYERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +86,8 @@ class StageModel:
     adapter: ModelAdapter[Any]
     decoder: Decoder
     prompts: PrefillGraphs | None = None
+    # fills that many rows' inputs with random ones, which choose different experts
+    scatter: Callable[[int], None] = lambda rows: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class CompileAhead:
     decoders: Callable[[Any], Sequence[DecoderConfig]]  # of a config: those that kernels are for
     stages: tuple[str, ...]  # that have such kernels
     process_bytes: int  # on the device that one process takes at most
+    # a checkpoint's config, with the formats of its parts
+    read: Callable[[str], Any]
     # of a config: how parts are packed
     formats: Callable[[Any], Mapping[str, WeightFormat]] = lambda config: {}
     hosts: int = 1  # that may be loading on a device at a time, where a host has not all stages
@@ -288,9 +293,9 @@ def blocks_alike(blocks: int) -> int:
 # -- in the processes
 
 
-def few(c: DecoderConfig) -> DecoderConfig:
+def few(c: DecoderConfig, layers: int = LAYERS) -> DecoderConfig:
     """The same widths with few layers."""
-    return replace(c, num_layers=min(LAYERS, c.num_layers))
+    return replace(c, num_layers=min(layers, c.num_layers))
 
 
 def run(job: CompileJob) -> None:

@@ -3,13 +3,17 @@
     python -m tests.gpu                          # writes bench/results/gpu_tests_h200.txt
     python -m tests.gpu --out FILE --limit 470   # elsewhere, cut after so many seconds
     python -m tests.gpu --selection --out FILE   # in half the time, for changed stages or engine
+    python -m tests.gpu --card sm_86 --out FILE  # with that card's limits, on a later one
+    python -m tests.gpu --no-dependent-launch --out FILE
     python -m tests.gpu --selection --out FILE --device cpu -k NAME  # tries the program
 
 Three parts: the GPU's own tests and the kernels'; the parity suite through the kernels (float32,
 sizes that they take, the same oracles as on a CPU); and what needs the GPU to itself, one test
 after another (marker `alone`). The first two run in several processes that share the GPU and
 Triton's cache. A selection leaves out the kernels' own tests and most modules of the parity suite;
-its record says so in its first line, and no document quotes it. The record is written anew every
+its record says so in its first line, and no document quotes it. `--card` keeps every kernel to
+another card's shared memory and launches it as there; `--no-dependent-launch` switches that off
+alone; the record says so. The record is written anew every
 few seconds, so a run that is cut (by its own limit, SIGTERM or SIGINT) leaves one that says so.
 Exits with 1 unless every part ran to its end and no test failed. Where there is no git repository,
 the file COMMIT says what git would (see bench/harness/env.py)."""
@@ -32,6 +36,7 @@ from typing import Any
 
 from bench.harness.env import describe
 from bench.harness.results import RESULTS, ROOT, parser
+from stretto.kernels.triton.device import CARDS
 
 FORCED = {"STRETTO_KERNELS": "force", "STRETTO_TEST_SIZES": "even", "STRETTO_TEST_DEVICE": "cuda"}
 WRITE_EVERY = 5.0  # seconds between two records of a running part
@@ -122,6 +127,14 @@ def narrowed(part: Part, device: str, names: str) -> Part:
         part = replace(part, env=part.env | {"STRETTO_TEST_DEVICE": device})
     both = " and ".join(f"({one})" for one in (part.names, names) if one)
     return replace(part, names=both)
+
+
+def limits_of(card: str | None, no_dependent_launch: bool) -> dict[str, str]:
+    """What the tests' processes are told of the card that they are to act as."""
+    found = {} if card is None else {"STRETTO_KERNELS_CARD": card}
+    if no_dependent_launch:
+        found["STRETTO_KERNELS_DEPENDENT_LAUNCH"] = "off"
+    return found
 
 
 class Cut(Exception):
@@ -250,18 +263,27 @@ def main(given: Sequence[str]) -> int:
     p.add_argument("--limit", type=float, default=470.0, help="seconds for all of it")
     p.add_argument("--workers", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 1) // 4)))
     p.add_argument("--device", default="cuda", help="cpu: tries the program (default: cuda)")
+    p.add_argument("--card", choices=CARDS, help="keep to the limits of this card")
+    p.add_argument(
+        "--no-dependent-launch", action="store_true", help="kernels wait for the one in front"
+    )
     p.add_argument("-k", default="", metavar="NAME", help="tests of these names alone, as pytest's")
     args = p.parse_args(given)
     if importlib.util.find_spec("xdist") is None:
         print("no pytest-xdist here: one process, which will not do in the time", flush=True)
         args.workers = 1
-    if (args.selection or args.k) and args.out == p.get_default("out"):
-        p.error("some of the tests need --out: the record in bench/results is of all")
+    limited = limits_of(args.card, args.no_dependent_launch)
+    if (args.selection or args.k or limited) and args.out == p.get_default("out"):
+        p.error(
+            "some of the tests need --out, and so do limits: the record in bench/results is of all"
+        )
     parts = SELECTION if args.selection else PARTS
     begin = time.monotonic()
     about = describe()
     if args.selection or args.k:
         about = {"selection": SELECTED, **about}
+    if limited:
+        about = {"limits": ", ".join(f"{k}={v}" for k, v in limited.items()), **about}
     if about["gpu"] is None and args.device == "cuda":
         print("needs a CUDA device")
         return 2
@@ -281,6 +303,7 @@ def main(given: Sequence[str]) -> int:
         try:
             for i, part in enumerate(parts):
                 part = narrowed(part, args.device, args.k)
+                part = replace(part, env=part.env | limited)
                 ran.append(
                     Ran(part, Path(folder) / f"{i}.jsonl", args.workers if part.parallel else 1)
                 )

@@ -167,3 +167,25 @@ def test_the_machine_and_the_versions_are_named() -> None:
         "cores",
     } <= found.keys()
     assert found["python"] == sys.version.split()[0]
+
+
+def test_limits_of_another_card_are_for_the_tests_and_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_env.py").write_text(
+        "import os\n"
+        "def test_env():\n"
+        "    assert os.environ['STRETTO_KERNELS_CARD'] == 'sm_86'\n"
+        "    assert os.environ['STRETTO_KERNELS_DEPENDENT_LAUNCH'] == 'off'\n",
+        encoding="utf-8",
+    )
+    part = Part("some", (str(tmp_path / "test_env.py"),), "not alone", 0)
+    monkeypatch.setattr(suite, "PARTS", (part,))
+    out = tmp_path / "record.txt"
+    flags = ["--card", "sm_86", "--no-dependent-launch", "--device", "cpu", "--workers", "1"]
+    assert suite.main([*flags, "--out", str(out)]) == 0
+    first, *_ = out.read_text(encoding="utf-8").splitlines()
+    limits = "STRETTO_KERNELS_CARD=sm_86, STRETTO_KERNELS_DEPENDENT_LAUNCH=off"
+    assert first == f"limits: {limits}"
+    with pytest.raises(SystemExit):  # the record in bench/results is of a run without limits
+        suite.main(["--card", "sm_86", "--device", "cpu"])

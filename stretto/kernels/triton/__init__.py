@@ -11,6 +11,9 @@ from functools import cache
 
 import torch
 
+from stretto.errors import Invalid
+from stretto.kernels.triton.device import limits
+
 MAX_ROWS = 128
 """Rows of a decode step that the fused kernels take."""
 
@@ -37,6 +40,20 @@ def able(device: torch.device) -> bool:
 
 def apply(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in dtypes() and able(device)
+
+
+NARROW = (8, 9)
+"""Compute capability from which the matrix units multiply float8 with float8."""
+
+
+@cache
+def narrow_products(device: torch.device) -> bool:
+    """Whether prompts' rows become float8 where weights are. STRETTO_KERNELS_FLOAT8: "products" for
+    that; else rows stay wide, and products are exact."""
+    mode = os.environ.get("STRETTO_KERNELS_FLOAT8", "weights").lower()
+    if mode not in ("weights", "products"):
+        raise Invalid(f"STRETTO_KERNELS_FLOAT8 must be weights or products, got {mode!r}")
+    return mode == "products" and limits(device).capability >= NARROW
 
 
 def usable(x: torch.Tensor) -> bool:

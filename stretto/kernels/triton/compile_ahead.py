@@ -36,6 +36,15 @@ SOURCES = ("kernels", "layers", "models", "stage/runner")
 launched."""
 
 
+SWITCHES = (
+    "STRETTO_KERNELS",
+    "STRETTO_KERNELS_CARD",
+    "STRETTO_KERNELS_DEPENDENT_LAUNCH",
+    "STRETTO_KERNELS_FLOAT8",
+)
+"""Variables that do so too."""
+
+
 def directory() -> Path:
     """Where Triton keeps compiled kernels."""
     from triton import knobs
@@ -68,8 +77,7 @@ def surroundings(device: torch.device) -> dict[str, str]:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "gpu": f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}",
-        "kernels": os.environ.get("STRETTO_KERNELS", ""),
-        "card": os.environ.get("STRETTO_KERNELS_CARD", ""),
+        **{name: os.environ.get(name, "") for name in SWITCHES},
     }
 
 

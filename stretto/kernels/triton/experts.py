@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.triton.device import protocol
-from stretto.kernels.triton.linear import project
+from stretto.kernels.triton.linear import project, raw, widen
 from stretto.kernels.triton.tuning import config
 
 
@@ -130,8 +130,8 @@ def _up_vector(
     xs = tl.load(x + k).to(tl.float32)
     scale = tl.rsqrt(tl.sum(xs * xs, 0) / K + eps)
     xs = xs * g
-    a = tl.sum(wg.to(tl.float32) * xs[None, :], 1) * (scale * of_gate)
-    b = tl.sum(wu.to(tl.float32) * xs[None, :], 1) * (scale * of_up)
+    a = tl.sum(widen(wg, xs) * xs[None, :], 1) * (scale * of_gate)
+    b = tl.sum(widen(wu, xs) * xs[None, :], 1) * (scale * of_up)
     tl.store(out + slot * SIZE + n, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty))
 
 
@@ -178,7 +178,7 @@ def _down_vector(
     weight = weight.to(x.dtype.element_ty).to(tl.float32)[:, None]  # rounded as the reference does
     at = base[:, None, None] + n[None, :, None] * width[:, None, None] + k[None, None, :]
     mask = there[:, None, None]
-    first = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    first = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
     factor = tl.where(there[:, None], weight, 0.0)
     if SCALED:
         factor = factor * tl.load(
@@ -190,13 +190,11 @@ def _down_vector(
     before = tl.load(x + n).to(tl.float32)
     from_h = h + slot[:, None] * SIZE + k[None, :]
     hi = tl.load(from_h, mask=there[:, None], other=0.0).to(tl.float32)
-    acc = first.to(tl.float32) * hi[:, None, :]
+    acc = widen(first, hi) * hi[:, None, :]
     for i in tl.static_range(1, SIZE // BK):
-        wi = tl.load(at + i * BK, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+        wi = tl.load(at + i * BK, mask=mask, other=0, eviction_policy="evict_first")
         hi = tl.load(from_h + i * BK, mask=there[:, None], other=0.0).to(tl.float32)
-        acc += wi * hi[:, None, :]
+        acc += widen(wi, hi) * hi[:, None, :]
     total = tl.sum(tl.sum(acc, 2) * factor, 0) + before
     tl.store(x + n, total.to(x.dtype.element_ty))
 
@@ -232,7 +230,7 @@ def up_one(
     c = tuned_for("up_vector", w, (size, hidden), {"BN": 2, "warps": 4}) if tuned is None else tuned
     h = x.new_empty(w.slots, size)
     _up_vector[(size // c["BN"], w.slots)](
-        x, w.gain, logits, w.gate_up, x if w.scales is None else w.scales[0],
+        x, w.gain, logits, raw(w.gate_up), x if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, w.eps,
         K=hidden, TOP=w.top_k, BN=c["BN"], num_warps=c["warps"], **common(x, w),
     )  # fmt: skip
@@ -252,7 +250,7 @@ def down_one(
     default = {"BN": 4, "BK": chunk(size, 128), "warps": 4}
     c = tuned_for("down_vector", w, (hidden, size), default) if tuned is None else tuned
     _down_vector[(hidden // c["BN"],)](
-        h, logits, w.down, x if w.scales is None else w.scales[1],
+        h, logits, raw(w.down), x if w.scales is None else w.scales[1],
         w.down if w.shared_down is None else w.shared_down, x,
         H=hidden, TOP=w.top_k, RENORM=w.norm_topk, BN=c["BN"], BK=c["BK"], num_warps=c["warps"],
         **common(x, w),

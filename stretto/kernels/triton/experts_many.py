@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from stretto.kernels.triton.device import fitting, protocol
 from stretto.kernels.triton.experts import ExpertWeights, chunk, common, tuned_for, up_scales
 from stretto.kernels.triton.experts_choice import Choice, choose, route, takers
-from stretto.kernels.triton.linear import Gained, dot, tile_rows, widen
+from stretto.kernels.triton.linear import Gained, dot, raw, tile_rows, widen
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def up(
     h = gained.x.new_empty(rows, w.slots, size)
     numbers, tiles = _tiles(rows, w, c)
     _up_matrix[(size // c["BN"], numbers)](
-        gained.x, choice.scales, choice.table, w.gate_up,
+        gained.x, choice.scales, choice.table, raw(w.gate_up),
         choice.scales if w.scales is None else w.scales[0],
         w.gate_up if w.shared_gate_up is None else w.shared_gate_up, h, rows,
         K=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
@@ -274,7 +274,7 @@ def down(
     parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
     numbers, tiles = _tiles(rows, w, c)
     _down_matrix[(hidden // c["BN"], numbers)](
-        h, choice.table, w.down, x if w.scales is None else w.scales[1],
+        h, choice.table, raw(w.down), x if w.scales is None else w.scales[1],
         w.down if w.shared_down is None else w.shared_down, choice.weights, parts, rows,
         H=hidden, TOP=w.top_k, BN=c["BN"], BK=c["BK"], SWAP=bool(c.get("swap", 0)),
         num_warps=c["warps"], **tiles, **common(x, w),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from stretto.kernels.triton.device import fitting
-from stretto.kernels.triton.linear import precision, widen
+from stretto.kernels.triton.linear import precision, raw, widen
 from stretto.kernels.triton.prefill import swiglu
 from stretto.kernels.triton.tuning import config
 
@@ -407,7 +407,7 @@ def gate_up(
     out = x.new_empty(choices, size)
     tiles = choices // launch["M"] + experts
     _gate_up[(tiles * triton.cdiv(size, launch["N"]),)](
-        x, weight, x if scale is None else scale, routed.order, routed.offsets, out,
+        x, raw(weight), x if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, TOP_K=routed.ids.shape[1], SCALED=scale is not None,
         EXPERTS=experts,
         WIDE=triton.next_power_of_2(experts), PRECISION=precision(x), **launch,
@@ -433,7 +433,7 @@ def down(
     out = h.new_empty(choices, hidden)
     tiles = choices // launch["M"] + experts
     _down[(tiles * triton.cdiv(hidden, launch["N"]),)](
-        h, weight, h if scale is None else scale, routed.order, routed.offsets, out,
+        h, raw(weight), h if scale is None else scale, routed.order, routed.offsets, out,
         HIDDEN=hidden, SIZE=size, SCALED=scale is not None, EXPERTS=experts,
         WIDE=triton.next_power_of_2(experts), PRECISION=precision(h), **launch,
     )  # fmt: skip

@@ -19,12 +19,31 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stretto.kernels.reference.quantized import FLOAT8
 from stretto.kernels.triton.device import fitting, protocol
 from stretto.kernels.triton.tuning import config
 from stretto.kernels.triton.untuned import matrix_defaults, split_defaults, vector_defaults
 
 # In Triton's interpreter products are made in float32.
 DEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
+# Four bytes of float8 (e4m3) as bfloat16, exactly: each is stretched to 16 bits with its sign and
+# shifted by four, so that exponent and fraction lie where bfloat16 has them (a number 2^120 times
+# too small), then times 2^120. By `fma`, since before Hopper there is no product of such pairs.
+WIDEN = tl.constexpr("""
+{
+.reg .b32 a, b, c, none;
+prmt.b32 a, $2, 0, 0x9180;
+prmt.b32 b, $2, 0, 0xb3a2;
+shl.b32 a, a, 4;
+shl.b32 b, b, 4;
+and.b32 a, a, 0x87f087f0;
+and.b32 b, b, 0x87f087f0;
+mov.b32 c, 0x7b807b80;
+mov.b32 none, 0x80008000;
+fma.rn.bf16x2 $0, a, c, none;
+fma.rn.bf16x2 $1, b, c, none;
+}
+""")
 
 
 def tile_rows(rows: int) -> int:
@@ -46,32 +65,24 @@ def dot(a, b, acc):
     return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
 
 
+def raw(w: torch.Tensor) -> torch.Tensor:
+    """Weights as kernels take them: float8 as bytes, since cards before Ada have no such type."""
+    return w.view(torch.uint8) if w.dtype == FLOAT8 else w
+
+
 @triton.jit
 def widen(w, like):
-    """Weights in the type of `like`, exactly. Float8 to bfloat16 by hand, four at a time: each byte
-    stretched to 16 bits with its sign and shifted by four, so that exponent and fraction lie where
-    bfloat16 has them (a number 2^120 times too small), then times 2^120. The hardware's own
+    """Weights (`raw`) in the type of `like`, exactly. Float8 by hand: the hardware's own
     conversions go by float32 and are slower than the memory."""
-    if DEVICE:
-        if w.dtype == tl.float8e4nv and like.dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 a, b, c;
-                prmt.b32 a, $2, 0, 0x9180;
-                prmt.b32 b, $2, 0, 0xb3a2;
-                shl.b32 a, a, 4;
-                shl.b32 b, b, 4;
-                and.b32 a, a, 0x87f087f0;
-                and.b32 b, b, 0x87f087f0;
-                mov.b32 c, 0x7b807b80;
-                mul.rn.bf16x2 $0, a, c;
-                mul.rn.bf16x2 $1, b, c;
-                }
-                """,
-                "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
-            )  # fmt: skip
-    return w.to(like.dtype)
+    if w.dtype != tl.uint8:
+        return w.to(like.dtype)
+    elif DEVICE:
+        wide = tl.inline_asm_elementwise(
+            WIDEN, "=&r,=&r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+        return wide.to(like.dtype)
+    else:
+        return w.to(tl.float8e4nv, bitcast=True).to(like.dtype)
 
 
 @triton.jit

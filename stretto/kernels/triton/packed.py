@@ -6,10 +6,12 @@ nibble u under the bits of 128.0 is the bfloat16 number 128 + u; less 136 (and t
 exact, and one product in bfloat16 by the scale rounds as the reference does. Float8 is exact in
 bfloat16; the scale of a block or row comes after the block's sum, in float32.
 
-Launch protocol as in `linear`, but nothing is asked for before the wait. Called by
-`layers.fused`."""
+Launch protocol as in `linear`; experts ask for nothing before the wait, as they do not know yet who
+is chosen. Called by `layers.fused`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,45 +19,49 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stretto.kernels.reference.packed import PackedWeight, Weight
-from stretto.kernels.triton import linear
+from stretto.kernels.triton import device, linear
 from stretto.kernels.triton.device import protocol
-from stretto.kernels.triton.linear import DEVICE, Gained, dot, tile_rows, widen
+from stretto.kernels.triton.linear import DEVICE, Gained, dot, fetch, tile_rows, widen
 from stretto.kernels.triton.tuning import config
 
+Launch = dict[str, int]
 KINDS = {"int4": 0, "int8": 1, "float8": 2}
 INT4, FLOAT8 = tl.constexpr(KINDS["int4"]), tl.constexpr(KINDS["float8"])
 
 
+# Low ($0, $1) and high ($2, $3) four bits of four bytes ($4) as (number - less) * scale in
+# bfloat16; $5, $6: -less, $7, $8: scale. Bytes are spread over two registers of two numbers each.
+NIBBLES = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, one, none;
+mov.b32 one, 0x3f803f80;
+mov.b32 none, 0x80008000;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 a, a, one, $5;
+fma.rn.bf16x2 b, b, one, $6;
+fma.rn.bf16x2 c, c, one, $5;
+fma.rn.bf16x2 d, d, one, $6;
+fma.rn.bf16x2 $0, a, $7, none;
+fma.rn.bf16x2 $1, b, $8, none;
+fma.rn.bf16x2 $2, c, $7, none;
+fma.rn.bf16x2 $3, d, $8, none;
+}
+""")
+
+
 @triton.jit
 def _nibbles(codes, less, scale):
-    """Low and high four bits of bytes as (number - `less`) * `scale`, all of one shape, in
-    bfloat16: four bytes are spread over two registers of two numbers each."""
+    """Of bytes, the even and the odd inputs' numbers; all of one shape."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, one, none;
-        mov.b32 one, 0x3f803f80;
-        mov.b32 none, 0x80008000;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-        fma.rn.bf16x2 a, a, one, $5;
-        fma.rn.bf16x2 b, b, one, $6;
-        fma.rn.bf16x2 c, c, one, $5;
-        fma.rn.bf16x2 d, d, one, $6;
-        fma.rn.bf16x2 $0, a, $7, none;
-        fma.rn.bf16x2 $1, b, $8, none;
-        fma.rn.bf16x2 $2, c, $7, none;
-        fma.rn.bf16x2 $3, d, $8, none;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, less, scale], dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True, pack=4,
+        NIBBLES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, less, scale],
+        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
 
 
@@ -93,13 +99,14 @@ def packed_times(
 ):  # fmt: skip
     """acc + x @ w[n, start : start + BK].T (or its transpose) for a tile x [BM, BK] and rows n [BN]
     of the packed matrix [.., K] that begins at these addresses. GROUP inputs and ROWS outputs share
-    a scale. Of integers, BK is whole groups; of float8, it is part of a block."""
+    a scale; BK is whole groups or a part of one, of float8 at most one. Float8 rows meet float8
+    weights as they are."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     row = n.to(tl.int64)
     if KIND < FLOAT8:
         PER: tl.constexpr = 2 if KIND == INT4 else 1
-        BYTES: tl.constexpr = GROUP // PER
-        COUNT: tl.constexpr = BK // GROUP
+        COUNT: tl.constexpr = BK // GROUP if BK > GROUP else 1
+        BYTES: tl.constexpr = BK // COUNT // PER
         g, b = tl.arange(0, COUNT), tl.arange(0, BYTES)
         at = codes + row[:, None, None] * (K // PER) + start // PER
         raw = tl.load(at + g[None, :, None] * BYTES + b[None, None, :])
@@ -120,9 +127,26 @@ def packed_times(
             return times(tl.reshape(w, [BN, BK]), x, acc, SWAP)
     else:
         w = tl.load(codes + row[:, None] * K + start + tl.arange(0, BK)[None, :])
-        part = times(widen(w, x), x, acc * 0.0, SWAP)
+        none = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
+        if x.dtype == tl.float8e4nv:
+            part = times(w.to(tl.float8e4nv, bitcast=True), x, none, SWAP)
+        else:
+            part = times(widen(w, x), x, none, SWAP)
         s = tl.load(scale + row // ROWS * GROUPS + start // GROUP).to(tl.float32)
         return acc + part * (s[:, None] if SWAP else s[None, :])
+
+
+@triton.jit
+def matrix_at(
+    codes, scale, zero, e, outputs, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Where the e-th of several matrices of so many outputs begins."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    PER: tl.constexpr = 2 if KIND == INT4 else 1
+    e = e.to(tl.int64)
+    scales = e * (outputs // ROWS * GROUPS)
+    return codes + e * outputs * (K // PER), scale + scales, zero + scales
 
 
 @triton.jit(do_not_specialize=["M", "P"])
@@ -132,13 +156,18 @@ def _project(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr,
     NORM: tl.constexpr, GIVEN: tl.constexpr, ADD: tl.constexpr, EMIT: tl.constexpr,
-    SWAP: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to BM rows, `stride` apart; each program: BN outputs. The rest as in `linear._matrix`."""
+    """Up to BM rows, `stride` apart; each program: BN outputs, whose numbers it asks for before the
+    wait, LINES cache lines of each. The rest as in `linear._matrix`."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     if PDL:
+        if LINES:
+            WIDE: tl.constexpr = K // 2 if KIND == INT4 else K
+            line = tl.minimum(tl.arange(0, LINES) * 128, WIDE - 1)
+            fetch(codes + n.to(tl.int64)[:, None] * WIDE + line[None, :])
         gdc_wait()
         gdc_launch_dependents()
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
     total_squares = tl.zeros([BM], tl.float32)
@@ -185,22 +214,35 @@ def fits_sizes(kind: str, group: int, outputs: int, inputs: int) -> bool:
     if outputs % 16 or inputs % 32:
         return False
     if kind == "float8":
-        return group == 0 or (group % 32 == 0 and group & (group - 1) == 0)
+        return group == 0 or (group >= 32 and group & (group - 1) == 0)
     return group >= 16 and group & (group - 1) == 0 and inputs % group == 0
 
 
 def chunk_of(w: PackedWeight, most: int) -> int:
-    """Inputs of a tile: a power of two that divides them, in whole groups or within a block."""
+    """Inputs of a tile: a power of two that divides them, in whole groups or within one."""
     group, inputs = w.format.group, w.shape[-1]
-    if w.format.kind == "float8":
-        return min(inputs & -inputs, most, group or most)
-    return max(group, min(inputs & -inputs, most))
+    chunk = min(inputs & -inputs, most)
+    return chunk if w.format.kind != "float8" else min(chunk, group or most)
 
 
 def operands(w: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bytes, scales and zero points as kernels take them."""
-    codes = w.codes if w.format.kind == "float8" else w.codes.view(torch.uint8)
-    return codes, w.scale, w.scale if w.zero is None else w.zero
+    return w.codes.view(torch.uint8), w.scale, w.scale if w.zero is None else w.zero
+
+
+def stages_for(
+    wanted: int, x: torch.Tensor, rows: int, w: PackedWeight, columns: int, k: int
+) -> int:
+    """As many of these stages of a loop over K as fit the device's shared memory, where a tile of
+    rows and one of widened weights lie beside what is on its way."""
+    narrow = columns * k * w.format.bits // 8
+    held = rows * k * x.element_size()
+    return device.stages_within(wanted, x, held + narrow, held + columns * k * x.element_size())
+
+
+def tuned(kernel: str, w: PackedWeight, key: Sequence[int], default: dict[str, int]) -> Launch:
+    """Launch parameters of a kernel with such weights, whose tiles depend on the groups too."""
+    return config(f"packed_{kernel}_{w.format.kind}_g{w.format.group}", key, default)
 
 
 def form(w: PackedWeight) -> dict[str, int | bool]:
@@ -245,6 +287,24 @@ def project_onto(
     return total, gained
 
 
+def _default(tile: int, w: PackedWeight) -> dict[str, int]:
+    """Many rows are read once for every BN outputs: more of those then, and less of the inputs, so
+    that tiles fit."""
+    outputs = w.shape[0]
+    if tile <= 32:
+        return {"BN": 16, "BK": chunk_of(w, 128), "warps": 4, "stages": 4, "swap": 0, "fetch": 1}
+    columns = min(32, outputs & -outputs)
+    return {
+        "BN": columns, "BK": chunk_of(w, 64), "warps": 4, "stages": 3, "swap": 0, "fetch": 1,
+    }  # fmt: skip
+
+
+def _lines(w: PackedWeight) -> int:
+    """Cache lines of one output's numbers, up to a power of two."""
+    numbers = w.shape[-1] * w.format.bits // 8
+    return int(triton.next_power_of_2(triton.cdiv(numbers, 128)))
+
+
 def _run(
     x: torch.Tensor,
     w: PackedWeight,
@@ -257,8 +317,7 @@ def _run(
     rows, inputs = x.shape
     outputs, tile = w.shape[0], tile_rows(rows)
     out = x.new_empty(rows, outputs) if out is None else out
-    default = {"BN": 16, "BK": chunk_of(w, 128), "warps": 4, "stages": 3, "swap": 0}
-    c = config(f"packed_{w.format.kind}", (tile, outputs, inputs), default)
+    c = tuned("project", w, (tile, outputs, inputs), _default(tile, w))
     programs = triton.cdiv(outputs, c["BN"])
     gained = None if emit is None else Gained.empty(out, programs, emit[1])
     summed = 1 if given is None else len(given.squares)
@@ -269,7 +328,9 @@ def _run(
         x if add is None else add, out, *following, eps, rows, outputs, summed, x.stride(0),
         K=inputs, BM=tile, BN=c["BN"], BK=c["BK"], BP=1 << (summed - 1).bit_length(),
         NORM=norm is not None, GIVEN=given is not None, ADD=add is not None,
-        EMIT=gained is not None, SWAP=bool(c["swap"]), num_warps=c["warps"],
-        num_stages=c["stages"], **form(w), **protocol(x),
+        EMIT=gained is not None, SWAP=bool(c["swap"]),
+        LINES=_lines(w) if c["fetch"] else 0, num_warps=c["warps"],
+        num_stages=stages_for(c["stages"], x, tile, w, c["BN"], c["BK"]),
+        **form(w), **protocol(x),
     )  # fmt: skip
     return out, gained

@@ -1,8 +1,7 @@
-"""The mixture of experts with packed weights: a decode step of one row, of several rows, and sorted
-rows of a prompt.
+"""The mixture of experts with packed weights: a decode step of one row and of several.
 
-Each is the way through wide weights (`experts`, `experts_many`, `grouped`) with another product in
-it, which reads weights as they are stored (`packed`). A shared expert stays wide, and is read as
+Each is the way through wide weights (`experts`, `experts_many`) with another product in it, which
+reads weights as they are stored (`packed`). A shared expert stays wide, and is read as
 one of the others. Reference: `stretto.kernels.reference.moe`."""
 
 from __future__ import annotations
@@ -10,21 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stretto.kernels.reference.packed import PackedWeight, Weight
-from stretto.kernels.triton import MAX_ROWS, experts_many
+from stretto.kernels.reference.packed import PackedWeight
+from stretto.kernels.triton import experts_many
 from stretto.kernels.triton.device import protocol
-from stretto.kernels.triton.experts import chunk, sortable, without
+from stretto.kernels.triton.experts import sortable, without
 from stretto.kernels.triton.experts_choice import Choice, choose, route, takers
-from stretto.kernels.triton.grouped import Routed, _tile, per_expert
-from stretto.kernels.triton.linear import Gained, project, tile_rows, widen
-from stretto.kernels.triton.packed import KINDS, chunk_of, operands, packed_times, times
-from stretto.kernels.triton.packed import project as packed_project
-from stretto.kernels.triton.tuning import config
+from stretto.kernels.triton.linear import Gained, project, tile_rows
+from stretto.kernels.triton.packed import (
+    chunk_of,
+    form,
+    matrix_at,
+    operands,
+    packed_times,
+    stages_for,
+    times,
+    tuned,
+)
 
 ONE = 16
 """Rows of a tile that holds one row: the matrix units take no fewer."""
@@ -58,19 +62,6 @@ class PackedExpertWeights:
 
 
 @triton.jit
-def _matrix_at(
-    codes, scale, zero, e, outputs, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Where the e-th of several matrices of so many outputs begins."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    PER: tl.constexpr = 2 if KIND == 0 else 1
-    e = e.to(tl.int64)
-    scales = e * (outputs // ROWS * GROUPS)
-    return codes + e * outputs * (K // PER), scale + scales, zero + scales
-
-
-@triton.jit
 def _choice(logits, slot, E: tl.constexpr, TOP: tl.constexpr):
     """The expert of one row's slot; right from TOP on for pieces of the shared one."""
     scores, order = sortable(tl.load(logits + tl.arange(0, E)), E)
@@ -80,6 +71,14 @@ def _choice(logits, slot, E: tl.constexpr, TOP: tl.constexpr):
         largest = tl.max(order, 0)
     e = E - 1 - (largest & (E - 1)).to(tl.int32)
     return tl.where(slot < TOP, e, E + slot - TOP), scores
+
+
+@triton.jit
+def _row(x, gain, squares, first):
+    """Some numbers of one row times a norm's gain, the first row of a tile; and their squares."""
+    row = tl.load(x).to(tl.float32)
+    gained = row * tl.load(gain).to(tl.float32)
+    return tl.where(first, gained[None, :], 0.0).to(x.dtype.element_ty), squares + row * row
 
 
 @triton.jit
@@ -99,30 +98,14 @@ def _up_one(
     first = tl.arange(0, BM)[:, None] == 0
     e, _ = _choice(logits, slot, E, TOP)
     inside = tl.minimum(e, E - 1)
-    codes, scale, zero = _matrix_at(codes, scale, zero, inside, 2 * SIZE, K, KIND, GROUP, ROWS)
+    codes, scale, zero = matrix_at(codes, scale, zero, inside, 2 * SIZE, K, KIND, GROUP, ROWS)
     gate = tl.zeros([BM, BN], tl.float32)
     up = tl.zeros([BM, BN], tl.float32)
     squares = tl.zeros([BK], tl.float32)
-    for i in range(0, K, BK):
-        row = tl.load(x + i + k).to(tl.float32)
-        squares += row * row
-        row = row * tl.load(gain + i + k).to(tl.float32)
-        xi = tl.where(first, row[None, :], 0.0).to(x.dtype.element_ty)
-        if PIECES > 0:
-            if e >= E:
-                at = shared + (e - E).to(tl.int64) * (SIZE * K) + n[:, None] * K + i + k[None, :]
-                gate = times(tl.load(at), xi, gate, False)
-                up = times(tl.load(at + PIECES * SIZE * K), xi, up, False)
-            else:
-                gate = packed_times(
-                    xi, codes, scale, zero, n, i, gate, K, BM, BN, BK, KIND, GROUP, ROWS, ZERO,
-                    False,
-                )  # fmt: skip
-                up = packed_times(
-                    xi, codes, scale, zero, n + SIZE, i, up, K, BM, BN, BK, KIND, GROUP, ROWS,
-                    ZERO, False,
-                )  # fmt: skip
-        else:
+    # Two loops, each without a branch: loads of such alone are pipelined.
+    if e < E:
+        for i in range(0, K, BK):
+            xi, squares = _row(x + i + k, gain + i + k, squares, first)
             gate = packed_times(
                 xi, codes, scale, zero, n, i, gate, K, BM, BN, BK, KIND, GROUP, ROWS, ZERO, False
             )
@@ -130,9 +113,28 @@ def _up_one(
                 xi, codes, scale, zero, n + SIZE, i, up, K, BM, BN, BK, KIND, GROUP, ROWS, ZERO,
                 False,
             )  # fmt: skip
+    elif PIECES > 0:
+        at = shared + (e - E).to(tl.int64) * (SIZE * K) + n[:, None] * K + k[None, :]
+        for i in range(0, K, BK):
+            xi, squares = _row(x + i + k, gain + i + k, squares, first)
+            gate = times(tl.load(at + i), xi, gate, False)
+            up = times(tl.load(at + PIECES * SIZE * K + i), xi, up, False)
     factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     a, b = tl.sum(gate, 0) * factor, tl.sum(up, 0) * factor
     tl.store(out + slot * SIZE + n, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _weights(logits, e, slot, E: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr):
+    """What experts e of the slots count for, by one row's logits."""
+    scores, _ = sortable(tl.load(logits + tl.arange(0, E)), E)
+    high = tl.max(scores, 0)
+    of_slot = tl.load(logits + e, mask=slot < TOP, other=float("-inf")).to(tl.float32)
+    weight = tl.exp(of_slot - high)
+    if RENORM:
+        return weight / tl.sum(weight, 0)
+    else:
+        return weight / tl.sum(tl.exp(scores - high), 0)
 
 
 @triton.jit
@@ -142,50 +144,46 @@ def _down_one(
     RENORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of the weighted sum over a row's experts, slot by slot, added to the residual
-    stream x in place."""
+    """BN columns of the weighted sum over a row's experts, added to the residual stream x in place.
+    All slots at once: a tile's rows are the slots' rows of h, its columns every slot's BN weight
+    rows, and a slot's results are where the two meet."""
+    SLOTS: tl.constexpr = triton.next_power_of_2(TOP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    first = tl.arange(0, BM)[:, None] == 0
-    scores, order = sortable(tl.load(logits + tl.arange(0, E)), E)
-    high = tl.max(scores, 0)
-    whole = tl.sum(tl.exp(scores - high), 0)
-    if RENORM:
-        rest = order
-        whole = 0.0
-        for _ in tl.static_range(TOP):
-            largest = tl.max(rest, 0)
-            rest = without(rest, largest)
-            e = E - 1 - (largest & (E - 1)).to(tl.int32)
-            whole += tl.exp(tl.load(logits + e).to(tl.float32) - high)
-    total = tl.load(x + n).to(tl.float32)
-    for slot in range(TOP):
+    m, slot = tl.arange(0, BM), tl.arange(0, SLOTS)
+    _, order = sortable(tl.load(logits + tl.arange(0, E)), E)
+    e = slot * 0
+    for i in tl.static_range(TOP):
         largest = tl.max(order, 0)
         order = without(order, largest)
-        e = E - 1 - (largest & (E - 1)).to(tl.int32)
-        weight = tl.exp(tl.load(logits + e).to(tl.float32) - high) / whole
-        weight = weight.to(x.dtype.element_ty).to(tl.float32)
-        own, s, z = _matrix_at(codes, scale, zero, e, H, SIZE, KIND, GROUP, ROWS)
-        acc = tl.zeros([BM, BN], tl.float32)
-        for i in range(0, SIZE, BK):
-            row = tl.load(h + slot * SIZE + i + k)
-            hi = tl.where(first, row[None, :], 0.0).to(h.dtype.element_ty)
-            acc = packed_times(
-                hi, own, s, z, n, i, acc, SIZE, BM, BN, BK, KIND, GROUP, ROWS, ZERO, False
-            )
-        total += tl.sum(acc, 0) * weight
+        # Slots behind the last are read too: the last one's, which are read anyway.
+        e = tl.where(slot >= i, E - 1 - (largest & (E - 1)).to(tl.int32), e)
+    weight = _weights(logits, e, slot, E, TOP, RENORM).to(x.dtype.element_ty).to(tl.float32)
+    rows = tl.reshape(e[:, None] * H + n[None, :], [SLOTS * BN])
+    factor = tl.reshape(weight[:, None].broadcast_to(SLOTS, BN), [SLOTS * BN])
+    of = tl.reshape(slot[:, None].broadcast_to(SLOTS, BN), [SLOTS * BN])
+    acc = tl.zeros([BM, SLOTS * BN], tl.float32)
+    from_h = h + m[:, None] * SIZE + k[None, :]
+    for i in range(0, SIZE, BK):
+        hi = tl.load(from_h + i, mask=(m < TOP)[:, None], other=0.0)
+        acc = packed_times(
+            hi, codes, scale, zero, rows, i, acc, SIZE, BM, SLOTS * BN, BK, KIND, GROUP, ROWS,
+            ZERO, False,
+        )  # fmt: skip
+    own = tl.sum(tl.where(m[:, None] == of[None, :], acc, 0.0), 0) * factor
+    total = tl.load(x + n).to(tl.float32) + tl.sum(tl.reshape(own, [SLOTS, BN]), 0)
     if PIECES > 0:
         gate = tl.sigmoid(tl.load(logits + E).to(tl.float32))
         gate = gate.to(x.dtype.element_ty).to(tl.float32)
-        acc = tl.zeros([BN, BK], tl.float32)
+        part = tl.zeros([BN, BK], tl.float32)
         for i in range(0, PIECES * SIZE, BK):
             row = tl.load(h + TOP * SIZE + i + k).to(tl.float32)
             w = tl.load(shared + n[:, None] * (PIECES * SIZE) + i + k[None, :])
-            acc += w.to(tl.float32) * row[None, :]
-        total += tl.sum(acc, 1) * gate
+            part += w.to(tl.float32) * row[None, :]
+        total += tl.sum(part, 1) * gate
     tl.store(x + n, total.to(x.dtype.element_ty))
 
 
@@ -241,14 +239,42 @@ def _up_matrix(
                 out, places, e, n, K, SIZE, False, SLOTS, BM, BN, BK, SWAP,
             )  # fmt: skip
             return
-    codes, scale, zero = _matrix_at(codes, scale, zero, e, 2 * SIZE, K, KIND, GROUP, ROWS)
-    for tile in range(tl.cdiv(count, BM)):
-        if tile > 0:
-            places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
-        _up_tile(
-            x, row_scales, codes, scale, zero, out, places, n,
-            K, SIZE, SLOTS, BM, BN, BK, SWAP, KIND, GROUP, ROWS, ZERO,
-        )  # fmt: skip
+    codes, scale, zero = matrix_at(codes, scale, zero, e, 2 * SIZE, K, KIND, GROUP, ROWS)
+    if BR == BM:  # as in `experts_many`
+        if count > 0:
+            _up_tile(
+                x, row_scales, codes, scale, zero, out, places, n,
+                K, SIZE, SLOTS, BM, BN, BK, SWAP, KIND, GROUP, ROWS, ZERO,
+            )  # fmt: skip
+    else:
+        for tile in range(tl.cdiv(count, BM)):
+            if tile > 0:
+                places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
+            _up_tile(
+                x, row_scales, codes, scale, zero, out, places, n,
+                K, SIZE, SLOTS, BM, BN, BK, SWAP, KIND, GROUP, ROWS, ZERO,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    h, codes, scale, zero, weights, out, places, n,
+    H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    ZERO: tl.constexpr,
+):  # fmt: skip
+    taken = places >= 0
+    from_h = h + places[:, None] * SIZE + tl.arange(0, BK)[None, :]
+    acc = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
+    for i in range(0, SIZE, BK):
+        hi = tl.load(from_h + i, mask=taken[:, None], other=0.0)
+        acc = packed_times(
+            hi, codes, scale, zero, n, i, acc, SIZE, BM, BN, BK, KIND, GROUP, ROWS, ZERO, SWAP
+        )
+    if SWAP:
+        acc = acc.T
+    acc *= tl.load(weights + places, mask=taken, other=0.0)[:, None]
+    tl.store(out + places[:, None] * H + n[None, :], acc, mask=taken[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -273,59 +299,58 @@ def _down_matrix(
                 H, SIZE, False, BM, BN, BK, SWAP,
             )  # fmt: skip
             return
-    codes, scale, zero = _matrix_at(codes, scale, zero, e, H, SIZE, KIND, GROUP, ROWS)
-    for tile in range(tl.cdiv(count, BM)):
-        if tile > 0:
-            places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
-        taken = places >= 0
-        from_h = h + places[:, None] * SIZE + tl.arange(0, BK)[None, :]
-        acc = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
-        for i in range(0, SIZE, BK):
-            hi = tl.load(from_h + i, mask=taken[:, None], other=0.0)
-            acc = packed_times(
-                hi, codes, scale, zero, n, i, acc, SIZE, BM, BN, BK, KIND, GROUP, ROWS, ZERO, SWAP
-            )
-        if SWAP:
-            acc = acc.T
-        acc *= tl.load(weights + places, mask=taken, other=0.0)[:, None]
-        tl.store(out + places[:, None] * H + n[None, :], acc, mask=taken[:, None])
+    codes, scale, zero = matrix_at(codes, scale, zero, e, H, SIZE, KIND, GROUP, ROWS)
+    if BR == BM:  # as in `experts_many`
+        if count > 0:
+            _down_tile(
+                h, codes, scale, zero, weights, out, places, n,
+                H, SIZE, BM, BN, BK, SWAP, KIND, GROUP, ROWS, ZERO,
+            )  # fmt: skip
+    else:
+        for tile in range(tl.cdiv(count, BM)):
+            if tile > 0:
+                places, _ = takers(table, e, tile, M, E, PIECES, TOP, BM, BR)
+            _down_tile(
+                h, codes, scale, zero, weights, out, places, n,
+                H, SIZE, BM, BN, BK, SWAP, KIND, GROUP, ROWS, ZERO,
+            )  # fmt: skip
 
 
 def _common(x: torch.Tensor, w: PackedExpertWeights, one: PackedWeight) -> dict[str, int | bool]:
     """Of both products; `one` is the weight of this one."""
-    f = one.format
     return {
         "E": w.num_experts,
         "SIZE": w.down.shape[2],
         "PIECES": w.pieces,
         "TOP": w.top_k,
-        "KIND": KINDS[f.kind],
-        "GROUP": f.group or one.shape[-1],
-        "ROWS": f.block_rows,
-        "ZERO": one.zero is not None,
+        **form(one),
         **protocol(x),
     }
 
 
 def mixture_one(x: torch.Tensor, w: PackedExpertWeights) -> None:
     """x += experts(norm(x)), in place, for one row of the residual stream."""
-    hidden, size, kind = x.shape[1], w.down.shape[2], w.down.format.kind
+    hidden, size = x.shape[1], w.down.shape[2]
     logits = project(x, w.router, norm=(w.gain, w.eps))
     default = {"BN": 16, "BK": chunk_of(w.gate_up, 256), "warps": 4, "stages": 3}
-    c = config(f"up_one_{kind}", (size, hidden), default)
+    c = tuned("up_one", w.gate_up, (size, hidden), default)
     h = x.new_empty(w.slots, size)
     _up_one[(size // c["BN"], w.slots)](
         x, w.gain, logits, *operands(w.gate_up),
         x if w.shared_gate_up is None else w.shared_gate_up, h, w.eps,
-        K=hidden, BM=ONE, BN=c["BN"], BK=c["BK"], num_warps=c["warps"], num_stages=c["stages"],
+        K=hidden, BM=ONE, BN=c["BN"], BK=c["BK"], num_warps=c["warps"],
+        num_stages=stages_for(c["stages"], x, ONE, w.gate_up, 2 * c["BN"], c["BK"]),
         **_common(x, w, w.gate_up),
     )  # fmt: skip
-    default = {"BN": 16, "BK": chunk_of(w.down, 256), "warps": 4, "stages": 3}
-    c = config(f"down_one_{kind}", (hidden, size), default)
+    slots = int(triton.next_power_of_2(w.top_k))
+    default = {"BN": 8, "BK": chunk_of(w.down, 128), "warps": 4, "stages": 4}
+    c = tuned("down_one", w.down, (hidden, size), default)
     _down_one[(hidden // c["BN"],)](
         h, logits, *operands(w.down), x if w.shared_down is None else w.shared_down, x,
-        H=hidden, RENORM=w.norm_topk, BM=ONE, BN=c["BN"], BK=c["BK"], num_warps=c["warps"],
-        num_stages=c["stages"], **_common(x, w, w.down),
+        H=hidden, RENORM=w.norm_topk, BM=max(ONE, slots), BN=c["BN"], BK=c["BK"],
+        num_warps=c["warps"],
+        num_stages=stages_for(c["stages"], x, ONE, w.down, slots * c["BN"], c["BK"]),
+        **_common(x, w, w.down),
     )  # fmt: skip
 
 
@@ -353,16 +378,17 @@ def mixture(
 def _up(gained: Gained, choice: Choice, w: PackedExpertWeights) -> torch.Tensor:
     rows, hidden = gained.x.shape
     size = w.down.shape[2]
-    default = {"BN": 32, "BK": chunk_of(w.gate_up, 128), "warps": 4, "stages": 3, "swap": 0}
+    default = {"BN": 32, "BK": chunk_of(w.gate_up, 128), "warps": 4, "stages": 4, "swap": 0}
     key = (tile_rows(rows), size, hidden)
-    c = config(f"up_matrix_{w.gate_up.format.kind}", key, default)
+    c = tuned("up_matrix", w.gate_up, key, default)
     h = gained.x.new_empty(rows, w.slots, size)
     numbers, tiles = _tiles(rows, w)
     _up_matrix[(size // c["BN"], numbers)](
         gained.x, choice.scales, choice.table, *operands(w.gate_up),
         w.router if w.shared_gate_up is None else w.shared_gate_up, h, rows,
         K=hidden, BN=c["BN"], BK=c["BK"], SWAP=bool(c["swap"]), num_warps=c["warps"],
-        num_stages=c["stages"], **tiles, **_common(h, w, w.gate_up),
+        num_stages=stages_for(c["stages"], h, tiles["BM"], w.gate_up, 2 * c["BN"], c["BK"]),
+        **tiles, **_common(h, w, w.gate_up),
     )  # fmt: skip
     return h
 
@@ -370,176 +396,16 @@ def _up(gained: Gained, choice: Choice, w: PackedExpertWeights) -> torch.Tensor:
 def _down(h: torch.Tensor, choice: Choice, w: PackedExpertWeights, x: torch.Tensor) -> torch.Tensor:
     rows, hidden = x.shape
     size = w.down.shape[2]
-    default = {"BN": 32, "BK": chunk_of(w.down, 128), "warps": 4, "stages": 3, "swap": 0}
+    default = {"BN": 32, "BK": chunk_of(w.down, 128), "warps": 4, "stages": 4, "swap": 0}
     key = (tile_rows(rows), hidden, size)
-    c = config(f"down_matrix_{w.down.format.kind}", key, default)
+    c = tuned("down_matrix", w.down, key, default)
     parts = x.new_empty(rows, w.slots, hidden, dtype=torch.float32)
     numbers, tiles = _tiles(rows, w)
     _down_matrix[(hidden // c["BN"], numbers)](
         h, choice.table, *operands(w.down), w.router if w.shared_down is None else w.shared_down,
         choice.weights, parts, rows,
         H=hidden, BN=c["BN"], BK=c["BK"], SWAP=bool(c["swap"]), num_warps=c["warps"],
-        num_stages=c["stages"], **tiles, **_common(x, w, w.down),
+        num_stages=stages_for(c["stages"], h, tiles["BM"], w.down, c["BN"], c["BK"]),
+        **tiles, **_common(x, w, w.down),
     )  # fmt: skip
     return parts
-
-
-# ---- prompts
-
-
-@triton.jit
-def _sorted_up(
-    x, codes, scale, zero, order, offsets, out,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """silu(x @ gate) * (x @ up) for one tile, rounded as `grouped._gate_up_tile` does."""
-    columns: tl.constexpr = SIZE // N
-    expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
-    n = tl.program_id(0) % columns * N + tl.arange(0, N)
-    if first >= end:
-        return
-    row = first + tl.arange(0, M)
-    token = tl.load(order + row, mask=row < end, other=0) // TOP_K
-    x_at = x + token.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
-    codes, scale, zero = _matrix_at(codes, scale, zero, expert, 2 * SIZE, HIDDEN, KIND, GROUP, ROWS)
-    gate = tl.zeros([N if SWAP else M, M if SWAP else N], tl.float32)
-    up = tl.zeros([N if SWAP else M, M if SWAP else N], tl.float32)
-    for start in range(0, HIDDEN, K):
-        a = tl.load(x_at + start)
-        gate = packed_times(
-            a, codes, scale, zero, n, start, gate, HIDDEN, M, N, K, KIND, GROUP, ROWS, ZERO, SWAP
-        )
-        up = packed_times(
-            a, codes, scale, zero, n + SIZE, start, up, HIDDEN, M, N, K, KIND, GROUP, ROWS, ZERO,
-            SWAP,
-        )  # fmt: skip
-    dtype = out.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    h = (gate * up.to(dtype).to(tl.float32)).to(dtype)
-    if SWAP:
-        h = tl.trans(h)
-    mine = (row < end)[:, None] & (n < SIZE)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * SIZE + n[None, :], h, mask=mine)
-
-
-@triton.jit
-def _sorted_down(
-    h, codes, scale, zero, order, offsets, out,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, WIDE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    columns: tl.constexpr = HIDDEN // N
-    expert, first, end = _tile(offsets, tl.program_id(0) // columns, EXPERTS, WIDE, M)
-    n = tl.program_id(0) % columns * N + tl.arange(0, N)
-    if first >= end:
-        return
-    row = first + tl.arange(0, M)
-    # Rows behind the expert's last are another's, or behind the buffer's end: look at the first
-    # instead.
-    own = tl.where(row < end, row, first).to(tl.int64)
-    h_at = h + own[:, None] * SIZE + tl.arange(0, K)[None, :]
-    codes, scale, zero = _matrix_at(codes, scale, zero, expert, HIDDEN, SIZE, KIND, GROUP, ROWS)
-    y = tl.zeros([N if SWAP else M, M if SWAP else N], tl.float32)
-    for start in range(0, SIZE, K):
-        a = tl.load(h_at + start)
-        y = packed_times(
-            a, codes, scale, zero, n, start, y, SIZE, M, N, K, KIND, GROUP, ROWS, ZERO, SWAP
-        )
-    rows = y.to(out.dtype.element_ty)
-    if SWAP:
-        rows = tl.trans(rows)
-    choice = tl.load(order + row, mask=row < end, other=0)
-    mine = (row < end)[:, None] & (n < HIDDEN)[None, :]
-    tl.store(out + choice.to(tl.int64)[:, None] * HIDDEN + n[None, :], rows, mask=mine)
-
-
-def _launch(kernel: str, w: PackedWeight, columns: int, average: int) -> dict[str, int]:
-    tile = 16 if average <= 8 else 32 if average <= 16 else 64
-    default = {
-        "M": tile, "N": min(64, chunk(columns, 64)), "K": chunk_of(w, 128),
-        "SWAP": int(tile <= 32), "num_warps": 4, "num_stages": 3,
-    }  # fmt: skip
-    return config(f"{kernel}_{w.format.kind}", (*w.shape, average), default)
-
-
-def sorted_experts(
-    x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: Routed
-) -> torch.Tensor:
-    """x [rows, hidden] through each row's experts: [choices, hidden], in order of choice."""
-    experts, hidden, size = down.shape
-    choices, top_k = routed.order.shape[0], routed.ids.shape[1]
-    average, wide = per_expert(choices, experts), triton.next_power_of_2(experts)
-    h, out = x.new_empty(choices, size), x.new_empty(choices, hidden)
-    launch = _launch("prefill_gate_up", gate_up, size, average)
-    tiles = choices // launch["M"] + experts
-    _sorted_up[(tiles * (size // launch["N"]),)](
-        x, *operands(gate_up), routed.order, routed.offsets, h,
-        HIDDEN=hidden, SIZE=size, TOP_K=top_k, EXPERTS=experts, WIDE=wide, **launch,
-        **_format(gate_up),
-    )  # fmt: skip
-    launch = _launch("prefill_down", down, hidden, average)
-    tiles = choices // launch["M"] + experts
-    _sorted_down[(tiles * (hidden // launch["N"]),)](
-        h, *operands(down), routed.order, routed.offsets, out,
-        HIDDEN=hidden, SIZE=size, EXPERTS=experts, WIDE=wide, **launch, **_format(down),
-    )  # fmt: skip
-    return out
-
-
-def _format(w: PackedWeight) -> dict[str, int | bool]:
-    f = w.format
-    return {
-        "KIND": KINDS[f.kind], "GROUP": f.group or w.shape[-1], "ROWS": f.block_rows,
-        "ZERO": w.zero is not None,
-    }  # fmt: skip
-
-
-@triton.jit
-def _widen_rows(
-    codes, scale, zero, out, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """N rows of one matrix, wide: as products of it with unit rows would be, without them."""
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    k = tl.program_id(1) * BK + tl.arange(0, BK)
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    row = n.to(tl.int64)[:, None]
-    s = tl.load(scale + row // ROWS * GROUPS + k[None, :] // GROUP).to(tl.float32)
-    if KIND == 2:
-        like = tl.zeros([1], out.dtype.element_ty)
-        w = widen(tl.load(codes + row * K + k[None, :]), like).to(tl.float32)
-    else:
-        if KIND == 0:
-            raw = tl.load(codes + row * (K // 2) + k[None, :] // 2).to(tl.int32)
-            u = (raw >> (k[None, :] % 2 * 4)) & 15
-            w = (u - 8).to(tl.float32)
-        else:
-            w = (tl.load(codes + row * K + k[None, :]).to(tl.int32) - 128).to(tl.float32)
-        if ZERO:
-            w -= tl.load(zero + row * GROUPS + k[None, :] // GROUP).to(tl.float32)
-    tl.store(out + row * K + k[None, :], (w * s).to(out.dtype.element_ty))
-
-
-def linear(x: torch.Tensor, w: Weight) -> torch.Tensor:
-    """x @ w.T for any number of rows: up to 128 read packed weights once; for more, the library
-    multiplies with wide ones."""
-    if isinstance(w, torch.Tensor):
-        return F.linear(x, w)
-    if len(x) <= MAX_ROWS:
-        return packed_project(x, w)
-    return F.linear(x, widen_matrix(w, x.dtype))
-
-
-def widen_matrix(w: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """One packed matrix, wide: for a pass over so many rows that its product is the library's."""
-    outputs, inputs = w.shape
-    out = torch.empty(outputs, inputs, dtype=dtype, device=w.device)
-    columns = chunk(inputs, 256)
-    _widen_rows[(outputs // 16, inputs // columns)](
-        *operands(w), out, K=inputs, N=16, BK=columns, num_warps=4, **_format(w)
-    )
-    return out

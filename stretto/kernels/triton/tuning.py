@@ -1,21 +1,27 @@
 """Launch parameters of kernels, by kernel and shape: tuned values from disk, else the kernel's own
 defaults.
 
-`tuned.json` beside this module holds what `python -m bench kernels --parts alone` found on the
-hardware it names. A file of one's own (STRETTO_TUNING, or `~/.cache/stretto/tuning.json`) goes
-before it. Both are read once per process. A tuner can replace values for a while, and learn which
-ones are asked for."""
+`tuned.json` beside this module holds what `python -m bench kernels --parts alone` found on an H200;
+other cards take its values too, within their limits (`device.py`). What `stretto tune` found on
+this card goes before it: a file in the cache folder, whose name says the card, Triton's version and
+the driver's (STRETTO_TUNING: another file). Both are read once per process. A tuner can replace
+values for a while, and learn which ones are asked for."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import torch
+
+from stretto.errors import Invalid
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 
@@ -24,9 +30,23 @@ def own_file() -> Path:
     given = os.environ.get("STRETTO_TUNING")
     if given:
         return Path(given)
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stretto" / "tuning.json"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "stretto" / "tuning" / f"{card()}.json"
+
+
+@cache
+def card() -> str:
+    """This process's device and what compiles for it, as a part of a file's name. Another driver or
+    compiler may want other parameters."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    words = f"{name} triton {version('triton')} driver {driver()}"
+    return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
+
+
+def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of the kernel's driver; none, where it does not say."""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
+    return found[0] if found is not None else "none"
 
 
 @cache
@@ -34,8 +54,17 @@ def _table() -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for path in (SHIPPED, own_file()):
         if path.exists():
-            found.update(msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]]))
+            found.update(_read(path))
     return found
+
+
+def _read(path: Path) -> dict[str, dict[str, int]]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]])
+    except (msgspec.DecodeError, OSError) as e:
+        raise Invalid(
+            f"{path}: is not a file of launch parameters ({e}); delete it, or tune again"
+        ) from None
 
 
 def name_of(kernel: str, key: Sequence[int]) -> str:
@@ -88,11 +117,9 @@ def instead(changes: Mapping[str, dict[str, int]]) -> Iterator[dict[str, TuningQ
 def save(path: Path, found: dict[str, dict[str, int]]) -> None:
     """Add tuned values to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = (
-        msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, int]])
-        if path.exists()
-        else {}
-    )
+    known = _read(path) if path.exists() else {}
     text = msgspec.json.format(msgspec.json.encode(dict(sorted((known | found).items()))), indent=1)
-    path.write_bytes(text + b"\n")
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_bytes(text + b"\n")
+    fresh.replace(path)
     _table.cache_clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from stretto.kernels.triton.device import limits
+
 
 def vector_defaults(inputs: int, glu: bool) -> dict[str, int]:
     """One row."""
@@ -26,11 +28,12 @@ def matrix_defaults(tile: int, inputs: int) -> dict[str, int]:
 
 
 def split_defaults(tile: int, weights: int, x: torch.Tensor) -> dict[str, int]:
-    """K in parts, from 64 rows on, where the other way reads the rows too often: about 128
-    programs, or as many as there are tiles of outputs."""
+    """K in parts, from 64 rows on, where the other way reads the rows too often: about as many
+    programs as multiprocessors, or as there are tiles of outputs."""
     if tile < 64 or x.shape[1] % 512:
         return {"SPLITS": 0}
-    splits = min(4, max(1, 1 << max(0, (8192 // weights).bit_length() - 1)))
+    programs = 1 << (limits(x.device).multiprocessors.bit_length() - 1)
+    splits = min(4, max(1, 1 << max(0, (64 * programs // weights).bit_length() - 1)))
     return {
         "SPLITS": splits,
         "BN": 64,

@@ -10,7 +10,7 @@ import torch
 
 from stretto.models.building import FamilyBuild, HostBuilder, PlanInput, StageBuild, module_bytes
 from stretto.models.checkpoint import CheckpointFiles, has_weights
-from stretto.models.compile_ahead import CompileAhead, CompileJob, StageModel, few
+from stretto.models.compile_ahead import LAYERS, CompileAhead, CompileJob, StageModel, few
 from stretto.models.quantised.placing import quantised_in
 from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
@@ -165,22 +165,22 @@ def build_code2wav(b: HostBuilder[Source], source: Source) -> VocoderStage:
 # -- kernels that are compiled ahead
 
 
-def small(config: OmniConfig) -> OmniConfig:
+def small(config: OmniConfig, layers: int = LAYERS) -> OmniConfig:
     """The same widths with few layers."""
     th, ta = config.thinker, config.talker
     thinker = replace(
         th,
-        text=few(th.text),
+        text=few(th.text, layers),
         audio=replace(th.audio, num_layers=1),
         vision=replace(th.vision, num_layers=1, deepstack_layers=()),
     )
-    talker = replace(ta, text=few(ta.text), predictor=few(ta.predictor))
+    talker = replace(ta, text=few(ta.text, layers), predictor=few(ta.predictor, layers))
     return replace(config, thinker=thinker, talker=talker)
 
 
 def small_stage(job: CompileJob) -> StageModel:
     """Called by the processes that compile kernels."""
-    config = small(OmniConfig.read(job.model)).with_formats(job.formats)
+    config = small(OmniConfig.read(job.model), job.layers).with_formats(job.formats)
     dtype = getattr(torch, job.dtype)
     source = Source.open(
         config, job.device, dtype, "dummy", progress=False, expert_weights=job.expert_weights
@@ -189,12 +189,17 @@ def small_stage(job: CompileJob) -> StageModel:
         thinker = source.thinker()
         cache = thinker.cache(job.blocks, job.block_size)
         writer = ThinkerAdapter(thinker, cache, job.max_rows, job.max_context)
-        return StageModel(writer, thinker.model, writer.prompts)
+        return StageModel(writer, thinker.model, writer.prompts, writer.scatter)
     words = torch.zeros(1, config.thinker.text.hidden_size, device=job.device, dtype=source.dtype)
     talker = source.talker(words)
     cache = talker.cache(job.blocks, job.block_size)
     speaker = TalkerAdapter(talker, cache, job.max_rows, job.max_context)
-    return StageModel(speaker, talker.model, speaker.prompts)
+    return StageModel(speaker, talker.model, speaker.prompts, speaker.scatter)
+
+
+def read_config(model: str) -> OmniConfig:
+    """Of a checkpoint, by its headers."""
+    return Source.open(model, "cpu", torch.bfloat16, progress=False, packed=True).config
 
 
 BUILD = FamilyBuild(
@@ -217,6 +222,7 @@ BUILD = FamilyBuild(
         formats=lambda c: c.formats,
         # At the released size: two layers, embedding and head, context.
         process_bytes=6 << 30,
+        read=read_config,
         hosts=3,
         num_stages=3,
         costs={"thinker": {"decode": (10, 2), "prompts": (6, 1), "picks": (2, 1)}},

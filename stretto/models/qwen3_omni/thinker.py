@@ -262,6 +262,10 @@ class ThinkerAdapter:
         self.bias.write(join.row, state.bias)
         self.min_p.write(join.row, 0.0 if state.sampling.greedy else state.min_p)
 
+    def scatter(self, rows: int) -> None:
+        """Random last tokens for the first rows, where no requests are."""
+        self.next[:rows].random_(0, self.model.config.thinker.text.vocab_size)
+
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         pass  # the scheduler keeps the ids
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from stretto.models.building import FamilyBuild, HostBuilder, PlanInput, StageBuild, module_bytes
-from stretto.models.compile_ahead import CompileAhead, CompileJob, StageModel, few
+from stretto.models.compile_ahead import LAYERS, CompileAhead, CompileJob, StageModel, few
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.enroller import Enroller, EnrollerStage
 from stretto.models.qwen3_tts.load import Source
@@ -100,10 +100,10 @@ def build_enroller(b: HostBuilder[Source], source: Source) -> EnrollerStage:
 # -- kernels that are compiled ahead
 
 
-def small(config: TtsConfig) -> TtsConfig:
+def small(config: TtsConfig, layers: int = LAYERS) -> TtsConfig:
     """The same widths with few layers and words."""
     t = config.talker
-    decoder, predictor = few(t.decoder), few(t.predictor)
+    decoder, predictor = few(t.decoder, layers), few(t.predictor, layers)
     return replace(
         config, talker=replace(t, decoder=decoder, predictor=predictor, text_vocab=WORDS)
     )
@@ -111,12 +111,12 @@ def small(config: TtsConfig) -> TtsConfig:
 
 def small_stage(job: CompileJob) -> StageModel:
     """Called by the processes that compile kernels."""
-    config, dtype = small(TtsConfig.read(job.model)), getattr(torch, job.dtype)
+    config, dtype = small(TtsConfig.read(job.model), job.layers), getattr(torch, job.dtype)
     source = Source.of(config, job.model, job.device, dtype, "dummy", progress=False)
     talker = source.talker()
     cache = talker.cache(job.blocks, job.block_size)
     adapter = TalkerAdapter(talker, cache, job.max_rows, job.max_context)
-    return StageModel(adapter, talker.model, adapter.prompts)
+    return StageModel(adapter, talker.model, adapter.prompts, adapter.scatter)
 
 
 BUILD = FamilyBuild(
@@ -133,5 +133,6 @@ BUILD = FamilyBuild(
         stages=("talker",),
         # At the larger released size: two layers, tables and context.
         process_bytes=2 << 30,
+        read=TtsConfig.read,
     ),
 )

@@ -128,6 +128,10 @@ class SpeechAdapter(Generic[T, I]):
         else:  # the prompt's last row runs as a decode
             self.embedding[join.row] = self.before_text(state)
 
+    def scatter(self, rows: int) -> None:
+        """Random last frames for the first rows, where no requests are."""
+        self.embedding[:rows].normal_(std=0.02)
+
     def confirm(self, request: StageRequest, row: Sequence[int]) -> None:
         request.input.frames.append(list(row))
 

@@ -21,16 +21,17 @@ pytest.importorskip("triton")
 
 
 def _mend_interpreter() -> None:
-    """Three things it cannot do by itself. It keeps scalars as arrays of one element, which newer
+    """Four things it cannot do by itself. It keeps scalars as arrays of one element, which newer
     versions of numpy no longer take for an int, so no loop's bounds could depend on an argument; it
     keeps bfloat16 as its bits, which a dot would multiply as integers; and it cuts float32 to
-    bfloat16 where the hardware rounds to nearest."""
+    bfloat16 and float8 where the hardware rounds to nearest."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     patch, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+    convert = builder.create_fp_to_fp
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -51,8 +52,15 @@ def _mend_interpreter() -> None:
         values = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16()
         return interpreter.TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
 
+    def to_float8(self: Any, src: Any, to: Any, rounding: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
+            return convert(self, src, to, rounding)
+        values = torch.from_numpy(np.ascontiguousarray(src.data)).to(quantized.FLOAT8)
+        return interpreter.TensorHandle(values.view(torch.uint8).numpy(), tl.float8e4nv)
+
     interpreter._patch_lang_tensor = patched
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_fp_to_fp = to_float8
 
 
 if not torch.cuda.is_available():

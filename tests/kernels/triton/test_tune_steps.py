@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.kernels.descent import MOST_ERROR
+from stretto.kernels.triton.descent import MOST_ERROR
 
 tune_steps = pytest.importorskip("bench.kernels.in_step")
 
@@ -26,7 +26,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_descent(brief: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, report = tmp_path / "out.json", tmp_path / "report.json"
     # Anything that runs is better: times mean nothing here.
-    monkeypatch.setattr("bench.kernels.descent.LEAST_GAIN", -math.inf)
+    monkeypatch.setattr("stretto.kernels.triton.descent.LEAST_GAIN", -math.inf)
     options = (
         "--tiny --layers 1 --jobs 0 --context 20 --replays 1 --per-kernel 2 --kernels decode,pick "
         "--limit 1e9"
@@ -57,7 +57,7 @@ def test_the_output_is_what_is_compared(brief: None) -> None:
     with step.on_stream():
         step.model.model.fused.layers[0].o.mul_(1.5)  # as a kernel would that adds up wrongly
     assert step.error({}) > MOST_ERROR
-    with pytest.raises(tune_steps.Failed):
+    with pytest.raises(tune_steps.TrialFailed):
         step.error(
             {name: a.found | {"BLOCK": 48} for name, a in asked.items() if a.kernel == "decode"}
         )

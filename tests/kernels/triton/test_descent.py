@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.kernels.descent import Descent, Failed, Pair, Table, Tuned, chosen, spread
 from stretto.kernels.triton import tuning
+from stretto.kernels.triton.descent import Descent, Pair, Table, TrialFailed, Tuned, chosen, spread
 from stretto.kernels.triton.tuning import TuningQuestion
 
 DEFAULT = {"BN": 16, "warps": 4}
@@ -54,7 +54,7 @@ class MadeUp:
 
     def pair(self, base: Table, changes: Table) -> Pair:
         if changes.get("one/1", DEFAULT)["BN"] == 2:
-            raise Failed("too small")
+            raise TrialFailed("too small")
         self.pairs.append(changes)
         a, b = self.cost(base), self.cost(changes) + next(self.noise)
         return Pair(a, b, 1 - b / a)

@@ -1,7 +1,7 @@
 """Coordinate descent over launch parameters: one kernel after the other, everything else as it
 stands.
 
-A `Step` does the timing (in_step.py has the real one), so this module is arithmetic alone."""
+A `TrialStep` does the timing (`models.tune_steps`), so this module is arithmetic alone."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Pair:
     gain: float  # share of the base's time that the candidate saves
 
 
-class Failed(Exception):
+class TrialFailed(Exception):
     """A candidate that cannot be compiled or run here."""
 
 
-class Step(Protocol):
+class TrialStep(Protocol):
     def asked(self, changes: Table) -> dict[str, TuningQuestion]:
         """The parameters that a step asks for, in its order."""
         ...
@@ -43,11 +43,11 @@ class Step(Protocol):
         ...
 
     def error(self, changes: Table) -> float:
-        """How far the step's output is from what it was without changes. Raises Failed."""
+        """How far the step's output is from what it was without changes. Raises TrialFailed."""
         ...
 
     def pair(self, base: Table, changes: Table) -> Pair:
-        """Raises Failed."""
+        """Raises TrialFailed."""
         ...
 
 
@@ -80,7 +80,7 @@ def chosen(found: Sequence[Tuned], current: Tuned, most: int) -> list[Tuned]:
 
 @dataclass(slots=True)
 class Descent:
-    step: Step
+    step: TrialStep
     candidates: Callable[[TuningQuestion], list[Tuned]]
     wanted: Callable[[str], bool]  # names
     late: Callable[[], bool]  # no time for another measurement
@@ -134,7 +134,7 @@ class Descent:
             if not error < MOST_ERROR:  # not a number: refused too
                 return {"refused": error if math.isfinite(error) else None}
             pair = self.step.pair(self.changes, table)
-        except Failed as e:
+        except TrialFailed as e:
             return {"failed": str(e)}
         return {"error": error, "base_ms": pair.base_ms, "ms": pair.ms, "gain": pair.gain}
 
@@ -145,7 +145,7 @@ class Descent:
             table = self.changes | {name: row["config"]}
             try:
                 row["again"] = self.step.pair(self.changes, table).gain
-            except Failed as e:
+            except TrialFailed as e:
                 row["failed"] = str(e)
                 continue
             if row["again"] > LEAST_GAIN:
