@@ -78,8 +78,8 @@ def test_a_checkpoint_declares_how_it_reads(tmp_path: Path) -> None:
         return open_model(tmp_path).info.passages
 
     assert passages() == Passages(1200, 800)
-    assert passages(sentence=80) == Passages(640, 20, 80, None)
-    assert passages(sentence=80, normalise="en") == Passages(640, 20, 80, "en")
+    assert passages(sentence=80) == Passages(640, 10, 80, None)
+    assert passages(sentence=80, normalise="en") == Passages(640, 10, 80, "en")
     assert passages(normalise="en") == Passages(1200, 800, 1200, "en")
     with pytest.raises(CheckpointError, match=embedded.DECLARATION):
         passages(normalise="tlh")

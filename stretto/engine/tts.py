@@ -4,7 +4,7 @@ engine; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from stretto.params import Params, RequestOptions, SpeechStyle
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.threads import Prompts
-from stretto.preprocess.text_chunks import Coming, Passages, Writing, passages
+from stretto.preprocess.text_chunks import Coming, Passages, Writing, passage_end, passages
 
 UNCUT = Passages(1 << 16, 1 << 16)
 """Of a text that is being written, where the model's texts are not cut into shorter passages."""
@@ -71,11 +71,11 @@ class TextToSpeech:
             return self._whole(Coming(text, rules).whole_passages(), options, sender)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
-        found = passages(text, rules) if rules is not None else [text]
-        if len(found) == 1 and (rules is None or not rules.spoken):
-            build = partial(self.prompts.read, found[0], sender, options.style.instructions)
+        text = text if rules is None else text.strip()
+        if rules is None or not (rules.spoken or passage_end(text, rules)):
+            build = partial(self.prompts.read, text, sender, options.style.instructions)
             return self.requests.run(build, options)
-        return self._whole(in_turn(found), options, sender)
+        return self._whole(in_turn(passages(text, rules)), options, sender)
 
     def _whole(
         self, found: AsyncIterator[str], options: RequestOptions, sender: str
@@ -156,7 +156,7 @@ def with_seed(options: RequestOptions) -> RequestOptions:
     return replace(options, params=replace(options.params, seed=seed_of(options.params)))
 
 
-async def in_turn(passages: Sequence[P]) -> AsyncIterator[P]:
+async def in_turn(passages: Iterable[P]) -> AsyncIterator[P]:
     for passage in passages:
         yield passage
 

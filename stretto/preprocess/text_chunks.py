@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from stretto.preprocess.english import TITLES, as_words
 
-_NO_END = "".join(rf"(?<!\b{re.escape(word)})" for word in TITLES) + r"(?<!\b[A-HJ-Z])"
+_SENTENCE = re.compile(r"""(?<![.!?…])[.!?…]++["'”’)\]]*+(?=\s)|[。！？]+[」』”’）]*|\n+""")
+_NO_END = re.compile(rf"\b(?:{'|'.join(map(re.escape, TITLES))}|[A-HJ-Z])\Z")
 """A full stop behind a title, or behind an initial, does not end a sentence."""
-_SENTENCE = re.compile(rf"""{_NO_END}[.!?…]+["'”’)\]]*(?=\s)|[。！？]+[」』”’）]*|\n+""")
 _CLAUSE = re.compile(r"[,;:](?=\s)|[，、；：]|\s+[-–—](?=\s)")
 _SPACE = re.compile(r"\s+")
 _CERTAIN = re.compile(r"(?<=\S) (?=[^\W\d_])")
 AT_ONCE = 8
 """Of a model that reads `spoken` characters at once, passages have up to so many times as many, so
 that they end where sentences do."""
-
-
+LONGEST_TITLE = max(map(len, TITLES))
+MIN_PART = 1 / 4
+"""The smaller part of a text that is cut in two has at least so much of it."""
 NORMALISERS = {"en": as_words}
 """By the language of the text."""
 
@@ -44,17 +45,18 @@ class Passages:
 
     @classmethod
     def by_sentence(cls, spoken: int, normalise: str | None) -> Passages:
-        return cls(AT_ONCE * spoken, spoken // 4, spoken, normalise)
+        return cls(AT_ONCE * spoken, spoken // 8, spoken, normalise)
 
 
-def passages(text: str, rules: Passages) -> list[str]:
+def passages(text: str, rules: Passages) -> Iterator[str]:
     """The text in passages. One without the end of a sentence ends with a clause, a word, or
     wherever it must. Joined, they are the text, but for white space between them."""
-    found, rest = [], text.strip()
+    rest = text.strip()
     while end := passage_end(rest, rules):
-        found.append(rest[:end].strip())
+        yield rest[:end].strip()
         rest = rest[end:].strip()
-    return [p for p in (*found, rest) if p]
+    if rest:
+        yield rest
 
 
 def passage_end(text: str, rules: Passages) -> int:
@@ -63,14 +65,16 @@ def passage_end(text: str, rules: Passages) -> int:
     most = rules.most
     head = text[: most + 1]
     marks = ((rules.least, _SENTENCE), (most * 11 / 12, _CLAUSE), (most * 23 / 24, _SPACE))
-    ends = (
-        m.end()
-        for least, mark in marks
-        for m in mark.finditer(head)
-        if least <= m.end() < len(head)
-    )
+    ends = (end for least, mark in marks for end in _ends(mark, head) if least <= end < len(head))
     end = min(ends, default=most)
     return end if end < len(head) else 0
+
+
+def _ends(mark: re.Pattern[str], text: str) -> Iterator[int]:
+    for m in mark.finditer(text):
+        at = m.start()
+        if text[at] != "." or not _NO_END.search(text, max(0, at - LONGEST_TITLE), at):
+            yield m.end()
 
 
 def divide(text: str, most: int, normalise: str | None) -> list[str]:
@@ -92,15 +96,11 @@ def halves(text: str, most: int) -> list[str]:
 def _middle(text: str) -> int:
     """Where a text is best cut in two: where a sentence, else a clause, else a word ends."""
     for mark in (_SENTENCE, _CLAUSE, _SPACE):
-        ends = [m.end() for m in mark.finditer(text) if MIN_PART * len(text) <= m.end()]
-        ends = [end for end in ends if end <= (1 - MIN_PART) * len(text)]
+        least = MIN_PART * len(text)
+        ends = [end for end in _ends(mark, text) if least <= end <= len(text) - least]
         if ends:
             return min(ends, key=lambda end: abs(2 * end - len(text)))
     return len(text) // 2
-
-
-MIN_PART = 1 / 4
-"""The smaller part of a text that is cut has at least so much of it."""
 
 
 @dataclass(slots=True, eq=False)
