@@ -90,7 +90,7 @@ def _voices(a: argparse.Namespace) -> None:
         return
     if a.packed is not None:
         voices.unpack(a.packed)
-    voices.speak_all(a.out, a.workers, a.seconds, a.chunks)
+    voices.speak_all(a.out, a.workers, a.seconds, a.chunks, a.remarks)
 
 
 def _listen(a: argparse.Namespace) -> None:
@@ -99,6 +99,7 @@ def _listen(a: argparse.Namespace) -> None:
     settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first,
         rows=a.rows,
                                text_batch=a.text_batch, go_on=a.go_on, transcribe=a.transcribe, thinker_only=a.thinker_only,
+                               takes=a.takes,
                                warm_up=a.warm_up, every=a.every, quiz=a.quiz, device=a.device,
                                bfloat16=a.bfloat16 or None, steps=a.steps, eager=a.eager)  # fmt: skip
     listen.train(a.work, settings)
@@ -209,6 +210,7 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=1)
     p.add_argument("--seconds", type=float, default=1e9)
     p.add_argument("--chunks", type=int, default=120, help="of 200 questions")
+    p.add_argument("--remarks", type=int, default=40, help="chunks of what is only written down")
     p.add_argument("--pack", type=Path, help="write the synthesizers as this archive instead")
     p.add_argument("--packed", type=Path, help="such an archive, where they are not installed")
     p = step("listen", _listen, "audio encoder; the thinker learns along")
@@ -221,6 +223,7 @@ def main() -> None:
     p.add_argument("--text-batch", type=int, default=16, help="rows of typed questions a step")
     p.add_argument("--transcribe", type=float, default=0.35, help="share of transcriptions")
     p.add_argument("--thinker-only", action="store_true", help="the encoder stays as it is")
+    p.add_argument("--takes", type=int, default=0, help="if it does: encode so many versions once")
     p.add_argument("--warm-up", type=int, default=300, help="steps")
     p.add_argument("--every", type=float, default=25, help="seconds between reports")
     p.add_argument("--quiz", type=int, default=200, help="questions in each held-out voice")

@@ -19,6 +19,7 @@ from random import Random
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recipes.nano import grammar, shape, thinker, voices, weights
@@ -32,8 +33,8 @@ from recipes.nano.tower import Tower
 from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.preprocess.mel import FLOOR, HOP, RANGE, WINDOW, mel_filters
 
-FILE = "audio.safetensors"
-CHUNKS = 5  # seconds of a clip, and chunks of the encoder
+FILE, ENCODED = "audio.safetensors", "encoded.safetensors"
+CHUNKS = 8  # seconds of a clip, and chunks of the encoder; its attention reaches as far
 ROWS = 13 * CHUNKS
 SAMPLES = voices.LONGEST
 SPELLED = 28  # tokens of a question, at most
@@ -63,6 +64,7 @@ class Settings:
     go_on: bool = False  # from the weights of an earlier run
     transcribe: float = 0.35  # share of the clips that are to be transcribed
     thinker_only: bool = False  # the encoder stays as it is
+    takes: int = 0  # if it does: versions of each clip that are encoded once, to be used again
     warm_up: int = 300  # steps
     every: float = 25.0  # seconds between reports, which also keep the weights
     quiz: int = 200  # questions in each held-out voice to check it with
@@ -81,6 +83,7 @@ class Clips:
     room: int
     device: torch.device
     have: set[int] = field(default_factory=set)
+    encoded: Encoded | None = None
     seconds: float = 0.0
     looked: float = 0.0
 
@@ -106,7 +109,7 @@ class Clips:
         if time.monotonic() - self.looked < 1.0:
             return
         for number in voices.made(self.folder):
-            if number >= voices.HELD_CHUNKS and number not in self.have:
+            if not voices.held_out(number) and number not in self.have:
                 self.have.add(number)
                 self.add(number)
         self.looked = time.monotonic()
@@ -120,7 +123,7 @@ class Clips:
             spelled = self.text.encode(grammar.plain(asked.pair.question))
             typed = self.text.encode(grammar.typed(rng, asked.pair.question))
             end = self.text.config.tokens.im_end
-            answer = [*self.text.encode(asked.pair.answer), end]
+            answer = [*self.text.encode(asked.pair.answer), end] if asked.pair.answer else []
             transcript = [*self.text.encode(asked.pair.question), end]
             fits = (
                 len(samples) <= SAMPLES * 0.85
@@ -158,6 +161,52 @@ class Clips:
         longest = 0.85 * voices.RATE + int(self.lengths[pick].max()) / SLOWEST
         chunks = min(CHUNKS, math.ceil(longest / voices.RATE))
         return self.samples[pick, : chunks * voices.RATE]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """The encoder's rows of clips, in some versions of each. Made once where the encoder stays as
+    it is, for a CPU takes as long to encode a clip as to answer it."""
+
+    rows: Tensor  # all of them, one after the other
+    starts: Tensor  # [clips, takes]
+    counts: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, m: Listener, clips: Clips, takes: int, batch: int = 32) -> Encoded:
+        n, found, used = len(clips), [], 0
+        starts, counts = (torch.zeros(n, takes, dtype=torch.long) for _ in range(2))
+        order = clips.lengths[:n].argsort()
+        for pick in order.repeat(takes).view(takes, n).split(batch, dim=1):
+            for take, which in enumerate(pick):
+                rows, sizes = heard(m, *m.ears.changed(clips.cropped(which), clips.lengths[which]))
+                real = torch.arange(rows.shape[1]) < sizes[:, None]
+                found.append(rows[real].to(torch.bfloat16))
+                starts[which, take] = used + sizes.cumsum(0) - sizes
+                counts[which, take] = sizes
+                used += int(sizes.sum())
+        return cls(torch.cat(found), starts, counts)
+
+    @classmethod
+    def prepared(cls, path: Path, m: Listener, clips: Clips, takes: int) -> Encoded:
+        """Made earlier of the same clips, or made now and kept."""
+        if path.exists():
+            found = cls(**load_file(path))
+            if found.starts.shape == (len(clips), takes):
+                return found
+        made = cls.of(m, clips, takes)
+        save_file({name: getattr(made, name) for name in ("rows", "starts", "counts")}, path)
+        return made
+
+    def drawn(self, pick: Tensor) -> tuple[Tensor, Tensor]:
+        """Any version of each clip."""
+        take = torch.randint(0, self.starts.shape[1], pick.shape)
+        counts = self.counts[pick, take]
+        at = torch.arange(int(counts.max()))
+        inside = (at < counts[:, None])[..., None]
+        where = (self.starts[pick, take][:, None] + at).clamp_max(len(self.rows) - 1)
+        return self.rows[where].float() * inside, counts
 
 
 # ---- sound
@@ -400,15 +449,19 @@ def losses(
     """(cross entropy of the answers, CTC, share of answers that are right token by token, the same
     of transcripts). `transcribe`: share of the clips."""
     b, device = len(pick), pick.device
-    with torch.autocast(device.type, enabled=False):
-        mel, frames = m.ears.changed(clips.cropped(pick), clips.lengths[pick])
-    rows, counts = heard(m, mel, frames)
+    if clips.encoded is not None:
+        rows, counts = clips.encoded.drawn(pick)
+    else:
+        with torch.autocast(device.type, enabled=False):
+            mel, frames = m.ears.changed(clips.cropped(pick), clips.lengths[pick])
+        rows, counts = heard(m, mel, frames)
     spelling = torch.zeros((), device=device)
     if m.blank.requires_grad:
         spelled, num_spelled = clips.spelled[pick].long(), clips.num_spelled[pick].long()
         spelling = spelling_loss(m.scores(rows), counts, spelled, num_spelled)
-    as_text = torch.rand(b, device=device) < TYPED
-    written = (torch.rand(b, device=device) < transcribe) & ~as_text
+    asks = clips.num_answer[pick] > 0
+    as_text = asks & (torch.rand(b, device=device) < TYPED)
+    written = ~asks | (torch.rand(b, device=device) < transcribe) & ~as_text
     edges = m.prompt_chances.cumsum(0)[:-1]
     prompt = 1 + torch.bucketize(torch.rand(b, device=device), edges)
     answer = torch.where(written[:, None], clips.transcript[pick], clips.answer[pick]).long()
@@ -419,18 +472,21 @@ def losses(
     typed, num_typed = clips.typed[pick].long(), clips.num_typed[pick].long()
     x, real = m.turn(rows, counts, typed, num_typed, as_text, prompt * written, answer, num_answer)
     width = x.shape[1]
-    # Two questions to a row, behind a system turn or none; the second sees the first, or does not.
-    which = torch.randint(0, 8, (b // 2,), device=device)
+    # Two questions to a row, behind a system turn or none; the second sees the first, or does not:
+    # a CPU then has a row for each.
+    alone = device.type == "cpu" and float(torch.rand(())) < 0.5
+    n = b if alone else b // 2
+    which = torch.randint(0, 8, (n,), device=device)
     which = torch.where(which < len(m.systems), which, 0)
     room = SYSTEM
     if device.type == "cpu":
-        which = which[:1].expand(b // 2)
+        which = which[:1].expand(n)
         room = int(m.system_sizes[which[0]])
     system = m.thinker.model.embed_tokens(m.systems[which, :room])
     there = torch.arange(room, device=device)[None] < m.system_sizes[which][:, None]
-    x = torch.cat((system, x.view(b // 2, 2 * width, -1)), dim=1)
-    real = torch.cat((there, real.view(b // 2, 2 * width)), dim=1)
-    apart = torch.rand(b // 2, 1, device=device) < 0.5
+    x = torch.cat((system, x.view(n, -1, x.shape[-1])), dim=1)
+    real = torch.cat((there, real.view(n, -1)), dim=1)
+    apart = torch.rand(n, 1, device=device) < (0.0 if device.type == "cpu" else 0.5)
     second = torch.arange(x.shape[1], device=device)[None] >= room + width
     hidden = m.answered(x, real, (apart & second).int())
     hidden = hidden[:, room:].reshape(b, width, -1)[:, -size - 2 : -2]
@@ -528,6 +584,11 @@ def train(work: Path, s: Settings) -> None:
         clips.look()
         time.sleep(0.5)
     say("listen", f"{len(clips)} questions to begin with; {time.monotonic() - started:.0f} s")
+    if s.takes:
+        m.eval()
+        clips.encoded = Encoded.prepared(work / ENCODED, m, clips, s.takes)
+        begin()
+        say("listen", f"encoded in {s.takes} versions; {time.monotonic() - started:.0f} s")
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
         answered, spelled, right, transcribed = losses(m, clips, clips.pick(s.batch), s.transcribe)
@@ -560,7 +621,7 @@ def train(work: Path, s: Settings) -> None:
     schedule = Schedule(left, rate=s.rate, warm_up=s.warm_up, max_steps=s.steps, eager=s.eager)
     labels = ("answers", "spelling", "right", "transcribed", "typed")
     trainer = Trainer("listen", trained, trained, loss, schedule, labels, device, s.bfloat16,
-                      every=s.every, after_block=lambda step: clips.look())  # fmt: skip
+                      every=s.every, after_block=lambda step: None if s.takes else clips.look())  # fmt: skip
     reached = trainer.run(validate)
     keep()
     for part, file in ((m.tower, FILE), (m.thinker, thinker.FILE)):

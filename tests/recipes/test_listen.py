@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from recipes.nano import listen, thinker, voices
-from recipes.nano.listen import Clips, Ears, Listener
+from recipes.nano.listen import Clips, Ears, Encoded, Listener
 from recipes.nano.tokens import Text
 from recipes.nano.tower import Tower, rows_of
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
@@ -168,10 +168,13 @@ def test_a_transcription_turn_is_the_chat_templates(
 def test_questions_of_held_out_voices_are_not_learned(text: Text, tmp_path: Path) -> None:
     for number in range(voices.HELD_CHUNKS):
         _fill(tmp_path, number)
+        _fill(tmp_path, voices.REMARKS + number)
     clips = Clips(text, tmp_path, 12, CPU)
     clips.look()
     assert len(clips) == 0
-    spoken = {a.voice for n in range(voices.HELD_CHUNKS, 40) for a in voices.chunk(n)}
+    learned = [n for n in (*range(40), *range(voices.REMARKS, 5010)) if not voices.held_out(n)]
+    assert len(learned) == 40 - 2 + 12 - 2
+    spoken = {a.voice for n in learned for a in voices.chunk(n)}
     assert not spoken & {voice for _, voice in voices.HELD_OUT}
     assert not any(a.pair.held_out for n in range(voices.HELD_CHUNKS, 40) for a in voices.chunk(n))
 
@@ -191,3 +194,50 @@ def test_the_step(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert report["steps"] == 1
     assert (tmp_path / listen.FILE).exists()
     assert (tmp_path / thinker.FILE).read_bytes() != before
+
+
+def test_what_is_encoded_once_is_what_the_encoder_gives(
+    listener: Listener, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn in any order, rows behind the end are zero; kept, and made anew for other clips."""
+    as_it_is = lambda s, n: listener.ears(s.float() / 32768, n)  # noqa: E731
+    monkeypatch.setattr(listener.ears, "changed", as_it_is)
+    encoded = Encoded.prepared(tmp_path / "e", listener, clips, 2)
+    pick = torch.tensor([7, 2, 11, 2, 0])
+    rows, counts = encoded.drawn(pick)
+    with torch.no_grad():
+        wanted, sizes = listen.heard(listener, *as_it_is(clips.samples[pick], clips.lengths[pick]))
+    assert counts.tolist() == sizes.tolist()
+    real = torch.arange(rows.shape[1]) < counts[:, None]
+    torch.testing.assert_close(rows[real], wanted[:, : rows.shape[1]][real], atol=0.02, rtol=0.02)
+    assert not rows[~real].any()
+    again = Encoded.prepared(tmp_path / "e", listener, clips, 2)
+    assert torch.equal(again.rows, encoded.rows)
+    assert Encoded.prepared(tmp_path / "e", listener, clips, 1).starts.shape == (12, 1)
+
+
+def test_a_remark_is_written_down_only(
+    listener: Listener, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no answer: its turn ends with the server's prompt, whatever the shares are."""
+    number = voices.REMARKS + voices.HELD_CHUNKS
+    _fill(tmp_path, number)
+    clips = Clips(text, tmp_path, 12, CPU)
+    clips.look()
+    assert not clips.num_answer[: len(clips)].any()
+    asked = {a.pair.question for a in voices.chunk(number)}
+    said = clips.transcript[0, : int(clips.num_transcript[0]) - 1].tolist()
+    assert text.decode(said) in asked
+
+    asked_for: list[tuple[bool, bool]] = []
+    turn = listener.turn
+
+    def watched(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked_for.append((bool(given[4].any()), bool((given[5] > 0).all())))
+        return turn(*given)
+
+    monkeypatch.setattr(listener, "turn", watched)
+    monkeypatch.setattr(listen, "TYPED", 1.0)
+    with torch.no_grad():
+        listen.losses(listener, clips, torch.arange(4), 0.0)
+    assert asked_for == [(False, True)]
