@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,6 +26,7 @@ from stretto.models.qwen3_omni.family import TRANSCRIPTION
 
 WANTED = 0.85
 TYPED = 0.95
+IN_FLIGHT = 8
 WRITTEN = 0.15  # of the words of a question in the better voice, at most
 SILENCES = (
     0.05,
@@ -44,21 +47,43 @@ def message(samples: np.ndarray, around: float, *behind: dict[str, str]) -> list
     return [{"role": "user", "content": content}]
 
 
+def texts(engine: Engine, asked: Sequence[Any]) -> list[str]:
+    """What the model says to each, several of them at a time."""
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        return list(pool.map(lambda a: engine.chat(a, modalities=("text",)).text, asked))
+
+
+def spoken(folder: Path, number: int, count: int, around: float, *behind: dict[str, str]) -> Any:
+    """A chunk's first pairs, and the messages that ask them."""
+    pairs = [a.pair for a in voices.chunk(number)[:count]]
+    sounds = voices.load(folder, number)[:count]
+    return pairs, [message(samples, around, *behind) for samples in sounds]
+
+
+def answers(
+    engine: Engine, who: str, pairs: list[grammar.Pair], asked: Sequence[Any]
+) -> list[bool]:
+    """Which of them are right."""
+    found = texts(engine, asked)
+    for pair, said in zip(pairs, found, strict=True):
+        if said != pair.answer:
+            say("heard", f"  {who}: {pair.question} | {said}")
+    right = [said == pair.answer for pair, said in zip(pairs, found, strict=True)]
+    say("heard", f"{who}: {mean(right):.3f} of {len(right)}")
+    return right
+
+
 def transcripts(engine: Engine, folder: Path, number: int, count: int, around: float) -> float:
     """Word error rate of what the model writes down of a chunk's first sounds."""
     prompt = {"type": "text", "text": TRANSCRIPTION.transcribe}
-    asked, pairs = voices.chunk(number)[:count], []
-    for a, samples in zip(asked, voices.load(folder, number), strict=False):
-        text = engine.chat(message(samples, around, prompt), modalities=("text",)).text
-        pairs.append((a.pair.question, text))
-        if error_rate(pairs[-1:]) > 0:
-            say("heard", f"  {a.voice} wrote: {a.pair.question} | {text}")
-    found = error_rate(pairs)
-    say(
-        "heard",
-        f"{asked[0].voice}: WER {found:.3f} of {len(pairs)} {asked[0].pair.kind}, {around} s",
-    )
-    return found
+    pairs, asked = spoken(folder, number, count, around, prompt)
+    found = [(p.question, t) for p, t in zip(pairs, texts(engine, asked), strict=True)]
+    for pair in found:
+        if error_rate([pair]) > 0:
+            say("heard", "  wrote: " + " | ".join(pair))
+    rate = error_rate(found)
+    say("heard", f"chunk {number}: WER {rate:.3f} of {len(found)}, {around} s of silence")
+    return rate
 
 
 def run(work: Path, checkpoint: Path, folder: Path, count: int) -> None:
@@ -68,31 +93,17 @@ def run(work: Path, checkpoint: Path, folder: Path, count: int) -> None:
     written: dict[str, list[float]] = {}  # word error rate: mean, least, most
     remarks: dict[str, float] = {}
     with Engine(checkpoint, device="cpu") as engine:
-
-        def answered(who: str, pair: grammar.Pair, asked: Any) -> bool:
-            said = engine.chat(asked, modalities=("text",)).text
-            if said != pair.answer:
-                say("heard", f"  {who}: {pair.question} | {said}")
-            return said == pair.answer
-
-        pairs = thinker.quiz(count)
-        typed = sum(answered("typed", p, p.question) for p in pairs) / len(pairs)
-        say("heard", f"typed: {typed:.3f} of {len(pairs)}")
-        for number in range(voices.HELD_CHUNKS):
-            asked = voices.chunk(number)[:count]
-            voice, shares = asked[0].voice, []
+        quiz = thinker.quiz(count)
+        typed = mean(answers(engine, "typed", quiz, [p.question for p in quiz]))
+        for number, (_, voice) in enumerate(voices.HELD_OUT):
+            shares = []
             for around in SILENCES:
-                found = []
-                for a, samples in zip(asked, voices.load(folder, number), strict=False):
-                    found.append(answered(voice, a.pair, message(samples, around)))
-                    kinds.setdefault(a.pair.kind, []).append(found[-1])
-                shares.append(sum(found) / len(found))
-                say(
-                    "heard",
-                    f"{voice}: {shares[-1]:.3f} of {len(found)}, {around} s of silence before and "
-                    f"after",
-                )
-            right[voice] = round(sum(shares) / len(shares), 4)
+                pairs, asked = spoken(folder, number, count, around)
+                found = answers(engine, f"{voice}, {around} s of silence", pairs, asked)
+                shares.append(mean(found))
+                for pair, is_right in zip(pairs, found, strict=True):
+                    kinds.setdefault(pair.kind, []).append(is_right)
+            right[voice] = round(mean(shares), 4)
             between[voice] = [min(shares), max(shares)]
             errors = [transcripts(engine, folder, number, count, around) for around in SILENCES]
             written[voice] = [round(f(errors), 4) for f in (mean, min, max)]

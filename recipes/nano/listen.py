@@ -18,6 +18,7 @@ from random import Random
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from recipes.nano.tower import Tower
 from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.preprocess.mel import FLOOR, HOP, RANGE, WINDOW, mel_filters
 
-FILE, ENCODED = "audio.safetensors", "encoded.safetensors"
+FILE, ENCODED = "audio.safetensors", "encoded"
 CHUNKS = 8  # seconds of a clip, and chunks of the encoder; its attention reaches as far
 ROWS = 13 * CHUNKS
 SAMPLES = voices.LONGEST
@@ -64,7 +65,7 @@ class Settings:
     go_on: bool = False  # from the weights of an earlier run
     transcribe: float = 0.35  # share of the clips that are to be transcribed
     thinker_only: bool = False  # the encoder stays as it is
-    takes: int = 0  # if it does: versions of each clip that are encoded once, to be used again
+    encoded: bool = False  # if it does: from what `encode` made, as far as it is
     warm_up: int = 300  # steps
     every: float = 25.0  # seconds between reports, which also keep the weights
     quiz: int = 200  # questions in each held-out voice to check it with
@@ -82,19 +83,20 @@ class Clips:
     folder: Path
     room: int
     device: torch.device
-    have: set[int] = field(default_factory=set)
     encoded: Encoded | None = None
+    have: set[int] = field(default_factory=set)
     seconds: float = 0.0
     looked: float = 0.0
 
     def __post_init__(self) -> None:
-        def zeros(width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(self.room, width, dtype=dtype, device=self.device)
+        def zeros(width: int) -> Tensor:
+            # numpy's zeros take no memory on a CPU before they are written to
+            return torch.from_numpy(np.zeros((self.room, width), np.int16)).to(self.device)
 
-        self.samples = zeros(SAMPLES, torch.int16)
+        self.samples = zeros(SAMPLES)
         self.lengths = torch.zeros(self.room, dtype=torch.int32, device=self.device)
         self.spelled, self.typed, self.answer, self.transcript = (
-            zeros(n, torch.int16) for n in (SPELLED, ROWS + 2, ANSWER, ANSWER)
+            zeros(n) for n in (SPELLED, ROWS + 2, ANSWER, ANSWER)
         )
         self.num_spelled, self.num_typed, self.num_answer, self.num_transcript = (
             torch.zeros_like(self.lengths) for _ in range(4)
@@ -109,9 +111,15 @@ class Clips:
         if time.monotonic() - self.looked < 1.0:
             return
         for number in voices.made(self.folder):
-            if not voices.held_out(number) and number not in self.have:
-                self.have.add(number)
-                self.add(number)
+            if voices.held_out(number) or number in self.have:
+                continue
+            if self.encoded is not None and not self.encoded.path(number).exists():
+                continue
+            self.have.add(number)
+            first = len(self)
+            self.add(number)
+            if self.encoded is not None:
+                self.encoded.take_in(number, first, len(self))
         self.looked = time.monotonic()
 
     def add(self, number: int) -> None:
@@ -163,50 +171,82 @@ class Clips:
         return self.samples[pick, : chunks * voices.RATE]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Encoded:
-    """The encoder's rows of clips, in some versions of each. Made once where the encoder stays as
-    it is, for a CPU takes as long to encode a clip as to answer it."""
+    """The encoder's rows of clips, in some versions of each: a file of each chunk. Where the
+    encoder stays as it is, a CPU need not make them more than once."""
 
-    rows: Tensor  # all of them, one after the other
-    starts: Tensor  # [clips, takes]
-    counts: Tensor
+    folder: Path
+    room: int
+    parts: list[Tensor] = field(default_factory=list)  # rows of chunks, one after the other
+    size: int = 0
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, m: Listener, clips: Clips, takes: int, batch: int = 32) -> Encoded:
-        n, found, used = len(clips), [], 0
-        starts, counts = (torch.zeros(n, takes, dtype=torch.long) for _ in range(2))
-        order = clips.lengths[:n].argsort()
-        for pick in order.repeat(takes).view(takes, n).split(batch, dim=1):
-            for take, which in enumerate(pick):
-                rows, sizes = heard(m, *m.ears.changed(clips.cropped(which), clips.lengths[which]))
-                real = torch.arange(rows.shape[1]) < sizes[:, None]
-                found.append(rows[real].to(torch.bfloat16))
-                starts[which, take] = used + sizes.cumsum(0) - sizes
-                counts[which, take] = sizes
-                used += int(sizes.sum())
-        return cls(torch.cat(found), starts, counts)
+    def __post_init__(self) -> None:
+        self.starts, self.counts = (torch.zeros(self.room, 0, dtype=torch.long) for _ in range(2))
 
-    @classmethod
-    def prepared(cls, path: Path, m: Listener, clips: Clips, takes: int) -> Encoded:
-        """Made earlier of the same clips, or made now and kept."""
-        if path.exists():
-            found = cls(**load_file(path))
-            if found.starts.shape == (len(clips), takes):
-                return found
-        made = cls.of(m, clips, takes)
-        save_file({name: getattr(made, name) for name in ("rows", "starts", "counts")}, path)
-        return made
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:04d}.safetensors"
+
+    def take_in(self, number: int, first: int, last: int) -> None:
+        """The rows of a chunk whose clips have these places."""
+        found = load_file(self.path(number))
+        if not self.size:
+            shape_ = (self.room, found["starts"].shape[1])
+            self.starts, self.counts = (torch.zeros(shape_, dtype=torch.long) for _ in range(2))
+        self.starts[first:last] = found["starts"][: last - first] + self.size
+        self.counts[first:last] = found["counts"][: last - first]
+        self.parts.append(found["rows"])
+        self.size += len(found["rows"])
 
     def drawn(self, pick: Tensor) -> tuple[Tensor, Tensor]:
         """Any version of each clip."""
+        if len(self.parts) > 1:
+            self.parts = [torch.cat(self.parts)]
         take = torch.randint(0, self.starts.shape[1], pick.shape)
         counts = self.counts[pick, take]
         at = torch.arange(int(counts.max()))
         inside = (at < counts[:, None])[..., None]
-        where = (self.starts[pick, take][:, None] + at).clamp_max(len(self.rows) - 1)
-        return self.rows[where].float() * inside, counts
+        where = (self.starts[pick, take][:, None] + at).clamp_max(self.size - 1)
+        return self.parts[0][where].float() * inside, counts
+
+
+@torch.no_grad()
+def encode(m: Listener, clips: Clips, takes: int, batch: int = 25) -> dict[str, Tensor]:
+    """The rows of changed versions of the clips, one after the other; where those of each begin,
+    and how many they are [clips, takes]."""
+    n, found, used = len(clips), [], 0
+    starts, counts = (torch.zeros(n, takes, dtype=torch.long) for _ in range(2))
+    order = clips.lengths[:n].argsort()
+    for take in range(takes):
+        for pick in order.split(batch):
+            rows, sizes = heard(m, *m.ears.changed(clips.cropped(pick), clips.lengths[pick]))
+            real = torch.arange(rows.shape[1]) < sizes[:, None]
+            found.append(rows[real].to(torch.bfloat16))
+            starts[pick, take] = used + sizes.cumsum(0) - sizes
+            counts[pick, take] = sizes
+            used += int(sizes.sum())
+    return {"rows": torch.cat(found), "starts": starts, "counts": counts}
+
+
+def encode_all(work: Path, folder: Path, takes: int) -> None:
+    """A file of each chunk that has none; other processes may do the same to other chunks."""
+    text, cpu = Text.open(work), torch.device("cpu")
+    m = Listener(text, Tower(text.config.thinker.audio), thinker.load(work, text, cpu)).eval()
+    weights.load(m.tower, work / FILE)
+    encoded = Encoded(work / ENCODED, 0)
+    encoded.folder.mkdir(exist_ok=True)
+    numbers = [n for n in voices.made(folder) if not voices.held_out(n)]
+    Random("order").shuffle(numbers)
+    for number in numbers:
+        path = encoded.path(number)
+        if path.exists():
+            continue
+        torch.manual_seed(number)
+        clips = Clips(text, folder, voices.CHUNK, cpu)
+        clips.add(number)
+        save_file(encode(m, clips, takes), path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+        say("encode", f"chunk {number}: {len(clips)} clips")
 
 
 # ---- sound
@@ -560,9 +600,11 @@ def quiz(
 
 
 def train(work: Path, s: Settings) -> None:
+    """In one process, or in several that `torchrun` starts on a CPU; the first of them reports."""
     started = time.monotonic()
     device, text = device_of(s.device), Text.open(work)
-    torch.manual_seed(0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)
     m = Listener(
         text, Tower(text.config.thinker.audio), thinker.load(work, text, torch.device("cpu"))
     ).to(device)
@@ -579,16 +621,12 @@ def train(work: Path, s: Settings) -> None:
         for part in (m.tower, m.blank, m.scale):
             part.requires_grad_(False)
     texts = thinker.Data.place(thinker.prepared(work, text, s.rows), device)
-    clips = Clips(text, s.voices, s.clips, device)
+    encoded = Encoded(work / ENCODED, s.clips) if s.encoded else None
+    clips = Clips(text, s.voices, s.clips, device, encoded)
     while len(clips) < s.first or min(voices.made(s.voices), default=1):
         clips.look()
         time.sleep(0.5)
     say("listen", f"{len(clips)} questions to begin with; {time.monotonic() - started:.0f} s")
-    if s.takes:
-        m.eval()
-        clips.encoded = Encoded.prepared(work / ENCODED, m, clips, s.takes)
-        begin()
-        say("listen", f"encoded in {s.takes} versions; {time.monotonic() - started:.0f} s")
 
     def loss(bfloat16: bool) -> tuple[Tensor, Tensor]:
         answered, spelled, right, transcribed = losses(m, clips, clips.pick(s.batch), s.transcribe)
@@ -621,8 +659,10 @@ def train(work: Path, s: Settings) -> None:
     schedule = Schedule(left, rate=s.rate, warm_up=s.warm_up, max_steps=s.steps, eager=s.eager)
     labels = ("answers", "spelling", "right", "transcribed", "typed")
     trainer = Trainer("listen", trained, trained, loss, schedule, labels, device, s.bfloat16,
-                      every=s.every, after_block=lambda step: None if s.takes else clips.look())  # fmt: skip
-    reached = trainer.run(validate)
+                      every=s.every, after_block=lambda step: clips.look())  # fmt: skip
+    reached = trainer.run(validate if rank == 0 else None)
+    if rank > 0:
+        return
     keep()
     for part, file in ((m.tower, FILE), (m.thinker, thinker.FILE)):
         weights.load(part, work / file)

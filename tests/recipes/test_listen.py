@@ -4,13 +4,17 @@ runs."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from recipes.nano import listen, thinker, voices
 from recipes.nano.listen import Clips, Ears, Encoded, Listener
@@ -197,23 +201,29 @@ def test_the_step(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_encoded_once_is_what_the_encoder_gives(
-    listener: Listener, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawn in any order, rows behind the end are zero; kept, and made anew for other clips."""
+    """Drawn in any order, of two chunks; rows behind the end of a clip are zero."""
     as_it_is = lambda s, n: listener.ears(s.float() / 32768, n)  # noqa: E731
     monkeypatch.setattr(listener.ears, "changed", as_it_is)
-    encoded = Encoded.prepared(tmp_path / "e", listener, clips, 2)
-    pick = torch.tensor([7, 2, 11, 2, 0])
-    rows, counts = encoded.drawn(pick)
+    clips = Clips(text, tmp_path, 2 * voices.CHUNK, CPU, Encoded(tmp_path, 2 * voices.CHUNK))
+    assert clips.encoded is not None
+    for number in (2, 3):
+        _fill(tmp_path, number)
+        alone = Clips(text, tmp_path, voices.CHUNK, CPU)
+        alone.add(number)
+        save_file(listen.encode(listener, alone, 2), clips.encoded.path(number))
+    _fill(tmp_path, 4)  # nobody encoded it
+    clips.look()
+    assert clips.have == {2, 3}
+    pick = torch.tensor([7, len(clips) - 1, len(clips) // 2, 7, 0])
+    rows, counts = clips.encoded.drawn(pick)
     with torch.no_grad():
         wanted, sizes = listen.heard(listener, *as_it_is(clips.samples[pick], clips.lengths[pick]))
     assert counts.tolist() == sizes.tolist()
     real = torch.arange(rows.shape[1]) < counts[:, None]
     torch.testing.assert_close(rows[real], wanted[:, : rows.shape[1]][real], atol=0.02, rtol=0.02)
     assert not rows[~real].any()
-    again = Encoded.prepared(tmp_path / "e", listener, clips, 2)
-    assert torch.equal(again.rows, encoded.rows)
-    assert Encoded.prepared(tmp_path / "e", listener, clips, 1).starts.shape == (12, 1)
 
 
 def test_a_remark_is_written_down_only(
@@ -241,3 +251,48 @@ def test_a_remark_is_written_down_only(
     with torch.no_grad():
         listen.losses(listener, clips, torch.arange(4), 0.0)
     assert asked_for == [(False, True)]
+
+
+MEETING = """
+import sys
+import torch
+import torch.distributed as dist
+from recipes.nano.graph import Schedule, Trainer
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+
+
+def loss(bfloat16):
+    return (weight * (1 + rank)).sum(), torch.zeros(1)
+
+
+schedule = Schedule(3600, rate=0.1, warm_up=1, decay=0.0, max_steps=4 if rank else 8)
+Trainer("meeting", [weight], [weight], loss, schedule, ("none",), torch.device("cpu"), False,
+    block=2, after_block=lambda step: print(step, weight.tolist())).run()  # fmt: skip
+"""
+
+
+def test_processes_that_train_together_agree(tmp_path: Path) -> None:
+    """Their weights are one after each block of steps, and they end when the first has ended."""
+    command = [sys.executable, "-c", MEETING]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    said = [p.communicate()[0].decode().splitlines() for p in running]
+    blocks = [[line for line in lines if line[0] in "246"] for lines in said]
+    assert blocks[0] == blocks[1]
+    assert [line[0] for line in blocks[0]] == ["2", "4"]
+
+
+def test_what_is_spoken_does_not_depend_on_the_process() -> None:
+    """Sound made in one process is learned from in another."""
+    command = [sys.executable, "-c", "from recipes.nano import voices\nprint(voices.chunk(5000))"]
+    said = {
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True,
+            check=True).stdout
+        for seed in "12"
+    }  # fmt: skip
+    assert len(said) == 1
