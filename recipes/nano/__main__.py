@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from recipes.nano.report import say
@@ -90,24 +91,38 @@ def _voices(a: argparse.Namespace) -> None:
         return
     if a.packed is not None:
         voices.unpack(a.packed)
-    voices.speak_all(a.out, a.workers, a.seconds, a.chunks)
+    voices.speak_all(a.out, a.workers, a.seconds, a.chunks, a.remarks)
 
 
 def _listen(a: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
     from recipes.nano import listen
 
+    if "WORLD_SIZE" in os.environ:  # `torchrun`
+        dist.init_process_group("gloo")
     settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first,
         rows=a.rows,
                                text_batch=a.text_batch, go_on=a.go_on, transcribe=a.transcribe, thinker_only=a.thinker_only,
+                               encoded=a.encoded,
                                warm_up=a.warm_up, every=a.every, quiz=a.quiz, device=a.device,
                                bfloat16=a.bfloat16 or None, steps=a.steps, eager=a.eager)  # fmt: skip
     listen.train(a.work, settings)
 
 
+def _encode(a: argparse.Namespace) -> None:
+    from recipes.nano import listen
+
+    listen.encode_all(a.work, a.voices, a.takes)
+
+
 def _export(a: argparse.Namespace) -> None:
     from recipes.nano import export
 
-    export.write(a.work, a.out, a.last)
+    if a.renew:
+        export.renew(a.work, a.out)
+    else:
+        export.write(a.work, a.out, a.last)
 
 
 def _apart(a: argparse.Namespace) -> None:
@@ -221,8 +236,12 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=1)
     p.add_argument("--seconds", type=float, default=1e9)
     p.add_argument("--chunks", type=int, default=120, help="of 200 questions")
+    p.add_argument("--remarks", type=int, default=40, help="chunks of what is only written down")
     p.add_argument("--pack", type=Path, help="write the synthesizers as this archive instead")
     p.add_argument("--packed", type=Path, help="such an archive, where they are not installed")
+    p = step("encode", _encode, "spoken questions as rows of an encoder that stays as it is")
+    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` made")
+    p.add_argument("--takes", type=int, default=1, help="versions of each clip")
     p = step("listen", _listen, "audio encoder; the thinker learns along")
     p.add_argument(
         "--voices", type=Path, required=True, help="folder of speech that `voices` makes"
@@ -233,6 +252,7 @@ def main() -> None:
     p.add_argument("--text-batch", type=int, default=16, help="rows of typed questions a step")
     p.add_argument("--transcribe", type=float, default=0.35, help="share of transcriptions")
     p.add_argument("--thinker-only", action="store_true", help="the encoder stays as it is")
+    p.add_argument("--encoded", action="store_true", help="if it does: from what `encode` made")
     p.add_argument("--warm-up", type=int, default=300, help="steps")
     p.add_argument("--every", type=float, default=25, help="seconds between reports")
     p.add_argument("--quiz", type=int, default=200, help="questions in each held-out voice")
@@ -256,6 +276,7 @@ def main() -> None:
     p.add_argument(
         "--last", action="store_true", help="the talker at the end of its training, not at its best"
     )
+    p.add_argument("--renew", action="store_true", help="only what changed, into earlier files")
     p = step("apart", _apart, "a checkpoint back into the parts that training goes on from")
     p.add_argument("--checkpoint", type=Path, required=True)
     p = step("rows", _rows, "the thinker's training text, ahead of its training")

@@ -3,8 +3,8 @@ CUDA graph.
 
 With models this small nearly all time of an eager step is spent starting kernels; a graph starts
 them all at once. The loss function must use static shapes and read what changes (rows, learning
-rate) from tensors. Without a GPU the same step runs eagerly, for tests. Called by the three
-training steps."""
+rate) from tensors. Without a GPU the same step runs eagerly, in several processes if there is time
+for it. Called by the three training steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipes.nano.report import say
@@ -52,6 +53,7 @@ class Trainer:
     block: int = 32
     every: float = 15.0  # seconds between reports
     step: int = 0
+    ended: bool = False
     rate: Tensor = field(init=False)
     bad: Tensor = field(init=False)
     weight: Tensor = field(init=False)
@@ -178,16 +180,18 @@ class Trainer:
         reported, last, bad = time.monotonic(), self.step, 0.0
         self.sums.zero_()
         numbers: dict[str, float] = {}
-        while not self._over():
+        self.ended = self._over()
+        while not self.ended:
             for _ in range(min(self.block, self._left())):
                 self._prepare()
                 go()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
+            self._meet()
             if self.after_block is not None:
                 self.after_block(self.step)
             now = time.monotonic()
-            if now - reported > self.every or self._over():
+            if now - reported > self.every or self.ended:
                 steps = self.step - last
                 sums = (self.sums / steps).tolist()
                 bad += sums[1] * steps
@@ -210,6 +214,22 @@ class Trainer:
         return (
             self.block if self.schedule.max_steps is None else self.schedule.max_steps - self.step
         )
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        """Whether training ends. Processes of one `torchrun` take the mean of their weights, and
+        end together."""
+        self.ended = self._over()
+        if not dist.is_initialized():
+            return
+        weights = [p.detach().flatten() for p in self.parameters]
+        ended = torch.tensor([float(self.ended)], device=self.device)
+        joined = torch.cat((*weights, ended))
+        dist.all_reduce(joined)
+        *means, ended = joined.split([*(len(w) for w in weights), 1])
+        for p, mean in zip(self.parameters, means, strict=True):
+            p.copy_(mean.view_as(p) / dist.get_world_size())
+        self.ended = bool(ended > 0)
 
     def _over(self) -> bool:
         if self.schedule.max_steps is not None:

@@ -18,7 +18,9 @@ from random import Random
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recipes.nano import grammar, shape, thinker, voices, weights
@@ -32,8 +34,8 @@ from recipes.nano.tower import Tower
 from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.preprocess.mel import FLOOR, HOP, RANGE, WINDOW, mel_filters
 
-FILE = "audio.safetensors"
-CHUNKS = 5  # seconds of a clip, and chunks of the encoder
+FILE, ENCODED = "audio.safetensors", "encoded"
+CHUNKS = 8  # seconds of a clip, and chunks of the encoder; its attention reaches as far
 ROWS = 13 * CHUNKS
 SAMPLES = voices.LONGEST
 SPELLED = 28  # tokens of a question, at most
@@ -63,6 +65,7 @@ class Settings:
     go_on: bool = False  # from the weights of an earlier run
     transcribe: float = 0.35  # share of the clips that are to be transcribed
     thinker_only: bool = False  # the encoder stays as it is
+    encoded: bool = False  # if it does: from what `encode` made, as far as it is
     warm_up: int = 300  # steps
     every: float = 25.0  # seconds between reports, which also keep the weights
     quiz: int = 200  # questions in each held-out voice to check it with
@@ -80,18 +83,20 @@ class Clips:
     folder: Path
     room: int
     device: torch.device
+    encoded: Encoded | None = None
     have: set[int] = field(default_factory=set)
     seconds: float = 0.0
     looked: float = 0.0
 
     def __post_init__(self) -> None:
-        def zeros(width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(self.room, width, dtype=dtype, device=self.device)
+        def zeros(width: int) -> Tensor:
+            # numpy's zeros take no memory on a CPU before they are written to
+            return torch.from_numpy(np.zeros((self.room, width), np.int16)).to(self.device)
 
-        self.samples = zeros(SAMPLES, torch.int16)
+        self.samples = zeros(SAMPLES)
         self.lengths = torch.zeros(self.room, dtype=torch.int32, device=self.device)
         self.spelled, self.typed, self.answer, self.transcript = (
-            zeros(n, torch.int16) for n in (SPELLED, ROWS + 2, ANSWER, ANSWER)
+            zeros(n) for n in (SPELLED, ROWS + 2, ANSWER, ANSWER)
         )
         self.num_spelled, self.num_typed, self.num_answer, self.num_transcript = (
             torch.zeros_like(self.lengths) for _ in range(4)
@@ -106,9 +111,15 @@ class Clips:
         if time.monotonic() - self.looked < 1.0:
             return
         for number in voices.made(self.folder):
-            if number >= voices.HELD_CHUNKS and number not in self.have:
-                self.have.add(number)
-                self.add(number)
+            if voices.held_out(number) or number in self.have:
+                continue
+            if self.encoded is not None and not self.encoded.path(number).exists():
+                continue
+            self.have.add(number)
+            first = len(self)
+            self.add(number)
+            if self.encoded is not None:
+                self.encoded.take_in(number, first, len(self))
         self.looked = time.monotonic()
 
     def add(self, number: int) -> None:
@@ -120,7 +131,7 @@ class Clips:
             spelled = self.text.encode(grammar.plain(asked.pair.question))
             typed = self.text.encode(grammar.typed(rng, asked.pair.question))
             end = self.text.config.tokens.im_end
-            answer = [*self.text.encode(asked.pair.answer), end]
+            answer = [*self.text.encode(asked.pair.answer), end] if asked.pair.answer else []
             transcript = [*self.text.encode(asked.pair.question), end]
             fits = (
                 len(samples) <= SAMPLES * 0.85
@@ -158,6 +169,84 @@ class Clips:
         longest = 0.85 * voices.RATE + int(self.lengths[pick].max()) / SLOWEST
         chunks = min(CHUNKS, math.ceil(longest / voices.RATE))
         return self.samples[pick, : chunks * voices.RATE]
+
+
+@dataclass(eq=False)
+class Encoded:
+    """The encoder's rows of clips, in some versions of each: a file of each chunk. Where the
+    encoder stays as it is, a CPU need not make them more than once."""
+
+    folder: Path
+    room: int
+    parts: list[Tensor] = field(default_factory=list)  # rows of chunks, one after the other
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        self.starts, self.counts = (torch.zeros(self.room, 0, dtype=torch.long) for _ in range(2))
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:04d}.safetensors"
+
+    def take_in(self, number: int, first: int, last: int) -> None:
+        """The rows of a chunk whose clips have these places."""
+        found = load_file(self.path(number))
+        if not self.size:
+            shape_ = (self.room, found["starts"].shape[1])
+            self.starts, self.counts = (torch.zeros(shape_, dtype=torch.long) for _ in range(2))
+        self.starts[first:last] = found["starts"][: last - first] + self.size
+        self.counts[first:last] = found["counts"][: last - first]
+        self.parts.append(found["rows"])
+        self.size += len(found["rows"])
+
+    def drawn(self, pick: Tensor) -> tuple[Tensor, Tensor]:
+        """Any version of each clip."""
+        if len(self.parts) > 1:
+            self.parts = [torch.cat(self.parts)]
+        take = torch.randint(0, self.starts.shape[1], pick.shape)
+        counts = self.counts[pick, take]
+        at = torch.arange(int(counts.max()))
+        inside = (at < counts[:, None])[..., None]
+        where = (self.starts[pick, take][:, None] + at).clamp_max(self.size - 1)
+        return self.parts[0][where].float() * inside, counts
+
+
+@torch.no_grad()
+def encode(m: Listener, clips: Clips, takes: int, batch: int = 25) -> dict[str, Tensor]:
+    """The rows of changed versions of the clips, one after the other; where those of each begin,
+    and how many they are [clips, takes]."""
+    n, found, used = len(clips), [], 0
+    starts, counts = (torch.zeros(n, takes, dtype=torch.long) for _ in range(2))
+    order = clips.lengths[:n].argsort()
+    for take in range(takes):
+        for pick in order.split(batch):
+            rows, sizes = heard(m, *m.ears.changed(clips.cropped(pick), clips.lengths[pick]))
+            real = torch.arange(rows.shape[1]) < sizes[:, None]
+            found.append(rows[real].to(torch.bfloat16))
+            starts[pick, take] = used + sizes.cumsum(0) - sizes
+            counts[pick, take] = sizes
+            used += int(sizes.sum())
+    return {"rows": torch.cat(found), "starts": starts, "counts": counts}
+
+
+def encode_all(work: Path, folder: Path, takes: int) -> None:
+    """A file of each chunk that has none; other processes may do the same to other chunks."""
+    text, cpu = Text.open(work), torch.device("cpu")
+    m = Listener(text, Tower(text.config.thinker.audio), thinker.load(work, text, cpu)).eval()
+    weights.load(m.tower, work / FILE)
+    encoded = Encoded(work / ENCODED, 0)
+    encoded.folder.mkdir(exist_ok=True)
+    numbers = [n for n in voices.made(folder) if not voices.held_out(n)]
+    Random("order").shuffle(numbers)
+    for number in numbers:
+        path = encoded.path(number)
+        if path.exists():
+            continue
+        torch.manual_seed(number)
+        clips = Clips(text, folder, voices.CHUNK, cpu)
+        clips.add(number)
+        save_file(encode(m, clips, takes), path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+        say("encode", f"chunk {number}: {len(clips)} clips")
 
 
 # ---- sound
@@ -400,15 +489,19 @@ def losses(
     """(cross entropy of the answers, CTC, share of answers that are right token by token, the same
     of transcripts). `transcribe`: share of the clips."""
     b, device = len(pick), pick.device
-    with torch.autocast(device.type, enabled=False):
-        mel, frames = m.ears.changed(clips.cropped(pick), clips.lengths[pick])
-    rows, counts = heard(m, mel, frames)
+    if clips.encoded is not None:
+        rows, counts = clips.encoded.drawn(pick)
+    else:
+        with torch.autocast(device.type, enabled=False):
+            mel, frames = m.ears.changed(clips.cropped(pick), clips.lengths[pick])
+        rows, counts = heard(m, mel, frames)
     spelling = torch.zeros((), device=device)
     if m.blank.requires_grad:
         spelled, num_spelled = clips.spelled[pick].long(), clips.num_spelled[pick].long()
         spelling = spelling_loss(m.scores(rows), counts, spelled, num_spelled)
-    as_text = torch.rand(b, device=device) < TYPED
-    written = (torch.rand(b, device=device) < transcribe) & ~as_text
+    asks = clips.num_answer[pick] > 0
+    as_text = asks & (torch.rand(b, device=device) < TYPED)
+    written = ~asks | (torch.rand(b, device=device) < transcribe) & ~as_text
     edges = m.prompt_chances.cumsum(0)[:-1]
     prompt = 1 + torch.bucketize(torch.rand(b, device=device), edges)
     answer = torch.where(written[:, None], clips.transcript[pick], clips.answer[pick]).long()
@@ -419,18 +512,21 @@ def losses(
     typed, num_typed = clips.typed[pick].long(), clips.num_typed[pick].long()
     x, real = m.turn(rows, counts, typed, num_typed, as_text, prompt * written, answer, num_answer)
     width = x.shape[1]
-    # Two questions to a row, behind a system turn or none; the second sees the first, or does not.
-    which = torch.randint(0, 8, (b // 2,), device=device)
+    # Two questions to a row, behind a system turn or none; the second sees the first, or does not:
+    # a CPU then has a row for each.
+    alone = device.type == "cpu" and float(torch.rand(())) < 0.5
+    n = b if alone else b // 2
+    which = torch.randint(0, 8, (n,), device=device)
     which = torch.where(which < len(m.systems), which, 0)
     room = SYSTEM
     if device.type == "cpu":
-        which = which[:1].expand(b // 2)
+        which = which[:1].expand(n)
         room = int(m.system_sizes[which[0]])
     system = m.thinker.model.embed_tokens(m.systems[which, :room])
     there = torch.arange(room, device=device)[None] < m.system_sizes[which][:, None]
-    x = torch.cat((system, x.view(b // 2, 2 * width, -1)), dim=1)
-    real = torch.cat((there, real.view(b // 2, 2 * width)), dim=1)
-    apart = torch.rand(b // 2, 1, device=device) < 0.5
+    x = torch.cat((system, x.view(n, -1, x.shape[-1])), dim=1)
+    real = torch.cat((there, real.view(n, -1)), dim=1)
+    apart = torch.rand(n, 1, device=device) < (0.0 if device.type == "cpu" else 0.5)
     second = torch.arange(x.shape[1], device=device)[None] >= room + width
     hidden = m.answered(x, real, (apart & second).int())
     hidden = hidden[:, room:].reshape(b, width, -1)[:, -size - 2 : -2]
@@ -504,9 +600,11 @@ def quiz(
 
 
 def train(work: Path, s: Settings) -> None:
+    """In one process, or in several that `torchrun` starts on a CPU; the first of them reports."""
     started = time.monotonic()
     device, text = device_of(s.device), Text.open(work)
-    torch.manual_seed(0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)
     m = Listener(
         text, Tower(text.config.thinker.audio), thinker.load(work, text, torch.device("cpu"))
     ).to(device)
@@ -523,7 +621,8 @@ def train(work: Path, s: Settings) -> None:
         for part in (m.tower, m.blank, m.scale):
             part.requires_grad_(False)
     texts = thinker.Data.place(thinker.prepared(work, text, s.rows), device)
-    clips = Clips(text, s.voices, s.clips, device)
+    encoded = Encoded(work / ENCODED, s.clips) if s.encoded else None
+    clips = Clips(text, s.voices, s.clips, device, encoded)
     while len(clips) < s.first or min(voices.made(s.voices), default=1):
         clips.look()
         time.sleep(0.5)
@@ -561,7 +660,9 @@ def train(work: Path, s: Settings) -> None:
     labels = ("answers", "spelling", "right", "transcribed", "typed")
     trainer = Trainer("listen", trained, trained, loss, schedule, labels, device, s.bfloat16,
                       every=s.every, after_block=lambda step: clips.look())  # fmt: skip
-    reached = trainer.run(validate)
+    reached = trainer.run(validate if rank == 0 else None)
+    if rank > 0:
+        return
     keep()
     for part, file in ((m.tower, FILE), (m.thinker, thinker.FILE)):
         weights.load(part, work / file)

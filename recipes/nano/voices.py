@@ -1,5 +1,5 @@
-"""Spoken questions for the audio encoder: the grammar's questions in the voices of flite and
-espeak-ng (Debian).
+"""Speech for the audio encoder: the grammar's questions, and remarks to be written down, in the
+voices of flite and espeak-ng (Debian).
 
 Two voices are held out of training: `rms` of flite, a man's recorded voice, and one variant of
 espeak-ng. Chunks of questions are files of a folder, each whole or not there, so that training can
@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import soxr
 
-from recipes.nano import grammar
+from recipes.nano import grammar, spoken
 from recipes.nano.report import say
 
 RATE = 16000
-LONGEST = 5 * RATE  # samples, silence around included
+LONGEST = 8 * RATE  # samples, silence around included
 CHUNK = 200
-HELD_CHUNKS = 2  # the first chunks are spoken by the voices that are held out
+HELD_CHUNKS = 2  # the first chunks, also of remarks, are spoken by the voices that are held out
+REMARKS = 4998  # the chunks from here on are of remarks
 PREFIX = Path("/opt/voices-packed")
 ESPEAK_DATA = Path("/usr/lib/x86_64-linux-gnu/espeak-ng-data")
 _ENGLISH = ("phondata", "phonindex", "phontab", "intonations", "en_dict", "lang/gmw", "voices/!v")
@@ -80,9 +81,21 @@ def question(rng: Random) -> grammar.Pair:
             return pair
 
 
+def remark(rng: Random) -> grammar.Pair:
+    """Something to write down that can be spoken."""
+    while True:
+        pair = spoken.remark(rng)
+        if speakable(pair.question):
+            return pair
+
+
 def scored_question(rng: Random) -> grammar.Pair:
     """A question of the closed domain, held-out combinations included."""
     return rng.choice(_domain(rng.choices([*KINDS], [*KINDS.values()])[0], held_out=True))
+
+
+def held_out(number: int) -> bool:
+    return number < HELD_CHUNKS or 0 <= number - REMARKS < HELD_CHUNKS
 
 
 @cache
@@ -91,11 +104,12 @@ def chunk(number: int) -> tuple[Asked, ...]:
     rng = Random(f"spoken {number}")
     found = []
     for _ in range(CHUNK):
-        if number < HELD_CHUNKS:
+        if held_out(number):
             engine, voice = HELD_OUT[number % len(HELD_OUT)]
-            found.append(Asked(scored_question(rng), engine, voice, 1.0, 0.5))
+            pair = scored_question(rng) if number < REMARKS else remark(rng)
+            found.append(Asked(pair, engine, voice, 1.0, 0.5))
             continue
-        pair = question(rng)
+        pair = question(rng) if number < REMARKS else remark(rng)
         if rng.random() < 0.55:
             engine, voice = "flite", rng.choices(FLITE, (4, 4, 2, 1))[0]
         else:
@@ -173,11 +187,12 @@ def _make(task: tuple[str, int]) -> float:
     return sum(map(len, spoken)) / RATE
 
 
-def speak_all(folder: Path, workers: int, seconds: float, chunks: int) -> None:
-    """Make the chunks that are missing, for so long."""
+def speak_all(folder: Path, workers: int, seconds: float, chunks: int, remarks: int) -> None:
+    """Make the chunks that are missing, for so long: of questions and of remarks."""
     folder.mkdir(parents=True, exist_ok=True)
     started, total = time.monotonic(), 0.0
-    wanted = [c for c in range(chunks) if not (folder / f"{c:04d}.npz").exists()]
+    every = (*range(chunks), *range(REMARKS, REMARKS + remarks))
+    wanted = [c for c in every if not (folder / f"{c:04d}.npz").exists()]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for count, length in enumerate(
             pool.imap(_make, [(str(folder), c) for c in wanted]), start=1

@@ -4,16 +4,20 @@ runs."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from recipes.nano import listen, thinker, voices
-from recipes.nano.listen import Clips, Ears, Listener
+from recipes.nano.listen import Clips, Ears, Encoded, Listener
 from recipes.nano.tokens import Text
 from recipes.nano.tower import Tower, rows_of
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
@@ -168,10 +172,13 @@ def test_a_transcription_turn_is_the_chat_templates(
 def test_questions_of_held_out_voices_are_not_learned(text: Text, tmp_path: Path) -> None:
     for number in range(voices.HELD_CHUNKS):
         _fill(tmp_path, number)
+        _fill(tmp_path, voices.REMARKS + number)
     clips = Clips(text, tmp_path, 12, CPU)
     clips.look()
     assert len(clips) == 0
-    spoken = {a.voice for n in range(voices.HELD_CHUNKS, 40) for a in voices.chunk(n)}
+    learned = [n for n in (*range(40), *range(voices.REMARKS, 5010)) if not voices.held_out(n)]
+    assert len(learned) == 40 - 2 + 12 - 2
+    spoken = {a.voice for n in learned for a in voices.chunk(n)}
     assert not spoken & {voice for _, voice in voices.HELD_OUT}
     assert not any(a.pair.held_out for n in range(voices.HELD_CHUNKS, 40) for a in voices.chunk(n))
 
@@ -191,3 +198,101 @@ def test_the_step(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert report["steps"] == 1
     assert (tmp_path / listen.FILE).exists()
     assert (tmp_path / thinker.FILE).read_bytes() != before
+
+
+def test_what_is_encoded_once_is_what_the_encoder_gives(
+    listener: Listener, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn in any order, of two chunks; rows behind the end of a clip are zero."""
+    as_it_is = lambda s, n: listener.ears(s.float() / 32768, n)  # noqa: E731
+    monkeypatch.setattr(listener.ears, "changed", as_it_is)
+    clips = Clips(text, tmp_path, 2 * voices.CHUNK, CPU, Encoded(tmp_path, 2 * voices.CHUNK))
+    assert clips.encoded is not None
+    for number in (2, 3):
+        _fill(tmp_path, number)
+        alone = Clips(text, tmp_path, voices.CHUNK, CPU)
+        alone.add(number)
+        save_file(listen.encode(listener, alone, 2), clips.encoded.path(number))
+    _fill(tmp_path, 4)  # nobody encoded it
+    clips.look()
+    assert clips.have == {2, 3}
+    pick = torch.tensor([7, len(clips) - 1, len(clips) // 2, 7, 0])
+    rows, counts = clips.encoded.drawn(pick)
+    with torch.no_grad():
+        wanted, sizes = listen.heard(listener, *as_it_is(clips.samples[pick], clips.lengths[pick]))
+    assert counts.tolist() == sizes.tolist()
+    real = torch.arange(rows.shape[1]) < counts[:, None]
+    torch.testing.assert_close(rows[real], wanted[:, : rows.shape[1]][real], atol=0.02, rtol=0.02)
+    assert not rows[~real].any()
+
+
+def test_a_remark_is_written_down_only(
+    listener: Listener, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no answer: its turn ends with the server's prompt, whatever the shares are."""
+    number = voices.REMARKS + voices.HELD_CHUNKS
+    _fill(tmp_path, number)
+    clips = Clips(text, tmp_path, 12, CPU)
+    clips.look()
+    assert not clips.num_answer[: len(clips)].any()
+    asked = {a.pair.question for a in voices.chunk(number)}
+    said = clips.transcript[0, : int(clips.num_transcript[0]) - 1].tolist()
+    assert text.decode(said) in asked
+
+    asked_for: list[tuple[bool, bool]] = []
+    turn = listener.turn
+
+    def watched(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked_for.append((bool(given[4].any()), bool((given[5] > 0).all())))
+        return turn(*given)
+
+    monkeypatch.setattr(listener, "turn", watched)
+    monkeypatch.setattr(listen, "TYPED", 1.0)
+    with torch.no_grad():
+        listen.losses(listener, clips, torch.arange(4), 0.0)
+    assert asked_for == [(False, True)]
+
+
+MEETING = """
+import sys
+import torch
+import torch.distributed as dist
+from recipes.nano.graph import Schedule, Trainer
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+
+
+def loss(bfloat16):
+    return (weight * (1 + rank)).sum(), torch.zeros(1)
+
+
+schedule = Schedule(3600, rate=0.1, warm_up=1, decay=0.0, max_steps=4 if rank else 8)
+Trainer("meeting", [weight], [weight], loss, schedule, ("none",), torch.device("cpu"), False,
+    block=2, after_block=lambda step: print(step, weight.tolist())).run()  # fmt: skip
+"""
+
+
+def test_processes_that_train_together_agree(tmp_path: Path) -> None:
+    """Their weights are one after each block of steps, and they end when the first has ended."""
+    command = [sys.executable, "-c", MEETING]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    said = [p.communicate()[0].decode().splitlines() for p in running]
+    blocks = [[line for line in lines if line[0] in "246"] for lines in said]
+    assert blocks[0] == blocks[1]
+    assert [line[0] for line in blocks[0]] == ["2", "4"]
+
+
+def test_what_is_spoken_does_not_depend_on_the_process() -> None:
+    """Sound made in one process is learned from in another."""
+    command = [sys.executable, "-c", "from recipes.nano import voices\nprint(voices.chunk(5000))"]
+    said = {
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True,
+            check=True).stdout
+        for seed in "12"
+    }  # fmt: skip
+    assert len(said) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from recipes.nano import (
     aids,
@@ -270,3 +270,19 @@ def test_sound_in_a_question_is_rows_of_zeros(made: Made) -> None:
     rows = model.inputs(embedding, ids, none, none[..., None].expand(-1, -1, GROUPS - 1))
     assert (rows[0].abs().sum(-1) == 0).tolist() == [False, True, False]
     assert not talker.Talker(text.config).hidden_projection(torch.randn(2, 256)).any()
+
+
+def test_an_export_is_renewed_where_weights_changed(work: Path, made: Made, tmp_path: Path) -> None:
+    """Names, sizes and the talker's bytes stay; what changed is as a whole export would have it."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(made.checkpoint, folder)
+    before = {p.name: p.read_bytes() for p in folder.glob("model-*.safetensors")}
+    parts = load_file(work / thinker.FILE)
+    save_file({**parts, "lm_head.weight": parts["lm_head.weight"] * 2}, work / thinker.FILE)
+    export.renew(work, folder)
+    changed = set()
+    for name, data in before.items():
+        assert (folder / name).stat().st_size == len(data)
+        old, new = load(data), load_file(folder / name)
+        changed |= {n for n in new if not torch.equal(old[n], new[n])}
+    assert changed == {"thinker.lm_head.weight"}
