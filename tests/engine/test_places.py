@@ -44,7 +44,7 @@ class Engine(PipelineEngine):
 @pytest.fixture
 def up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipeline, "ready", lambda self, speak: True)
-    monkeypatch.setattr(Pipeline, "send", lambda self, stages, message, blob=b"": None)
+    monkeypatch.setattr(Pipeline, "hosts_of", lambda self, stages: [])
 
 
 @pytest.mark.usefixtures("up")
