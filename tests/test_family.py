@@ -4,6 +4,7 @@ when it is asked."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,15 +55,22 @@ def test_a_spec_answers_what_the_engine_asks() -> None:
     assert (whole.deciding("text"), whole.deciding("audio")) == ("a", "b")
 
 
-def test_a_family_tells_exactly_the_stages_on_the_way() -> None:
+@dataclass(eq=False)
+class HostStub:
+    sent: list[Any]
+
+    def send(self, message: Any, blob: bytes = b"") -> None:
+        self.sent.append(message)
+
+
+def test_a_family_has_parameters_for_exactly_the_stages_on_the_way() -> None:
     sent: list[Any] = []
-    pipeline: Any = SimpleNamespace(
-        hosts_of=lambda stages: [stages], send=lambda *message: sent.append(message)
-    )
-    for told in ({}, {"a": Params(), "b": Params()}):
+    host = HostStub(sent)
+    pipeline: Any = SimpleNamespace(stages_by_host=lambda stages: {host: stages})
+    for params in ({}, {"a": Params(), "b": Params()}):
         model: Any = SimpleNamespace(
             pipeline=spec(),
-            stage_params=lambda options, told=told: told,
+            stage_params=lambda options, params=params: params,
             info=SimpleNamespace(live_text=False),
         )
         decoder: Any = None

@@ -5,7 +5,7 @@ and what they report. How its hosts and the links between them are started and k
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
@@ -63,21 +63,24 @@ class Pipeline:
 
     def send(self, stages: Sequence[str], message: ToHost, blob: Bytes = b"") -> None:
         """To each host that holds one of the stages, once."""
-        for host in self.hosts_of(stages):
+        for host in self.stages_by_host(stages):
             host.send(message, blob)
 
     async def send_features(
         self, stages: Sequence[str], request: RequestId, features: Bytes | MemFileSlice
     ) -> None:
         """To each host that holds one of the stages, piece by piece, as fast as it takes them."""
-        for host in self.hosts_of(stages):
+        for host in self.stages_by_host(stages):
             for at in range(0, len(features), PIECE):
                 await host.writable()
                 host.send(Features(request, len(features)), features[at : at + PIECE])
 
-    def hosts_of(self, stages: Sequence[str]) -> list[HostHandle]:
-        """Those that hold one of the stages, each once."""
-        return list(dict.fromkeys(self.supervisor.host_of[stage] for stage in stages))
+    def stages_by_host(self, stages: Iterable[str]) -> dict[HostHandle, list[str]]:
+        """The hosts that hold some of these stages, and which."""
+        found: dict[HostHandle, list[str]] = {}
+        for stage in stages:
+            found.setdefault(self.supervisor.host_of[stage], []).append(stage)
+        return found
 
     # -- what its hosts report
 

@@ -381,10 +381,9 @@ async def announce(request: RequestState, shared: bool) -> None:
         if s.encodes_media and s.name in request.stages
     ]
     blob = await _send_features(request, encoding)
-    host_of = request.pipeline.supervisor.host_of
-    for host in request.pipeline.hosts_of(request.stages):
-        encodes = any(host_of[stage] is host for stage in encoding)
-        here = {stage: p for stage, p in stage_params.items() if host_of[stage] is host}
+    for host, stages in request.pipeline.stages_by_host(request.stages).items():
+        encodes = any(stage in stages for stage in encoding)
+        here = {stage: stage_params[stage] for stage in stages}
         prompt = request.prompt.for_host(with_features=encodes)
         elsewhere = tuple(stage for stage in request.stages if stage not in here)
         message = Admit(request.id, prompt, here, options.params.priority, root, sender, elsewhere)

@@ -26,12 +26,12 @@ class AnswerRecorder(PipelineEngine):
         self.requests.run = self._record  # type: ignore[method-assign]
 
     async def _record(
-        self, build: Any, options: RequestOptions, *more: Any
+        self, build: Any, options: RequestOptions, *more: Any, **named: Any
     ) -> AsyncIterator[Event]:
         answer = Answer()
         if not options.prefill_only and options.owner != warmup.OWNER:
             self.answers.append(answer)
             options = replace(options, params=replace(options.params, want_codes=True))
-        async for event in self._run(build, options, *more):
+        async for event in self._run(build, options, *more, **named):
             answer.take(event)
             yield event

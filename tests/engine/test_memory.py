@@ -52,7 +52,7 @@ def traced() -> int:
 
 def test_requests_leave_nothing_behind(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipeline, "ready", lambda self, speak: True)
-    monkeypatch.setattr(Pipeline, "hosts_of", lambda self, stages: [])
+    monkeypatch.setattr(Pipeline, "stages_by_host", lambda self, stages: {})
 
     async def work() -> int:
         engine = PipelineEngine(tiny_dir, EngineConfig())

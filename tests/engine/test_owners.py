@@ -106,14 +106,14 @@ class Line:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def hosts_of(self, stages: tuple[str, ...]) -> list[tuple[str, ...]]:
-        return [stages]
+    def stages_by_host(self, stages: tuple[str, ...]) -> dict[Any, list[str]]:
+        return {self: list(stages)}
 
-    def send(self, stages: tuple[str, ...], message: object, blob: bytes = b"") -> None:
+    def send(self, message: object, blob: bytes = b"") -> None:
         self.sent.append(message)
 
 
-def told(
+def announced(
     owner: str, shared: bool = False, tts_ids: tuple[int, ...] | None = None, sender: str = ""
 ) -> Admit:
     line = Line()
@@ -152,22 +152,22 @@ def test_owners_have_roots_of_their_own_which_do_not_name_them(
     tts_ids: tuple[int, ...] | None,
 ) -> None:
     owners = ["key1", "key2", "key11", "a key that should not have come here", "\udc80"]
-    roots = [told(owner, tts_ids=tts_ids).cache_root for owner in owners]
+    roots = [announced(owner, tts_ids=tts_ids).cache_root for owner in owners]
     assert len({*roots, b""}) == len(owners) + 1
     assert all(
-        told(owner, tts_ids=tts_ids).cache_root == root
+        announced(owner, tts_ids=tts_ids).cache_root == root
         for owner, root in zip(owners, roots, strict=True)
     )
-    assert not any(o.encode() in encode(told(o, tts_ids=tts_ids)) for o in owners[:-1])
-    assert told("", tts_ids=tts_ids).cache_root == b"", "nobody in particular"
-    assert {told(owner, shared=True, tts_ids=tts_ids).cache_root for owner in owners} == {b""}
+    assert not any(o.encode() in encode(announced(o, tts_ids=tts_ids)) for o in owners[:-1])
+    assert announced("", tts_ids=tts_ids).cache_root == b"", "nobody in particular"
+    assert {announced(owner, shared=True, tts_ids=tts_ids).cache_root for owner in owners} == {b""}
 
 
 def test_hosts_learn_whose_turn_it_is_but_not_who_that_is() -> None:
     """By digests that say nothing of owners either: the same name may be both."""
     senders = ["key1", "127.0.0.1", "\udc80"]
-    digests = [told("key1", sender=s).sender for s in senders]
-    assert len({*digests, b"", told("key1").cache_root}) == len(senders) + 2
-    assert digests == [told("", sender=s).sender for s in senders]
-    assert not any(s.encode() in encode(told("", sender=s)) for s in senders[:-1])
-    assert told("key1").sender == b"", "nobody in particular"
+    digests = [announced("key1", sender=s).sender for s in senders]
+    assert len({*digests, b"", announced("key1").cache_root}) == len(senders) + 2
+    assert digests == [announced("", sender=s).sender for s in senders]
+    assert not any(s.encode() in encode(announced("", sender=s)) for s in senders[:-1])
+    assert announced("key1").sender == b"", "nobody in particular"

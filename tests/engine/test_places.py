@@ -44,7 +44,7 @@ class Engine(PipelineEngine):
 @pytest.fixture
 def up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipeline, "ready", lambda self, speak: True)
-    monkeypatch.setattr(Pipeline, "hosts_of", lambda self, stages: [])
+    monkeypatch.setattr(Pipeline, "stages_by_host", lambda self, stages: {})
 
 
 @pytest.mark.usefixtures("up")

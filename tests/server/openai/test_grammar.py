@@ -244,7 +244,7 @@ def test_the_stage_learns_whose_turn_it_is(
     real_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [pipeline] = real_server.server.service.engine().pipelines
-    [host] = pipeline.hosts_of(["thinker"])
+    [host] = pipeline.stages_by_host(["thinker"])
     sent: list[Any] = []
     send = host.send
 
