@@ -13,6 +13,7 @@ from bench.harness.parts import run_program
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "faults": ("kills", "soak", "server"),
     "cluster": (),
+    "clients": (),
     "hostile": ("attacks", "floods"),
     "fuzz": ("wire", "realtime"),
 }
