@@ -98,7 +98,7 @@ def _segments(spans: list[Span], levels: npt.NDArray[np.float32]) -> Iterator[Sp
 def _last_of(spans: list[Span], first: int) -> int:
     """The span that a segment ends with."""
     start = spans[first][0]
-    pauses = []  # and the spans before them
+    pauses: list[tuple[bool, int, int]] = []  # and the spans before them
     for i in range(first, len(spans)):
         if i > first and spans[i][1] - start > LONGEST_S / FRAME_S:
             return max(pauses)[-1]

@@ -97,7 +97,7 @@ def address_of(part: Any) -> tuple[str, str]:
     value = part.get(name)
     key = "data" if name == "input_audio" else "url"
     found = value.get(key) if isinstance(value, dict) else value
-    return (found, f"{name}.{key}") if is_remote(found) else ("", "")
+    return (str(found), f"{name}.{key}") if is_remote(found) else ("", "")
 
 
 def kind_of(head: bytes) -> str:
