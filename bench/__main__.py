@@ -9,6 +9,7 @@ from bench.harness.parts import run_program
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "serve": (),
+    "formats": (),
     "proofs": (),
     "trees": (),
     "engine": ("load", "guided", "fullsize", "links"),
@@ -17,7 +18,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "host": ("loop", "scheduler"),
     "gaps": (),
     "http": (),
-    "steps": ("decode", "together", "cpu"),
+    "steps": ("decode", "together", "formats", "cpu"),
     "kernels": ("vocoder", "prompts", "pictures", "alone", "in_step", "rounding", "cards"),
     "connectors": ("hops", "copies", "machines"),
     "ingress": (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +15,21 @@ from typing import Any
 
 from stretto.config.engine import HostSettings
 from stretto.errors import Invalid
+from stretto.kernels.formats import WeightFormat
+from stretto.layers.config import DecoderConfig
+from stretto.models.checkpoint import ITEM_BYTES, SINGLE
+from stretto.models.quantised.placing import attention_names, expert_names
+from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_tts.config import CODEC, Kind
 from stretto.testing import qwen3_tts as speaking
 from stretto.testing.checkpoints import write_json
-from stretto.testing.qwen3_omni import released_config, tiny_config, write_tiny
+from stretto.testing.qwen3_omni import (
+    FORMATS,
+    released_config,
+    released_formats,
+    tiny_config,
+    write_tiny,
+)
 
 SPEAKING: dict[str, tuple[Kind, str]] = {
     "tts-0.6b": ("custom_voice", "0b6"),
@@ -28,12 +40,16 @@ SPEAKING: dict[str, tuple[Kind, str]] = {
 """Released shapes of models that read aloud; those called base clone voices."""
 
 
+RELEASED = {"released": "bf16", **{f"released-{name}": name for name in FORMATS if name != "bf16"}}
+"""The released shape, by how its weights are stored."""
+
+
 def add_model_arguments(p: argparse.ArgumentParser, model: str = "tiny") -> None:
     p.add_argument(
         "--model", default=model,
         help="checkpoint directory, or `tiny`, or `released` (its shape, random weights; default: "
-             "%(default)s), or a "
-        f"speech model's shape: {', '.join(SPEAKING)}",
+             "%(default)s), the same stored otherwise: "
+        f"{', '.join(list(RELEASED)[1:])}, or a speech model's shape: {', '.join(SPEAKING)}",
     )  # fmt: skip
     p.add_argument("--device", help="cpu, cuda ... (default: cuda if there is one)")
     p.add_argument(
@@ -49,7 +65,7 @@ def device_here() -> str:
 
 
 def load_format(model: str) -> str:
-    return "dummy" if model in ("released", *SPEAKING) else "safetensors"
+    return "dummy" if model in (*RELEASED, *SPEAKING) else "safetensors"
 
 
 def host_fields(given: list[str]) -> dict[str, Any]:
@@ -75,7 +91,7 @@ def host_settings(args: argparse.Namespace, **more: Any) -> HostSettings:
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
     """The directory to open: as given, or written for the run."""
-    if model not in ("tiny", "released", *SPEAKING):
+    if model not in ("tiny", *RELEASED, *SPEAKING):
         yield Path(model)
         return
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
@@ -85,7 +101,11 @@ def checkpoint(model: str) -> Iterator[Path]:
             write_speaking(directory, kind, size)
             yield directory
             return
-        write_tiny(directory) if model == "tiny" else write_released(directory)
+        if model == "tiny":
+            write_tiny(directory)
+        else:
+            write_released(directory)
+            write_headers(directory, RELEASED[model])
         yield directory
 
 
@@ -112,6 +132,72 @@ def write_released(directory: Path) -> None:
         directory / "tokenizer.json", config["thinker_config"]["text_config"]["vocab_size"]
     )
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+QUANTIZATION: dict[str, dict[str, Any]] = {
+    "int4": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+        }}},
+    },
+    "float8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def write_headers(directory: Path, weights: str) -> None:
+    """Headers of quantised matrices as a checkpoint of this format has them, in front of a hole of
+    their size: how random weights are to be stored (`load_format="dummy"`)."""
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    config = OmniConfig.read(directory)
+    formats = released_formats(weights)
+    for name, form in formats.items():
+        stage, _, part = name.partition(".")
+        decoder = config.thinker.text if stage == "thinker" else config.talker.text
+        names = attention_names if part == "attention" else expert_names
+        for matrix in names(f"{stage}.model.", decoder):
+            tensors |= packed_tensors(matrix, *shape_of(matrix, decoder), form)
+    if not tensors:
+        return
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = ITEM_BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    with open(directory / SINGLE, "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+    path = directory / "config.json"
+    config_json = json.loads(path.read_text(encoding="utf-8"))
+    kind = next(iter(formats.values())).kind
+    write_json(path, {**config_json, "quantization_config": QUANTIZATION[kind]})
+
+
+def shape_of(name: str, c: DecoderConfig) -> tuple[int, int]:
+    """Outputs and inputs of a matrix of a decoder."""
+    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    size = 0 if c.moe is None else c.moe.expert_size
+    return {
+        "q": (heads, c.hidden_size), "k": (kv, c.hidden_size), "v": (kv, c.hidden_size),
+        "o": (c.hidden_size, heads), "gate": (size, c.hidden_size), "up": (size, c.hidden_size),
+        "down": (c.hidden_size, size),
+    }[name.split(".")[-2].removesuffix("_proj")]  # fmt: skip
+
+
+def packed_tensors(
+    name: str, outputs: int, inputs: int, form: WeightFormat
+) -> dict[str, tuple[str, list[int]]]:
+    stem = name.removesuffix("weight")
+    if form.kind == "float8":
+        blocks = [-(-outputs // form.block_rows), -(-inputs // form.group)]
+        return {name: ("F8_E4M3", [outputs, inputs]), f"{stem}weight_scale_inv": ("BF16", blocks)}
+    return {
+        f"{stem}weight_packed": ("I32", [outputs, inputs // 8]),
+        f"{stem}weight_scale": ("BF16", [outputs, inputs // form.group]),
+        f"{stem}weight_shape": ("I64", [2]),
+    }
 
 
 def _fill_vocabulary(path: Path, size: int) -> None:

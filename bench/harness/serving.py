@@ -103,7 +103,7 @@ def serving(
     flags = {
         "port": port,
         "device": args.device,
-        "load-format": "dummy" if args.model == "released" else "safetensors",
+        "load-format": "dummy" if args.model.startswith("released") else "safetensors",
         "max-rows": args.max_rows,
         "max-concurrent": 2 * args.max_rows,
         "drain-timeout": 2,

@@ -15,7 +15,8 @@ import torch
 from stretto.errors import CheckpointError
 from stretto.kernels.formats import WeightFormat
 from stretto.layers.linear import Embedding
-from stretto.models.quantised.placing import decoder_formats, expert_names
+from stretto.models.checkpoint import INDEX, SINGLE, CheckpointFiles
+from stretto.models.quantised.placing import decoder_formats, expert_names, quantised_in
 from stretto.models.quantised.recognise import QuantisedTensor
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
@@ -36,6 +37,14 @@ def quantised_formats(
         **decoder_formats(quantised, "thinker", "thinker.model.", thinker),
         **decoder_formats(quantised, "talker", "talker.model.", talker),
     }
+
+
+def stated_formats(model: str | Path, config: OmniConfig) -> dict[str, WeightFormat]:
+    """By the headers of a checkpoint whose weights are not read; none without files."""
+    directory = Path(model)
+    if not any((directory / name).exists() for name in (INDEX, SINGLE)):
+        return {}
+    return quantised_formats(quantised_in(directory, CheckpointFiles.open(directory)), config)
 
 
 def check_float8(source: Source) -> None:
@@ -63,7 +72,7 @@ class Source(WeightSource[OmniConfig]):
         packed: bool | None = None,
     ) -> Self:
         """A checkpoint directory; with `load_format="dummy"` its config alone (or a config) is
-        enough.
+        enough, and where there are headers of weights these say how random ones are stored.
 
         `expert_weights="float8"` is for the thinker's routed experts alone: decision 0013 says
         why. `packed`: weights that come quantised stay so, where there is a place for them; None:
@@ -77,12 +86,13 @@ class Source(WeightSource[OmniConfig]):
             model = ""
         source = cls.of(config, model, device, dtype, load_format, progress)
         if load_format == "dummy":
-            return source
-        # what is wrong with the files is found before anything is built
-        found = quantised_formats(source.quantised(), config)
-        if expert_weights == "float8":
-            check_float8(source)
-        if packed is False or (packed is None and source.device.type == "cpu"):
+            found = stated_formats(model, config) if model else {}
+        else:
+            # what is wrong with the files is found before anything is built
+            found = quantised_formats(source.quantised(), config)
+            if expert_weights == "float8":
+                check_float8(source)
+        if packed is False or (packed is None and source.device.type == "cpu") or not found:
             return source
         with_packed = config.with_formats(found)
         return replace(source, config=with_packed)  # type: ignore[arg-type]
