@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.nano import grammar, heard, score, voices
+from recipes.nano import aloud, grammar, heard, score, voices
 from stretto import Engine, embedded
+from stretto.preprocess.english import as_words
 from tests.recipes.conftest import RECOGNISER
 
 CHECKPOINT = embedded.find()
@@ -75,6 +76,20 @@ def test_it_is_understood(
     assert len(pairs) == 10
     assert speech.ended == [True] * len(pairs)
     assert error_rate(speech, pairs, listener) < 0.25
+
+
+@hears
+def test_six_sentences_are_understood_as_one_is(engine: Engine, listener: score.Recogniser) -> None:
+    """With numbers among them, and all of them are read."""
+    sentences = [
+        *grammar.held_out_sentences()[4:8],
+        "The hat costs $15.",
+        "It is 5 km to the city.",
+    ]
+    answer = engine.read_aloud(" ".join(sentences), greedy_speech=True)
+    assert not answer.cut
+    said = as_words(" ".join(sentences))
+    assert score.error_rate([(said, aloud.hear(listener, answer.audio))]) < 0.25
 
 
 @hears
