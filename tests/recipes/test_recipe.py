@@ -193,8 +193,6 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
             "between": {"rms": [0.7, 0.8]},
             "kinds": {"sum": 0.5},
             "questions": 200,
-            "transcripts": {"rms": [0.2, 0.125, 0.25]},
-            "remarks": {"rms": 0.5},
         },
         "export": {"bytes": 59_305_050, "parameters": 29_528_513},
     } | {step: {"minutes": 6.5} | dict.fromkeys(shown, 1234) for step, shown in card.STEPS.items()}
@@ -211,7 +209,6 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
         "sampled 220 of 220",
         "before they are spoken: 219 of 220",
         "| 99.5% | 75.0% (70.0% to 80.0%) |",
-        "| questions | 20.0% (12.5% to 25.0%) |\n| remarks | 50.0% |",
         "| talker | 6.5 | steps 1,234, hours 1,234 |",
         "no pictures",
     ):
