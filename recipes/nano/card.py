@@ -16,9 +16,9 @@ import numpy.typing as npt
 import soundfile
 import torch
 
-from recipes.nano import grammar, score, voices
+from recipes.nano import score
 from recipes.nano.audio import RATE, Floats
-from recipes.nano.heard import SILENCES, WANTED, WRITTEN
+from recipes.nano.heard import SILENCES, WANTED
 from recipes.nano.report import gate, say
 from recipes.nano.spectra import Spectrum
 
@@ -44,7 +44,6 @@ STEPS = {
     "talker": ("steps", "hours"),
     "listen-first": ("steps", "hours"),
     "listen": ("steps", "hours"),
-    "listen-cpu": ("steps", "hours"),
 }
 """Of the reports with minutes, what the card shows. A step that went on from earlier weights has
 two reports."""
@@ -101,25 +100,13 @@ Wanted: 95 % and 85 %{voices_missed}.
 `rms` (flite) and `f5` (espeak-ng) are voices that training never heard. By kind, both voices together:
 {heard_kinds}.
 
-**What it writes down** when it is asked for a transcription, as `/v1/audio/transcriptions` and the user's words in a
-conversation are: word error rate of the same spoken questions, and of {questions} remarks outside the domain
-(sentences, answers, two things in one breath, what people try), which it was taught to write down and not to answer.
-Wanted: {written} of the questions in one of the voices. [What is seven plus eight?](sounds/question.wav) comes back in
-these words.
-
-| | {voice_columns} |
-| --- |{voice_dashes}
-| questions | {transcripts} |
-| remarks | {remarks} |
-
 ## Made in
 
 | step | minutes on one H200 | |
 | --- | --- | --- |
 {steps}
 
-"first" runs began from nothing, the ones below them went on from their weights; hours are of speech. "listen-cpu" taught
-transcription, on a fifth of each of two CPU cores that other programs shared.
+"first" runs began from nothing, the ones below them went on from their weights; hours are of speech.
 
 ## What it sounds like
 
@@ -189,7 +176,6 @@ def write(work: Path, wav: Path, out: Path) -> None:
         ]
         picture(waves, sounds / f"{i}.png")
         shutil.copy(wav / "sampled" / f"{i}.wav", sounds)
-    write_question(sounds)
     pictures = "\n\n".join(f'"{texts[i]}" ([listen](sounds/{i}.wav))\n\n![teacher, codec, '
                            f'model](sounds/{i}.png)'
                            for i in SHOWN)  # fmt: skip
@@ -201,15 +187,6 @@ def write(work: Path, wav: Path, out: Path) -> None:
         f"{size / 1e6:.2f} MB with the card, wanted at most {LIMIT / 1e6:.0f}",
         size <= LIMIT,
     )
-
-
-def write_question(sounds: Path) -> None:
-    """A spoken question to try, in a voice that training heard."""
-    pair = grammar.Pair("sum", "What is seven plus eight?", "Seven plus eight is fifteen.")
-    asked = voices.Asked(pair, "espeak", "en-us+m3", 1.0, 0.5)
-    around = np.zeros(voices.RATE // 10, np.int16)
-    samples = np.concatenate((around, voices.speak(asked, sounds / "part.wav"), around))
-    soundfile.write(sounds / "question.wav", samples, voices.RATE)
 
 
 def text(work: Path, pictures: str) -> str:
@@ -247,9 +224,6 @@ def text(work: Path, pictures: str) -> str:
             f"; missed with `{v}`" for v, share in heard["right"].items() if share <= WANTED
         ),
         heard_kinds=", ".join(f"{kind} {share:.0%}" for kind, share in heard["kinds"].items()),
-        written=f"{WRITTEN:.0%}",
-        transcripts=" | ".join(_rates(heard["transcripts"][v]) for v in heard["right"]),
-        remarks=" | ".join(f"{heard['remarks'][v]:.1%}" for v in heard["right"]),
         steps="\n".join(
             f"| {step} | {r['minutes']} | " + ", ".join(f"{k} {r[k]:,}" for k in STEPS[step]) + " |"
             for step, r in steps
@@ -273,12 +247,8 @@ def _row(name: str, values: dict[str, float], columns: Sequence[str]) -> str:
 
 
 def _between(heard: dict[str, Any], voice: str) -> str:
-    return _rates([heard["right"][voice], *heard["between"][voice]])
-
-
-def _rates(rates: list[float]) -> str:
-    middle, least, most = rates
-    return f"{middle:.1%} ({least:.1%} to {most:.1%})"
+    least, most = heard["between"][voice]
+    return f"{heard['right'][voice]:.1%} ({least:.1%} to {most:.1%})"
 
 
 def _missed(rates: dict[str, dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from recipes.nano import listen, thinker, voices
+from recipes.nano import listen, thinker, voices, weights
 from recipes.nano.listen import Clips, Ears, Encoded, Listener
 from recipes.nano.tokens import Text
 from recipes.nano.tower import Tower, rows_of
@@ -183,21 +183,44 @@ def test_questions_of_held_out_voices_are_not_learned(text: Text, tmp_path: Path
     assert not any(a.pair.held_out for n in range(voices.HELD_CHUNKS, 40) for a in voices.chunk(n))
 
 
-def test_the_step(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def work(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the step begins; nobody is asked anything, which takes long."""
     for file in ("tokenizer.json", thinker.FILE):
         shutil.copy(made.work / file, tmp_path)
     for number in range(voices.HELD_CHUNKS + 1):
         _fill(tmp_path / "v", number)
-    monkeypatch.setattr(listen, "quiz", lambda *_: ({"rms": 0.0}, {"rms": 1.0}))  # many answers
+    monkeypatch.setattr(listen, "quiz", lambda *_: ({"rms": 0.0}, {"rms": 1.0}))
     monkeypatch.setattr(thinker, "exactness", lambda m, t, pairs: {p.kind: 0.0 for p in pairs})
-    before = (tmp_path / thinker.FILE).read_bytes()
-    listen.train(tmp_path, listen.Settings(60, tmp_path / "v", clips=8, batch=2, text_batch=1,
-        first=8, rows=4,
-                                           device="cpu", steps=1))  # fmt: skip
-    report = json.loads((tmp_path / "report-listen.json").read_text())
+    return tmp_path
+
+
+def _settings(work: Path, **more: bool) -> listen.Settings:
+    return listen.Settings(60, work / "v", clips=8, batch=2, text_batch=1, first=8, rows=4,
+                           device="cpu", steps=1, **more)  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_the_step(work: Path) -> None:
+    before = (work / thinker.FILE).read_bytes()
+    listen.train(work, _settings(work))
+    report = json.loads((work / "report-listen.json").read_text())
     assert report["steps"] == 1
-    assert (tmp_path / listen.FILE).exists()
-    assert (tmp_path / thinker.FILE).read_bytes() != before
+    assert (work / listen.FILE).exists()
+    assert (work / thinker.FILE).read_bytes() != before
+
+
+def test_the_step_from_what_was_encoded(
+    work: Path, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder is not asked again, and stays as it is; the thinker learns."""
+    torch.manual_seed(1)
+    weights.save(Tower(text.config.thinker.audio), work / listen.FILE)
+    listen.encode_all(work, work / "v", 1)
+    before = {file: (work / file).read_bytes() for file in (listen.FILE, thinker.FILE)}
+    monkeypatch.setattr(Ears, "changed", None)
+    listen.train(work, _settings(work, go_on=True, thinker_only=True, encoded=True))
+    assert (work / listen.FILE).read_bytes() == before[listen.FILE]
+    assert (work / thinker.FILE).read_bytes() != before[thinker.FILE]
 
 
 def test_what_is_encoded_once_is_what_the_encoder_gives(

@@ -193,8 +193,6 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
             "between": {"rms": [0.7, 0.8]},
             "kinds": {"sum": 0.5},
             "questions": 200,
-            "transcripts": {"rms": [0.2, 0.125, 0.25]},
-            "remarks": {"rms": 0.5},
         },
         "export": {"bytes": 59_305_050, "parameters": 29_528_513},
         "aloud": {"word_error_rate": {"1": 0.09, "6": 0.125, "long": 0.15}, "characters": 1763},
@@ -216,7 +214,6 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
         "| | 1 | 6 | 1,763 characters |",
         "| in one piece, as written | 12.5% | 75.0% | 95.0% |",
         "| as shipped | 9.0% | 12.5% | 15.0% |",
-        "| questions | 20.0% (12.5% to 25.0%) |\n| remarks | 50.0% |",
         "| talker | 6.5 | steps 1,234, hours 1,234 |",
         "no pictures",
     ):
