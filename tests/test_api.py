@@ -124,8 +124,8 @@ def test_a_session_at_another_speed(tiny_dir: Path) -> None:
             lengths = []
             for speed in (1.0, 0.5):
                 params = Params(**SHORT, speed=speed)
-                events = [e async for e in session.respond(params=params, remember=False)]
-                lengths.append(len(Answer.of(events, 24_000).audio))
+                events = session.respond(params=params, remember=False)
+                lengths.append(len((await Answer.of(events, 24_000)).audio))
             return lengths
 
     plain, slow = asyncio.run(work())

@@ -17,7 +17,7 @@ from stretto.observe import otlp
 from stretto.observe.otlp import MAX_WAITING, TraceExporter, trace_metrics, traces_url
 from stretto.observe.trace_records import StageTimes, TraceContext, TraceRecord
 from tests.observe.collector import Collector, collecting
-from tests.observe.test_trace_records import SPAN, TRACE, Step
+from tests.observe.spans import SPAN, TRACE, Step
 
 S = 1_000_000_000
 SERVER, INTERNAL = 2, 1  # kinds

@@ -1,20 +1,9 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from stretto.observe.trace_records import TraceContext, merge_steps
-
-TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-@dataclass(frozen=True)
-class Step:
-    lane: str
-    name: str
-    start: float
-    stop: float
+from tests.observe.spans import SPAN, TRACE, Step
 
 
 @pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False), ("03", True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def test_numbers_are_there_from_the_first_look(strict: Served) -> None:
 
 
 def test_speech_is_refused_while_running_speech_is_too_slow(strict: Served) -> None:
+    """Of two streams: the only one of a sender is his own, and refuses him nothing."""
     body = {
         **ALOUD,
         "ignore_eos": True,
@@ -61,11 +63,13 @@ def test_speech_is_refused_while_running_speech_is_too_slow(strict: Served) -> N
         "max_tokens": 2000,
     }
     data = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", strict.running.port), timeout=PATIENCE_S) as s:
-        s.sendall(
-            f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data
-        )
-        read_until(s, b'"data"')
+    request = f"POST /v1/chat/completions {HEAD}Content-Length: {len(data)}\r\n\r\n".encode()
+    address = "127.0.0.1", strict.running.port
+    with ExitStack() as stack:
+        for _ in range(2):
+            s = stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
+            s.sendall(request + data)
+            read_until(s, b'"data"')
         refused = strict.running.ask("/v1/chat/completions", ALOUD)
         assert (refused.status, refused.error["code"]) == (429, "server_busy")
         assert "times real time" in refused.error["message"]

@@ -13,13 +13,12 @@ from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StageDead, StrettoError
 from stretto.observe import otlp
 from tests.observe.collector import Collector, collecting
-from tests.observe.test_trace_records import SPAN, TRACE
+from tests.observe.spans import SPAN, TRACE
 from tests.server.conftest import Running, serve
 from tests.server.real_engine import served
-from tests.server.realtime.client import talk
+from tests.server.realtime.client import add_text, answer, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import TalkEngine
-from tests.server.realtime.test_turns_by_hand import add_text, answer
 from tests.server.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"

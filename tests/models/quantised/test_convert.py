@@ -23,9 +23,9 @@ from stretto.models.quantised import convert, shards
 from stretto.models.quantised.convert import STATE
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.registry import open_model, quantise, write_tiny
+from tests.kernels.wide import wide_value
 from tests.models.quantised.library import decompressed, library_config, read
 from tests.models.quantised.packers import save_shards
-from tests.models.quantised.test_formats import wide_value
 from tests.models.qwen3_omni.greedy import check_greedy
 from tests.oracle import load_oracle
 

@@ -19,10 +19,10 @@ from stretto.kernels.formats import WeightFormat
 from stretto.kernels.reference.packed import PackedWeight, pack, widen
 from stretto.layers.linear import PackedMatrix
 from stretto.layers.mlp import Experts
-from stretto.layers.targets import Float8Rows, targets
+from stretto.layers.targets import targets
 from stretto.models.qwen3_omni.load import Models, Source
 from stretto.registry import open_model, write_tiny
-from tests.kernels.wide import dequantize
+from tests.kernels.wide import wide_value
 from tests.models.quantised.library import decompressed
 from tests.models.quantised.packers import (
     CASES,
@@ -56,13 +56,6 @@ def written(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def stages(directory: Path, dtype: torch.dtype, packed: bool) -> dict[str, nn.Module]:
     source = Source.open(directory, "cpu", dtype, progress=False, packed=packed)
     return {"thinker.": source.thinker(), "talker.": source.talker()}
-
-
-def wide_value(t: object, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(t, Float8Rows):
-        return dequantize(t.weight, t.scale).to(dtype)
-    assert isinstance(t, PackedWeight | torch.Tensor)
-    return widen(t, dtype)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["widened", "packed"])

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.server.asks import SPEECH
 from tests.server.conftest import HEAD, Running
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_http import SPEECH
 
 BODY = json.dumps({"input": "Hello", "response_format": "pcm"})
 PACKETS = [np.full(1920, 0.25, np.float32)] * 2

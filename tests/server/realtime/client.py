@@ -19,7 +19,9 @@ from websockets.sync.client import ClientConnection, connect
 from tests.server.conftest import Running
 from tests.server.realtime.order import Order
 from tests.server.realtime.scripted import TalkEngine
-from tests.server.realtime.sounds import b64
+from tests.server.realtime.sounds import b64, pcm, speech
+
+ONE_S = pcm(speech(1.0))
 
 MOST_BYTES = 1 << 20
 _strict: dict[str, TypeAdapter[Any]] = {
@@ -143,3 +145,14 @@ def closed(c: Client) -> tuple[int, str]:
         c.until("nothing that there is")
     assert e.value.rcvd is not None
     return e.value.rcvd.code, e.value.rcvd.reason
+
+
+def speak(c: Client, data: bytes = ONE_S) -> str:
+    c.append(data)
+    c.send("input_audio_buffer.commit")
+    return str(c.until("conversation.item.done")["item"]["id"])
+
+
+def answer(c: Client, **response: Any) -> list[Json]:
+    c.send("response.create", response=response)
+    return c.collect("response.done")

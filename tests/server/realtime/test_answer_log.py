@@ -28,10 +28,9 @@ from stretto.server.service import Service
 from stretto.server.shares import Holding, Shares
 from stretto.types import RequestId
 from tests.server.conftest import Running
-from tests.server.realtime.client import talk
+from tests.server.realtime.client import answer, speak, talk
 from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.sounds import b64, pcm, speech
-from tests.server.realtime.test_turns_by_hand import answer, speak
 
 Line = dict[str, Any]
 KINDS = ("response", "transcription")

@@ -13,27 +13,23 @@ from stretto.errors import Busy
 from stretto.server.realtime.audio_formats import decode_g711, encode_g711
 from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND
 from tests.server.conftest import Running
-from tests.server.realtime.client import Client, Json, add_text, hold, talk, types
+from tests.server.realtime.client import (
+    ONE_S,
+    add_text,
+    answer,
+    hold,
+    speak,
+    talk,
+    types,
+)
 from tests.server.realtime.scripted import Ask, TalkEngine, say
-from tests.server.realtime.sounds import b64, pcm, speech
+from tests.server.realtime.sounds import b64, speech
 
-ONE_S = pcm(speech(1.0))
 DELTAS = {
     "response.output_audio_transcript.delta",
     "response.output_audio.delta",
     "response.output_text.delta",
 }
-
-
-def speak(c: Client, data: bytes = ONE_S) -> str:
-    c.append(data)
-    c.send("input_audio_buffer.commit")
-    return str(c.until("conversation.item.done")["item"]["id"])
-
-
-def answer(c: Client, **response: Any) -> list[Json]:
-    c.send("response.create", response=response)
-    return c.collect("response.done")
 
 
 def test_voice_turn_in_order(running: Running, engine: TalkEngine) -> None:
