@@ -447,13 +447,17 @@ class PromptPool:
 
 
 def _built(answer: Built, file: MemFile) -> PackedPrompt:
-    """The file is the prompt's from here on, and goes with it."""
-    features = PromptFeatures(MemFileSlice(file, answer.start))
+    """The file is the prompt's from here on, and goes with it; without media at once."""
     try:
-        packed = decode_prompt(file.read(0, answer.header))
+        prompt = decode_prompt(file.read(0, answer.header))
     except msgspec.MsgspecError as e:
+        file.close()
         raise errors.Bug(f"a prompt cannot be understood: {e}") from None
-    prompt = msgspec.structs.replace(packed, features=features)
+    if prompt.pieces():
+        features = PromptFeatures(MemFileSlice(file, answer.start))
+        prompt = msgspec.structs.replace(prompt, features=features)
+    else:
+        file.close()
     prompt.check()
     return prompt
 
