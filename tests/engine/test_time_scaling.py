@@ -52,10 +52,10 @@ def test_length_changes_and_pitch_stays(speed: float) -> None:
 
 @pytest.mark.parametrize("speed", SPEEDS)
 def test_however_it_is_cut_it_is_the_same(speed: float) -> None:
-    sound = speech(2.0, RATE)
-    whole = scaled(sound, speed)
     rng = np.random.default_rng(0)
-    for most in (1, 300, 20_000):
+    for most, seconds in ((1, 0.2), (300, 2.0), (20_000, 2.0)):
+        sound = speech(seconds, RATE)
+        whole = scaled(sound, speed)
         sizes = []
         while sum(sizes) < len(sound):
             sizes.append(min(int(rng.integers(1, most + 1)) + most // 2, len(sound) - sum(sizes)))
