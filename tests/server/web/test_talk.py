@@ -40,8 +40,9 @@ def tab(browser: Browser, server: ScriptedServer) -> Iterator[Tab]:
     tab = browser.open(server.url, before=SOUND + LISTEN + MICROPHONE, clock=True)
     tab.until(READY)
     yield tab
-    refusals = "WebSocket connection"  # the browser's own complaint of those that a test wants
-    assert [words for words in tab.complained() if refusals not in words] == []
+    # the browser's own complaints of connections that a test refuses or cuts
+    own = ("WebSocket connection", "ERR_CONTENT_LENGTH_MISMATCH", "ERR_CONNECTION", "ERR_EMPTY")
+    assert [w for w in tab.complained() if not any(words in w for words in own)] == []
     tab.close()
 
 
@@ -249,7 +250,9 @@ def test_the_clock_shows_when_the_answer_can_be_heard(tab: Tab, line: Line) -> N
     tab.until("strettoStats().turns[0].parts")
     (turn,) = tab.stats()["turns"]
     parts = {part["name"]: part["seconds"] for part in turn["parts"]}
-    assert sum(parts.values()) == pytest.approx(turn["heardAfter"])
+    # not of `parts`: two stages may have one of the same name
+    total = sum(part["seconds"] for part in turn["parts"])
+    assert total == pytest.approx(turn["heardAfter"])
     assert turn["heardAfter"] == pytest.approx(PAUSE_S + 0.2)
     assert parts["pause"] == PAUSE_S
     assert parts["silence"] == pytest.approx(0.104)
