@@ -132,6 +132,19 @@ def test_an_answer_that_comes_as_its_caller_leaves_is_closed(tiny_dir: Path) -> 
     with_pool(tiny_dir, test)
 
 
+def test_a_prompt_of_text_holds_no_file(tiny_dir: Path) -> None:
+    """It may wait, prepared ahead, for a listener who leaves."""
+
+    async def test(pool: PromptPool) -> None:
+        await pool.read("Hello.")
+        before = descriptors("self")
+        prompts = [await pool.read("Hello.") for _ in range(3)]
+        assert descriptors("self") == before
+        assert len(prompts) == 3
+
+    with_pool(tiny_dir, test)
+
+
 def test_a_caller_in_this_process_that_leaves_gets_no_file(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
