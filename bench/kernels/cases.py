@@ -12,6 +12,7 @@ import torch
 
 from stretto.kernels.reference.quantized import FLOAT8
 from stretto.kernels.triton import attention, experts, experts_many, grouped, tuning
+from stretto.kernels.triton.candidates import nearby
 from stretto.kernels.triton.descent import Tuned, chosen
 from stretto.kernels.triton.experts_choice import choose, route
 from stretto.kernels.triton.linear import COUNTERS, MANY, Gained, project, project_onto, tile_rows
@@ -19,7 +20,6 @@ from stretto.kernels.triton.tuning import config, name_of
 from stretto.kernels.triton.untuned import matrix_defaults
 
 CHAIN = 24
-SWITCHES = ("soon", "fetch", "swap")  # parameters that are 0 or 1
 BESIDE = {
     "decode": "soon",
     "split": "fetch",
@@ -445,12 +445,3 @@ class Candidates:
             found = [c | {switch: n} for c in [asked.found, *found] for n in (0, 1)]
         others = [asked.default | c for c in found if asked.default | c != asked.found]
         return chosen(others, asked.found, self.most - 1)
-
-
-def nearby(current: Tuned) -> list[Tuned]:
-    """One parameter doubled, halved, or switched."""
-    found = []
-    for name, value in current.items():
-        others = [1 - value] if name in SWITCHES else [n for n in (value * 2, value // 2) if n > 0]
-        found += [current | {name: n} for n in others]
-    return found

@@ -151,7 +151,7 @@ class WholeStep:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def asked(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
+    def questions(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
         with tuning.instead(changes) as asked, self.on_stream(), shallow(self.model):
             self.restore(0)
             self.run()
@@ -289,7 +289,7 @@ def start_compiling(what: What, started: Semaphore) -> None:
     global _mine
     torch.set_num_threads(1)
     _mine = WholeStep(replace(what, layers=SHALLOW))
-    _mine.asked({})  # what all candidates have in common
+    _mine.questions({})  # what all candidates have in common
     started.release()
 
 
@@ -302,7 +302,7 @@ def try_one(changes: Table) -> str | None:
         return None
     try:
         with failing():
-            _mine.asked(changes)
+            _mine.questions(changes)
     except TrialFailed as e:
         if isinstance(
             e.__cause__, torch.OutOfMemoryError
@@ -404,7 +404,7 @@ def tuned(given: Sequence[str]) -> Descent:
     compilers = Compilers(what, args.jobs) if args.jobs else None
     try:
         step = WholeStep(what, args.replays, compilers)
-        print("kernels:", *step.asked({}), flush=True)
+        print("kernels:", *step.questions({}), flush=True)
         if compilers is not None:
             compilers.wait()
         print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)

@@ -128,7 +128,7 @@ class StepTrials:
         rows, positions, values = self.inputs
         decode_step(self.stage.adapter, rows, positions, values, MODE)
 
-    def asked(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
+    def questions(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
         with tuning.instead(changes) as asked, self.on_stream():
             self.scatter(0)
             self.run()

@@ -34,7 +34,7 @@ class TrialFailed(Exception):
 
 
 class TrialStep(Protocol):
-    def asked(self, changes: Table) -> dict[str, TuningQuestion]:
+    def questions(self, changes: Table) -> dict[str, TuningQuestion]:
         """The parameters that a step asks for, in its order."""
         ...
 
@@ -96,7 +96,7 @@ class Descent:
         done: set[str] = set()
         before = dict(self.changes)
         while not self.late():
-            asked = self.step.asked(self.changes)
+            asked = self.step.questions(self.changes)
             name = next((n for n in asked if n not in done and self.wanted(n)), None)
             if name is None:
                 break

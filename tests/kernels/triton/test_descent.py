@@ -28,7 +28,7 @@ class MadeUp:
         self.wrong: dict[int, float] = {}  # BN of "one" -> error
         self.pairs: list[Table] = []
 
-    def asked(self, changes: Table) -> dict[str, TuningQuestion]:
+    def questions(self, changes: Table) -> dict[str, TuningQuestion]:
         with tuning.instead(changes) as asked:
             tuning.config("one", (1,), DEFAULT)
             tuning.config("two", (1,), DEFAULT)
@@ -43,7 +43,7 @@ class MadeUp:
         return self.wrong.get(changes.get("one/1", DEFAULT)["BN"], 1e-3)
 
     def cost(self, changes: Table) -> float:
-        asked = {name: a.found for name, a in self.asked(changes).items()}
+        asked = {name: a.found for name, a in self.questions(changes).items()}
         one, two = asked["one/1"]["BN"], asked["two/1"]["BN"]
         total = 100.0 + 4 * abs(math.log2(one / 64)) + abs(math.log2(two / one))
         return total + (

@@ -49,7 +49,7 @@ def test_the_output_is_what_is_compared(brief: None) -> None:
     step = tune_steps.WholeStep(
         tune_steps.What("thinker", 1, context=20, layers=1, tiny=True), replays=1
     )
-    asked = step.asked({})
+    asked = step.questions({})
     assert {"vector", "decode", "up_vector", "down_vector", "pick_text"} <= {
         a.kernel for a in asked.values()
     }
