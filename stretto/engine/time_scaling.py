@@ -55,13 +55,13 @@ class TimeScaler:
 
     def finish(self) -> Samples:
         """The rest. Behind the sound there is silence."""
-        wanted = round(self._num_samples / self._speed)
+        length = round(self._num_samples / self._speed)
         self._sound = np.concatenate([self._sound, np.zeros(3 * (self._block + self._reach))])
         made = []
-        while self._num_blocks * self._block < wanted:
+        while self._num_blocks * self._block < length:
             made.append(self._next())
         before = self._num_made
-        return self._joined(made)[: max(0, wanted - before)]
+        return self._joined(made)[: max(0, length - before)]
 
     def _joined(self, made: list[npt.NDArray[np.float64]]) -> Samples:
         self._forget()
@@ -101,12 +101,12 @@ class TimeScaler:
     ) -> int:
         """Where in `near` samples begin that are most like these, loudness apart. Of two that are
         alike, the one nearer to `place`: which of them does not hang on rounding."""
-        wanted = natural @ natural
-        if wanted < _SILENT:
+        natural_energy = natural @ natural
+        if natural_energy < _SILENT:
             return place
         total = np.concatenate([np.zeros(1), np.cumsum(np.square(near))])
         energy = np.maximum(total[self._block :] - total[: -self._block], _SILENT)
-        likeness = np.correlate(near, natural) / np.sqrt(energy * wanted)
+        likeness = np.correlate(near, natural) / np.sqrt(energy * natural_energy)
         distance = np.abs(np.arange(len(likeness)) - place) / self._reach
         return int(np.argmax(likeness - 1e-3 * distance))
 

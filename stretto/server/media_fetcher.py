@@ -70,8 +70,8 @@ class AllowedDomain:
     http: bool = False  # without TLS, too
 
     @classmethod
-    def of(cls, stated: str) -> AllowedDomain:
-        match = MEDIA_DOMAIN.fullmatch(stated.lower())
+    def of(cls, setting: str) -> AllowedDomain:
+        match = MEDIA_DOMAIN.fullmatch(setting.lower())
         assert match is not None, "the configuration was checked"
         return cls(match[2], int(match[3]) if match[3] else None, bool(match[1]))
 
@@ -178,14 +178,14 @@ class MediaFetcher:
         return RemoteFiles(file, {u: s for u, s in spans.items() if u not in failures}, failures)
 
     async def _fetch(self, download: Download, left: list[int]) -> None:
-        owner = download.body.sender
+        sender = download.body.sender
         try:
             async with asyncio.timeout(self.timeout):
-                await self.places.enter(owner)
+                await self.places.enter(sender)
                 try:
                     await self._follow(download, left)
                 finally:
-                    self.places.leave(owner)
+                    self.places.leave(sender)
         except TimeoutError:
             download.fail(f"the file did not come within {self.timeout:g} s")
         except NotFetched as e:
@@ -261,8 +261,8 @@ class MediaFetcher:
             raise NotFetched(f"its server answered {response.status_code}")
         if response.headers.get("content-encoding", "identity") != "identity":
             raise NotFetched("its server sends it compressed")
-        stated = response.headers.get("content-length", "")
-        if stated.isascii() and stated.isdigit() and int(stated) > left[0]:
+        length = response.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length) > left[0]:
             raise self._too_large()
         async for piece in response.aiter_raw(PIECE):
             if len(piece) > left[0]:

@@ -50,7 +50,7 @@ def test_headers_say_how_random_weights_are_stored(model: str) -> None:
         assert held <= 0.01 * size, "a hole"
 
 
-def test_steps_of_formats_beside_each_other(
+def test_steps_of_several_formats_in_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

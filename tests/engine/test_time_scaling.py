@@ -63,7 +63,7 @@ def test_however_it_is_cut_it_is_the_same(speed: float) -> None:
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_the_first_packet_is_heard_at_once(speed: float) -> None:
+def test_the_first_packet_yields_sound_at_every_speed(speed: float) -> None:
     """A vocoder's first packet has 1,365 samples: of these all that the next packet cannot change
     is played."""
     first = TimeScaler(speed, RATE).feed(voice(1.0)[:1365])

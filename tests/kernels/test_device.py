@@ -93,7 +93,9 @@ def test_dependent_launch_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -
         limits(torch.device("cpu"))
 
 
-def test_stages_leave_room_for_what_is_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_stages_leave_room_for_other_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("STRETTO_KERNELS_CARD", "sm_86")
     assert stages_within(4, WEIGHTS, 24 << 10) == 4
     limits.cache_clear()

@@ -69,7 +69,7 @@ def search(model: Path, watch: VirtualTime, *flags: str, said: list[str]) -> Any
     return found
 
 
-def test_what_is_faster_is_kept_and_loaded(watch: VirtualTime, tmp_path: Path) -> None:
+def test_faster_parameters_are_stored_and_loaded(watch: VirtualTime, tmp_path: Path) -> None:
     model, said = tmp_path / "model", list[str]()
     write_tiny(model, changes=EVEN)
     flags = ["--stages", "thinker", "--rows", "2", "--context", "20", "--kernels", "decode"]
@@ -84,7 +84,7 @@ def test_what_is_faster_is_kept_and_loaded(watch: VirtualTime, tmp_path: Path) -
     assert any("decode/2x" in line and "warps" in line for line in said)
 
 
-def test_speech_is_tuned_too_and_nothing_is_kept_where_nothing_is_faster(
+def test_speech_is_tuned_too_and_slower_parameters_are_not_stored(
     watch: VirtualTime, tmp_path: Path
 ) -> None:
     model, said = tmp_path / "model", list[str]()

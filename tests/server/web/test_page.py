@@ -471,7 +471,7 @@ def test_question_waits_for_the_model(browser: Browser, server: ScriptedServer) 
     tab.close()
 
 
-def test_key_is_asked_for_and_kept_in_the_tab_only(
+def test_the_page_requests_a_key_and_stores_it_in_the_tab_only(
     browser: Browser, server: ScriptedServer
 ) -> None:
     server.lock("sk-secret")

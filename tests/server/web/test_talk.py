@@ -226,7 +226,7 @@ def test_less_motion(tab: Tab, line: Line) -> None:
 # --- the clock
 
 
-def test_the_clock_shows_when_the_answer_can_be_heard(tab: Tab, line: Line) -> None:
+def test_the_clock_shows_the_time_to_audible_sound(tab: Tab, line: Line) -> None:
     """From the end of speech, not of the pause behind it, to the first sample that is no silence."""
     line.begin()
     assert not tab.visible("clock")
@@ -291,7 +291,7 @@ TITLES = {
 }
 
 
-def test_every_phase_is_told(tab: Tab, line: Line, server: ScriptedServer) -> None:
+def test_every_phase_is_announced(tab: Tab, line: Line, server: ScriptedServer) -> None:
     """In words for everybody; to screen readers only what the microphone would not take for an
     answer, and no word of the answer itself."""
     tab.eval(
