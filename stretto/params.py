@@ -141,6 +141,7 @@ class RequestOptions:
     tts_streaming: bool = False  # `tts_ids` is where that text begins; the rest follows
     request_id: RequestId | None = None  # the caller's
     session: str | None = None  # requests of a session go to the same pipeline
+    pipeline: str | None = None  # the name of the one that serves it; None: the router chooses
     owner: str = ""  # shares prefix caches with requests of the same owner only
     sender: str = ""  # takes turns with other senders where requests wait
 

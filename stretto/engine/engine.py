@@ -29,7 +29,7 @@ from stretto.engine.session import Session
 from stretto.engine.supervisor import GpuSharing
 from stretto.engine.time_scaling import at_speed
 from stretto.engine.tts import TextToSpeech
-from stretto.engine.warmup import PipelineRequests, WarmUp
+from stretto.engine.warmup import WarmUp
 from stretto.errors import StrettoError
 from stretto.family import Model, ModelInfo
 from stretto.hardware import cards
@@ -99,11 +99,10 @@ class PipelineEngine:
         self.requests.watch()
 
     async def _warm_up(self, pipeline: Pipeline) -> None:
-        requests = PipelineRequests(self.requests, pipeline)
-        tts = TextToSpeech(requests, self._threads, self.builder.tokenizer.encode)
+        tts = TextToSpeech(self.requests, self._threads, self.builder.tokenizer.encode)
         devices = (host.device for host in pipeline.supervisor.hosts)
         gpu = any(device.startswith("cuda") for device in devices)
-        await WarmUp(self.model, requests, tts, gpu).run()
+        await WarmUp(self.model, pipeline.name, tts, gpu).run()
 
     async def drain(self, timeout: float) -> None:
         await self.requests.drain(timeout)
@@ -227,7 +226,7 @@ class PipelineEngine:
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
         self.requests.check_open()
-        return await self._tts.enrol(clip, owner)
+        return await self._tts.enrol(clip, RequestOptions("enrolment", owner=owner))
 
     def session(self, *, owner: str = "", sender: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""

@@ -29,7 +29,7 @@ from stretto.engine.router import Router, slowest
 from stretto.errors import Bug, Busy, Gone, Invalid, TooLong
 from stretto.family import Model, ModelInfo
 from stretto.messages.requests import Admit
-from stretto.params import Capability, Params, RequestOptions
+from stretto.params import Params, RequestOptions
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.template import TextStream, Tokenizer
 from stretto.types import RequestId
@@ -151,17 +151,15 @@ class RequestManager:
         build: Callable[[], Awaitable[PackedPrompt]],
         options: RequestOptions,
         write: Callable[[RequestState], Awaitable[None]] | None = None,
-        pipeline: Pipeline | None = None,
         *,
         placed: bool = False,
     ) -> AsyncIterator[Event]:
         """A request, from its prompt to its last event. `write` runs beside it: it adds text that
-        is still to come. `pipeline`: the one that serves it; None: the router chooses. `placed`:
-        its caller has a `place` for it."""
+        is still to come. `placed`: its caller has a `place` for it."""
         with nullcontext() if placed else self.place():
             arrived = time.monotonic()
             prompt = await build()
-            request = self.admit(prompt, options, arrived, pipeline)
+            request = self.admit(prompt, options, arrived)
             del prompt  # its features go as soon as they are sent
             writing: asyncio.Future[None] | None = None
             try:
@@ -193,25 +191,20 @@ class RequestManager:
             if not self._accepted:
                 self._idle.set()
 
-    def admit(
-        self,
-        prompt: PackedPrompt,
-        options: RequestOptions,
-        arrived: float,
-        pipeline: Pipeline | None = None,
-    ) -> RequestState:
-        """Its state, with a pipeline. Nothing is announced to its stages yet. `remove` ends it."""
+    def admit(self, prompt: PackedPrompt, options: RequestOptions, arrived: float) -> RequestState:
+        """Make the request's state and choose its pipeline. Nothing is announced to its stages yet.
+        `remove` ends it."""
         if self._closed:
             raise Gone("the engine was closed")
         params = clamp_params(
             options, prompt.num_tokens, self.info.max_positions, self.model.vocab_size
         )
-        stages = self._path(options.capability)
-        if pipeline is None:
-            pipeline = self._choose(stages, options)
+        stages = self.model.pipeline.paths.get(options.capability)
+        if stages is None:
+            raise Invalid(f"this model does not offer {options.capability}", "modalities")
         request = RequestState(
             mint_id(options.request_id, next(self._numbers), self.running.values()),
-            pipeline,
+            self._choose(stages, options),
             self.model,
             stages,
             prompt,
@@ -223,12 +216,6 @@ class RequestManager:
         self.running[request.id] = request
         self.count("ahead" if options.prefill_only else "requests")
         return request
-
-    def _path(self, capability: Capability) -> tuple[str, ...]:
-        try:
-            return self.model.pipeline.paths[capability]
-        except KeyError:
-            raise Invalid(f"this model does not offer {capability}", "modalities") from None
 
     def _choose(self, stages: tuple[str, ...], options: RequestOptions) -> Pipeline:
         try:

@@ -5,15 +5,15 @@ engine; imports no torch."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from stretto.engine.events import Event, Product
 from stretto.engine.passages import FrameLimits, PassageReader, Speak, one_ahead, with_lead
 from stretto.engine.request import RequestState
-from stretto.engine.request_manager import seed_of
+from stretto.engine.request_manager import RequestManager, seed_of
 from stretto.errors import Invalid, StrettoError
 from stretto.family import ModelInfo
 from stretto.params import Params, RequestOptions, SpeechStyle
@@ -28,29 +28,11 @@ UNCUT = Passages(1 << 16, 1 << 16)
 P = TypeVar("P")  # a passage
 
 
-class Requests(Protocol):
-    """What runs its requests: the engine's `RequestManager`, or one pipeline's in warm-up."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-    def run(
-        self,
-        build: Callable[[], Awaitable[PackedPrompt]],
-        options: RequestOptions,
-        write: Callable[[RequestState], Awaitable[None]] | None = None,
-        *,
-        placed: bool = False,
-    ) -> AsyncIterator[Event]: ...
-
-    def place(self) -> AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TextToSpeech:
     """Makes requests of texts, by what the model can do."""
 
-    requests: Requests
+    requests: RequestManager
     prompts: Prompts
     encode: Callable[[str], list[int]]
 
@@ -134,7 +116,7 @@ class TextToSpeech:
                 async for event in ahead:
                     yield event
 
-    async def enrol(self, clip: Conversation, owner: str) -> bytes:
+    async def enrol(self, clip: Conversation, options: RequestOptions) -> bytes:
         if not self.info.cloning:
             raise Invalid("this model has no voices but its own", "voice")
 
@@ -145,7 +127,7 @@ class TextToSpeech:
                 clip.close()
 
         made = b""
-        async for event in self.requests.run(build, RequestOptions("enrolment", owner=owner)):
+        async for event in self.requests.run(build, options):
             if isinstance(event, Product):
                 made = event.data
         return made

@@ -70,8 +70,9 @@ class Driven:
 
     def warm_up(self) -> int:
         """The requests that an engine sends through its pipelines before it is ready."""
-        tts = TextToSpeech(self, InThreads(self.builder), self.builder.tokenizer.encode)
-        return asyncio.run(WarmUp(self.model, self, tts, gpu=False).run())
+        requests: Any = self
+        tts = TextToSpeech(requests, InThreads(self.builder), self.builder.tokenizer.encode)
+        return asyncio.run(WarmUp(self.model, "p0", tts, gpu=False).run())
 
     async def run(
         self,
