@@ -49,7 +49,7 @@ def census(real: Served) -> dict[str, Any]:
         await until(
             lambda: (
                 not pool.calls
-                and not pool.lane.running
+                and not pool.queue.running
                 and not real.running.server.service.bodies.held
             )
         )

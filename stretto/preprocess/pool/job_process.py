@@ -32,7 +32,7 @@ from stretto.preprocess.pool.jobs import (
     decode_job,
     encode,
     failed,
-    say,
+    send_answer,
 )
 from stretto.preprocess.pool.memfile import MemFile
 
@@ -195,7 +195,9 @@ class Children:
         self.credit.give_back(taken - used)
         with answer:
             if status:
-                say(answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None)
+                send_answer(
+                    answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None
+                )
         if not self._running:
             self.prepare()
 
@@ -251,7 +253,7 @@ class Children:
             signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
-            result = self.work(job, [MemFile.taken(f) for f in files])
+            result = self.work(job, [MemFile.trusted(f) for f in files])
         except MemoryError:
             message = (
                 f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be "
@@ -260,7 +262,7 @@ class Children:
             result = JobFailed("MediaError", message, "messages"), None
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
-        say(socket.socket(fileno=answer), *result)
+        send_answer(socket.socket(fileno=answer), *result)
 
 
 def interactive(job: Job) -> bool:

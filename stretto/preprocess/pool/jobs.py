@@ -257,8 +257,8 @@ decode_prompt = msgspec.msgpack.Decoder(PackedPrompt).decode
 
 
 def failed(error: Exception) -> JobFailed:
-    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for
-    the log alone."""
+    """The answer to a job that raised an error. One that is not ours is a bug of the builder's: its
+    stack is for the log alone."""
     if not isinstance(error, StrettoError):
         log.error("the prompt of a request cannot be built", exc_info=error)
         error = Bug("the prompt cannot be built")
@@ -268,8 +268,8 @@ def failed(error: Exception) -> JobFailed:
     )
 
 
-def say(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
-    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if
-    it still listens."""
+def send_answer(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
+    """Send an answer and close its memory file: the receiver, if it still listens, has a descriptor
+    of its own."""
     with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
         socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

@@ -77,7 +77,7 @@ class MemFile:
         return file
 
     @classmethod
-    def taken(cls, fd: int) -> MemFile:
+    def trusted(cls, fd: int) -> MemFile:
         """One that the server made, which is trusted."""
         return cls(fd, os.fstat(fd).st_size)
 

@@ -40,7 +40,7 @@ MANY = 300
 async def census(pool: PromptPool) -> dict[str, Any]:
     """Of this process, the worker and the children that wait for jobs, when nothing is under
     way."""
-    await until(lambda: not pool.calls and not pool.lane.running)
+    await until(lambda: not pool.calls and not pool.queue.running)
     await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
     await asyncio.to_thread(until_all_are_closed)
     assert pool.worker.process is not None
