@@ -10,14 +10,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto import errors
+from stretto.engine.answer_text import AnswerText
 from stretto.engine.events import (
     AudioChunk,
     CodeFrames,
@@ -26,13 +25,13 @@ from stretto.engine.events import (
     FinishReason,
     Product,
     TextDelta,
-    TimelineSpan,
     TokenLogprob,
     Usage,
 )
 from stretto.engine.pipeline import PIECE, Pipeline
+from stretto.engine.timeline import Timeline
 from stretto.errors import Bug, Gone, StageDead, StrettoError
-from stretto.family import MediaTokens, Model, OutputKind, PipelineSpec
+from stretto.family import MediaTokens, Model
 from stretto.messages.requests import (
     Cancel,
     Codes,
@@ -49,19 +48,16 @@ from stretto.messages.requests import (
     Throttle,
     Working,
 )
-from stretto.params import Params, RequestOptions
+from stretto.params import RequestOptions
 from stretto.preprocess.packed_prompt import PackedPiece, PackedPrompt
 from stretto.preprocess.prompt import Piece
 from stretto.preprocess.template import TextStream
 from stretto.types import RequestId
 
-OUTPUTS: tuple[OutputKind, OutputKind] = ("text", "audio")
 Scored = tuple[float, tuple[tuple[int, float], ...]]
 """As hosts report it: a token's log probability, and the likeliest ids with theirs."""
 # of a stream, before its pace says anything: the first packets are small, and wait for one another
 SETTLED_S = 1.0
-MOST = 600
-"""Outputs of one stage that get a span in the timeline each; of more, every n-th does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,13 +76,7 @@ class RequestState:
     max_buffered_s: float
     events: asyncio.Queue[Event | StrettoError] = field(default_factory=asyncio.Queue)
     ended: dict[str, Ended] = field(default_factory=dict)
-    text: str = ""  # decoded so far, stop strings not looked for
-    shown: int = 0  # characters of it that were passed on
-    ids: int = 0
-    # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
-    least: int = 0
-    # a stop string was found: what was made beyond it is not passed on, nor counted
-    stopped: bool = False
+    text: AnswerText = field(init=False)
     tts_tokens: int = 0  # of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
@@ -105,14 +95,12 @@ class RequestState:
     _sending_media: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
+        params = self.options.params
+        self.text = AnswerText(self.decoder, params.stop, params.min_text_tokens)
         if self.prompt.features is not None:
             self._media = self.prompt.features.on_demand
         if self.model.info.live_text:  # else that text is in the prompt
             self.tts_tokens = len(self.options.tts_ids or ())
-
-    @property
-    def params(self) -> Params:
-        return self.options.params
 
     @property
     def unfinished(self) -> set[str]:
@@ -138,7 +126,7 @@ class RequestState:
     @property
     def queued(self) -> bool:
         """Its last stage has made nothing yet."""
-        return not (self.samples if len(self.stages) > 1 else self.ids)
+        return not (self.samples if len(self.stages) > 1 else self.text.num_tokens)
 
     @property
     def outcome(self) -> Literal["finished", "failed", "cancelled"]:
@@ -263,54 +251,21 @@ class RequestState:
     # -- text
 
     def add_text(self, ids: tuple[int, ...], scored: Sequence[Scored] = ()) -> None:
-        """Tokens, as many as came together. Where a stop string may be among them, each is looked
-        at alone, so that the answer ends with the one that completes it, however they came."""
-        before, shown = self.ids, ""
-        for some in [(i,) for i in ids] if self.params.stop else [ids]:
-            if self.stopped:
-                break
-            self.ids += len(some)
-            self._grow(self.decoder.push(some))
-            shown += self._show(last=False)
-        if self.ids > before:
-            count = self.ids - before
-            scores = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
-            self.events.put_nowait(TextDelta(ids[:count], shown, scores))
+        """Tokens, as many as came together. At a stop string, the stage that writes is ended."""
+        before = self.text.num_tokens
+        text = self.text.push(ids)
+        count = self.text.num_tokens - before
+        if not count:
+            return
+        scores = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
+        self.events.put_nowait(TextDelta(ids[:count], text, scores))
+        writer = self.model.pipeline.deciding("text") if self.text.stopped else None
+        if writer is not None and writer not in self.ended:
+            self.pipeline.send((writer,), Finish(self.id, writer))
 
     def _logprob(self, id: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-        best = tuple(TokenLogprob(i, *self.decoder.told(i), value) for i, value in top)
-        return TokenLogprob(id, *self.decoder.told(id), logprob, best)
-
-    def _grow(self, text: str) -> None:
-        self.text += text
-        if self.ids <= self.params.min_text_tokens:
-            self.least = len(self.text)
-
-    def _show(self, last: bool) -> str:
-        """What of the text may be passed on: nothing from a stop string on, nor what may be the
-        start of one. The stop string that is complete first counts (of those, the longest), so it
-        does not matter how the text was cut."""
-        found = [(at + len(stop), at) for stop in self.params.stop if (at := self._find(stop)) >= 0]
-        end = len(self.text)
-        if found:
-            self.stopped = True
-            _, end = min(found)
-            writer = self.model.pipeline.deciding("text")
-            if writer is not None and writer not in self.ended:
-                self.pipeline.send((writer,), Finish(self.id, writer))
-        elif not last:
-            end -= max((self._begun(stop) for stop in self.params.stop), default=0)
-        shown = self.text[self.shown : end]
-        self.shown = end
-        return shown
-
-    def _find(self, stop: str) -> int:
-        return self.text.find(stop, max(self.shown, self.least + 1 - len(stop)))
-
-    def _begun(self, stop: str) -> int:
-        """How many characters at the end of the text may be the start of `stop`."""
-        longest = min(len(stop) - 1, len(self.text))
-        return next((k for k in range(longest, 0, -1) if self.text.endswith(stop[:k])), 0)
+        best = tuple(TokenLogprob(i, *self.decoder.describe(i), value) for i, value in top)
+        return TokenLogprob(id, *self.decoder.describe(id), logprob, best)
 
     # -- sound
 
@@ -349,30 +304,30 @@ class RequestState:
 
     def _finish(self) -> None:
         spec = self.model.pipeline
-        text, audio = (self.ended.get(spec.deciding(output) or "") for output in OUTPUTS)
-        if text is not None:
-            self._grow(self.decoder.finish())
-            rest = "" if self.stopped else self._show(last=True)
-            if rest:
-                self.events.put_nowait(TextDelta((), rest))
+        text = self.ended.get(spec.deciding("text") or "")
+        audio = self.ended.get(spec.deciding("audio") or "")
+        rest = self.text.finish() if text is not None else ""
+        if rest:
+            self.events.put_nowait(TextDelta((), rest))
+        prompt_ids = self.prompt.ids
         self.events.put_nowait(
             Finished(
-                text=_reason(text.reason) if text is not None and not self.stopped else "stop",
+                text=_reason(text.reason) if text is not None and not self.text.stopped else "stop",
                 audio=_reason(audio.reason) if audio is not None else None,
-                usage=self._usage(text),
+                usage=self._usage(prompt_ids, text),
                 seed=self.options.seed,
                 timeline=Timeline(spec, self.arrived, self.ended, self.packets),
-                prompt_ids=self.prompt.ids,
+                prompt_ids=prompt_ids,
                 arrived=self.arrived,
             )
         )
 
-    def _usage(self, text: Ended | None) -> Usage:
-        asked = prompt_usage(self.prompt.ids, self.model.media_tokens)
+    def _usage(self, prompt_ids: Sequence[int], text: Ended | None) -> Usage:
+        prompt = prompt_usage(prompt_ids, self.model.media_tokens)
         return replace(
-            asked,
-            prompt_tokens=asked.prompt_tokens + self.tts_tokens,
-            text_tokens=self.ids,
+            prompt,
+            prompt_tokens=prompt.prompt_tokens + self.tts_tokens,
+            text_tokens=self.text.num_tokens,
             frames=self.frames,
             samples=self.samples,
             cached_tokens=text.cached if text is not None else 0,
@@ -388,7 +343,7 @@ class RequestState:
 
 
 def prompt_usage(ids: Sequence[int], media: MediaTokens) -> Usage:
-    """Of a prompt that was asked, before there is an answer."""
+    """The usage of a prompt that has no answer yet."""
     return Usage(
         prompt_tokens=len(ids),
         text_tokens=0,
@@ -411,60 +366,3 @@ def _error(failed: Failed) -> StrettoError:
             return faulty(text, failed.param)
     known = {c.__name__: c for c in (errors.Busy, errors.Gone, errors.WireError, errors.Bug)}
     return known.get(failed.kind, StageDead)(text)
-
-
-class Timeline(Sequence[TimelineSpan]):
-    """Made when somebody looks at it. Few do, and it takes the event loop half a millisecond for
-    ten seconds of speech."""
-
-    def __init__(
-        self,
-        spec: PipelineSpec,
-        arrived: float,
-        ended: Mapping[str, Ended],
-        packets: Sequence[float],
-    ) -> None:
-        self._given = spec, arrived, ended, packets
-
-    @cached_property
-    def _spans(self) -> tuple[TimelineSpan, ...]:
-        return timeline(*self._given)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @overload
-    def __getitem__(self, at: int) -> TimelineSpan: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[TimelineSpan, ...]: ...
-    def __getitem__(self, at: int | slice) -> TimelineSpan | tuple[TimelineSpan, ...]:
-        return self._spans[at]
-
-
-def timeline(
-    spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
-) -> tuple[TimelineSpan, ...]:
-    """Spans in seconds from the request's arrival. A stage's output spans from the one before to
-    itself. A prompt whose media are encoded while its beginning is read counts as being encoded."""
-    spans: list[TimelineSpan] = []
-    for s in spec.stages:
-        stage, e = s.name, ended.get(s.name)
-        if e is None or not e.marks:
-            continue
-        read = e.begun
-        if e.begun < e.encoded_at < e.marks[0]:
-            read = e.encoded_at
-            spans.append(TimelineSpan(stage, "encode", e.begun - arrived, read - arrived))
-        begun = thin([read, *(c for c in e.chunks if read < c < e.marks[0]), e.marks[0]])
-        spans += [
-            TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)
-        ]
-        marks = thin(e.marks)
-        spans += [TimelineSpan(stage, s.each, a - arrived, b - arrived) for a, b in pairwise(marks)]
-    spans += [TimelineSpan("packets", "packet", t - arrived, t - arrived) for t in thin(packets)]
-    return tuple(sorted(spans, key=lambda span: span.start))
-
-
-def thin(marks: Sequence[float]) -> list[float]:
-    step = -(-len(marks) // MOST) if marks else 1
-    return [*marks[::step], marks[-1]] if (len(marks) - 1) % step else list(marks[::step])

@@ -236,7 +236,7 @@ class RequestManager:
             request.id,
             request.outcome,
             request.prompt.num_tokens,
-            request.ids,
+            request.text.num_tokens,
             request.frames,
             time.monotonic() - request.arrived,
         )
@@ -299,27 +299,26 @@ def clamp_params(
     `num_prompt` tokens, and with a seed."""
     params = options.params
     room = max_positions - num_prompt
-    writes_text = options.capability not in ("tts", "enrolment")
-    if writes_text and params.max_text_tokens > room:
+    max_text_tokens = params.max_text_tokens
+    if options.capability not in ("tts", "enrolment"):  # which write no text
         if room < 1:
             raise TooLong(
                 f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages"
             )
-        params = replace(
-            params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room)
-        )
-    longest = max(1, room - 16)
-    params = replace(
-        params,
-        max_frames=min(params.max_frames, longest),
-        min_frames=min(params.min_frames, longest),
-        seed=seed_of(params),
-    )
+        max_text_tokens = min(max_text_tokens, room)
     if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
         raise Invalid(
             f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias"
         )
-    return params
+    max_frames = min(params.max_frames, max(1, room - 16))
+    return replace(
+        params,
+        max_text_tokens=max_text_tokens,
+        min_text_tokens=min(params.min_text_tokens, max_text_tokens),
+        max_frames=max_frames,
+        min_frames=min(params.min_frames, max_frames),
+        seed=seed_of(params),
+    )
 
 
 def seed_of(params: Params) -> int:

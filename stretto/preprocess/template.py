@@ -145,7 +145,7 @@ class TextStream:
             b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skipped)
         )
 
-    def told(self, token: int) -> tuple[str, bytes | None]:
+    def describe(self, token: int) -> tuple[str, bytes | None]:
         """A token for people to read, and the bytes that it adds to the text: None for one that is
         skipped."""
         data = self._tokenizer.token_bytes(token)

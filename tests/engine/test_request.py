@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stretto.engine import request
-from stretto.engine.events import AudioChunk, Finished, TextDelta, TimelineSpan
+from stretto.engine.events import AudioChunk, Finished, TextDelta
 from stretto.engine.request import RequestState
 from stretto.errors import Bug, StageDead
 from stretto.family import MediaTokens
@@ -77,25 +76,6 @@ def read(t: RequestState) -> Any:
 def end(t: RequestState, *stages: str, reason: str = "stop", cached: int = 0) -> None:
     for stage in stages:
         t.end(Ended(ID, stage, reason, 0.0, cached=cached))
-
-
-def test_a_timeline_is_made_when_somebody_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def noted(*given: Any) -> tuple[TimelineSpan, ...]:
-        calls.append("timeline")
-        return make(*given)
-
-    make = request.timeline
-    monkeypatch.setattr(request, "timeline", noted)
-    t, _ = new_request(stages=("thinker",))
-    t.end(Ended(ID, "thinker", "stop", 0.5, (1.0, 1.25, 1.5)))
-    (last,) = events(t)
-    assert calls == []
-    assert [(s.start, s.stop) for s in last.timeline] == [(0.5, 1.0), (1.0, 1.25), (1.25, 1.5)]
-    assert len(last.timeline) == 3
-    assert [s.stop for s in last.timeline[1:]] == [1.25, 1.5]
-    assert calls == ["timeline"], "once"
 
 
 def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:
