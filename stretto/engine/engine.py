@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,11 +182,9 @@ class PipelineEngine:
 
         async def build() -> PackedPrompt:
             if isinstance(messages, Conversation):
-                try:
+                with closing(messages):
                     await self.prompts.check(options.params.grammar, options.sender)
                     return await self.prompts.build(messages, use_audio_in_video)
-                finally:
-                    messages.close()
             await self.prompts.check(options.params.grammar, options.sender)
             return await self._threads.build_local(
                 [dict(m) for m in messages],
@@ -195,7 +193,8 @@ class PipelineEngine:
                 allow_paths=allow_paths,
             )
 
-        return self._at_speed(self.requests.run(build, options), options)
+        events = self.requests.run(build, options)
+        return at_speed(events, options.params.speed, self.info.sample_rate)
 
     def speak(
         self,
@@ -217,11 +216,7 @@ class PipelineEngine:
             request_id=request_id,
             owner=owner,
         )
-        return self._at_speed(self._tts.speak(text, options, sender), options)
-
-    def _at_speed(
-        self, events: AsyncIterator[Event], options: RequestOptions
-    ) -> AsyncIterator[Event]:
+        events = self._tts.speak(text, options, sender)
         return at_speed(events, options.params.speed, self.info.sample_rate)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:

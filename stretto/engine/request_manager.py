@@ -1,8 +1,8 @@
-"""The running requests of an engine: each admitted, announced to its stages, given their reports,
-failed when it stalls, and removed when its caller leaves. On the event loop; imports no torch.
+"""The running requests of an engine. `RequestManager` admits each, announces it to its stages,
+applies their reports, fails it when it stalls, and removes it when its caller leaves. On the event
+loop; imports no torch.
 
-One task for each pipeline reads what its hosts report. It is the one place at which reports reach
-requests."""
+One task for each pipeline reads what its hosts report. Reports reach requests nowhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -40,16 +40,24 @@ log = logging.getLogger(__name__)
 _CALLERS_ID = re.compile(r"[A-Za-z0-9_.:-]{1,48}")
 WATCH_S = 0.25
 LATE_S = WATCH_S + 0.5
-PING_EVERY = 4  # looks
+PING_EVERY = 4  # rounds of the watch
 PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that others hold
 Counter = Literal[
-    "requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed"
+    "requests", "prefills", "finished", "failed", "cancelled", "refused", "windows_changed"
 ]
-"""What is counted; in metrics under these names."""
+METRICS: dict[Counter, str] = {
+    "requests": "stretto_engine_requests_total",
+    "prefills": "stretto_engine_ahead_total",
+    "finished": "stretto_engine_finished_total",
+    "failed": "stretto_engine_failed_total",
+    "cancelled": "stretto_engine_cancelled_total",
+    "refused": "stretto_engine_refused_total",
+    "windows_changed": "stretto_engine_windows_changed_total",
+}
 
 
 class RequestManager:
-    """`info`: of the model, within this engine's limits."""
+    """`info` describes the model within this engine's limits."""
 
     def __init__(
         self,
@@ -67,7 +75,7 @@ class RequestManager:
         self._tokenizer = tokenizer
         self._router = Router(pipelines, config.min_pace)
         self._numbers = count()
-        self._counts: dict[Counter, int] = dict.fromkeys(get_args(Counter), 0)
+        self._counts: dict[Counter, int] = dict.fromkeys(METRICS, 0)
         self._readers: list[asyncio.Task[None]] = []  # of the pipelines' reports
         self._watcher: asyncio.Task[None] | None = None
         # requests, those included whose prompt is being built and that have no state yet
@@ -108,7 +116,7 @@ class RequestManager:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
-    # -- what others ask
+    # -- its state, for the engine and for metrics
 
     @property
     def pace(self) -> float:
@@ -116,15 +124,15 @@ class RequestManager:
         none."""
         return slowest(self.running.values())
 
-    def count(self, what: Counter, number: int = 1) -> None:
-        self._counts[what] += number
+    def count(self, counter: Counter, number: int = 1) -> None:
+        self._counts[counter] += number
 
     def reset_counts(self) -> None:
         """Count from here on: what was served so far was warm-up."""
         self._counts = dict.fromkeys(self._counts, 0)
 
     def metrics(self) -> dict[str, float]:
-        values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
+        values = {METRICS[counter]: float(count) for counter, count in self._counts.items()}
         return values | {"stretto_engine_running": float(self._accepted)}
 
     def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
@@ -202,9 +210,14 @@ class RequestManager:
         stages = self.model.pipeline.paths.get(options.capability)
         if stages is None:
             raise Invalid(f"this model does not offer {options.capability}", "modalities")
+        try:
+            pipeline = self._router.choose(stages, options, self.running.values())
+        except Busy:
+            self.count("refused")
+            raise
         request = RequestState(
             mint_id(options.request_id, next(self._numbers), self.running.values()),
-            self._choose(stages, options),
+            pipeline,
             self.model,
             stages,
             prompt,
@@ -214,18 +227,11 @@ class RequestManager:
             self._config.max_buffered_s,
         )
         self.running[request.id] = request
-        self.count("ahead" if options.prefill_only else "requests")
+        self.count("prefills" if options.prefill_only else "requests")
         return request
 
-    def _choose(self, stages: tuple[str, ...], options: RequestOptions) -> Pipeline:
-        try:
-            return self._router.choose(stages, options, self.running.values())
-        except Busy:
-            self.count("refused")
-            raise
-
     def remove(self, request: RequestState) -> None:
-        """Its iterator is over, for whatever reason."""
+        """The request's iterator is over, for whatever reason: forget it."""
         if self.running.pop(request.id, None) is None:
             return
         request.leave()
@@ -264,20 +270,20 @@ class RequestManager:
 
     async def _watch(self) -> None:
         before = time.monotonic()
-        looks = 0
+        rounds = 0
         while True:
             await asyncio.sleep(WATCH_S)
             late = time.monotonic() - before > LATE_S
             before = time.monotonic()
             if late:
-                # we stood still ourselves: what the hosts said meanwhile has not been read yet
+                # this event loop stood still: what the hosts sent meanwhile has not been read yet
                 continue
             self.fail_stalled()
-            looks += 1
+            rounds += 1
             for p in self._pipelines:
                 p.kill_silent(self._config.stall_s)
-                if looks % PING_EVERY == 0:
-                    p.ping(looks)
+                if rounds % PING_EVERY == 0:
+                    p.ping(rounds)
 
     def fail_stalled(self) -> None:
         """Fail the requests that make no progress. One that is still queued in its last stage while
@@ -326,7 +332,7 @@ def seed_of(params: Params) -> int:
 
 
 def fresh_seed() -> int:
-    """For a request that names none. As many bits as are exact in any language."""
+    """The seed of a request that names none. As many bits as are exact in any language."""
     return secrets.randbits(53)
 
 
@@ -348,7 +354,7 @@ def mint_id(
 async def announce(request: RequestState, shared: bool) -> None:
     """Announce a request to all its stages at once: each is ready before its first input comes.
     Features go only to hosts whose stages encode them, large ones ahead and piece by piece.
-    `shared`: prompts of all owners are one in the prefix caches."""
+    `shared`: owners share the prefix caches."""
     options = request.options
     stage_params = {
         stage: msgspec.Raw(_encode(params))
@@ -378,7 +384,7 @@ async def announce(request: RequestState, shared: bool) -> None:
 
 
 async def _send_features(request: RequestState, encoding: Sequence[str]) -> bytes:
-    """Send large features ahead of the announcement; returns those that are to go along with it."""
+    """Send large features before the announcement; return small ones, which go with it."""
     features = request.prompt.features
     if features is None or not encoding:
         return b""
@@ -392,7 +398,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def digest_of(name: str, use: bytes) -> bytes:
-    """Sets an owner's prompts apart in the prefix caches, and senders in queues: hosts need not
-    know who it is. Of nobody: nothing."""
-    words = name.encode("utf-8", "surrogatepass")
-    return blake2b(words, digest_size=16, person=use).digest() if words else b""
+    """What hosts know an owner or a sender by, in prefix caches and in queues; not its name. The
+    digest of an empty name is empty."""
+    data = name.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=16, person=use).digest() if data else b""

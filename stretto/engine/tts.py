@@ -5,7 +5,7 @@ engine; imports no torch."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
@@ -121,16 +121,14 @@ class TextToSpeech:
             raise Invalid("this model has no voices but its own", "voice")
 
         async def build() -> PackedPrompt:
-            try:
+            with closing(clip):
                 return await self.prompts.build(clip)
-            finally:
-                clip.close()
 
-        made = b""
+        voice = b""
         async for event in self.requests.run(build, options):
             if isinstance(event, Product):
-                made = event.data
-        return made
+                voice = event.data
+        return voice
 
 
 def with_seed(options: RequestOptions) -> RequestOptions:
