@@ -201,7 +201,7 @@ class PipelineEngine:
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
+        style: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
@@ -212,7 +212,7 @@ class PipelineEngine:
             "tts",
             params or self.info.defaults,
             voice,
-            style=manner,
+            style=style,
             request_id=request_id,
             owner=owner,
         )

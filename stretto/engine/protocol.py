@@ -56,7 +56,7 @@ class EngineClient(Protocol):
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
+        style: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
