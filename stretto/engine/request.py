@@ -39,10 +39,10 @@ from stretto.messages.requests import (
     Failed,
     Finish,
     FromHost,
-    Made,
     MediaData,
     MediaRequest,
     Pcm,
+    ProductData,
     StepInputs,
     Text,
     Throttle,
@@ -174,7 +174,7 @@ class RequestState:
             case Codes(start=start, width=width):
                 codes = np.frombuffer(blob, np.int32).reshape(-1, width)
                 self.events.put_nowait(CodeFrames(start, codes))
-            case Made():
+            case ProductData():
                 self.events.put_nowait(Product(blob))
             case Ended():
                 self.end(message)
