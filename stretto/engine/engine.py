@@ -236,9 +236,9 @@ class PipelineEngine:
         )
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
-        return await self.prompts.outline(body, long, most, sender)
+        return await self.prompts.outline(body, long, max_short_bytes, sender)
 
     async def cut(
         self, sound: MemFile, seconds: float | None, sender: str = ""

@@ -192,17 +192,17 @@ class PromptPool:
 
     async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
         """A passage of a text, as the texts that the model reads at once."""
-        work = Divide(rules.spoken, rules.normalise)
+        work = Divide(rules.sentence, rules.normalise)
         with MemFile.of(well_formed(text).encode()) as source:
             divided, file = await self._do(Divided, work, [source], sender)
         with file:
             return [file.read(*span).decode() for span in divided.texts]
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object; the caller closes the file that comes back."""
-        return await self._do(Outlined, Outline(long, most), [body], sender)
+        return await self._do(Outlined, Outline(long, max_short_bytes), [body], sender)
 
     async def cut(
         self, sound: MemFile, seconds: float | None, sender: str = ""

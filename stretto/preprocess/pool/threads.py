@@ -55,7 +55,7 @@ class Prompts(Protocol):
         ...
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object into its short fields and the `long` ones; the caller closes the
         file."""
@@ -174,12 +174,12 @@ class InThreads:
         return pack(prompt, tts_ids)
 
     async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
-        return await asyncio.to_thread(divide, text, rules.spoken, rules.normalise)
+        return await asyncio.to_thread(divide, text, rules.sentence, rules.normalise)
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
-        return await _with_file(do_outline, body.view(), long, most)
+        return await _with_file(do_outline, body.view(), long, max_short_bytes)
 
     @property
     def trouble(self) -> str | None:

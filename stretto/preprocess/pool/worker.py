@@ -157,9 +157,9 @@ def do(
             style = _text(_part(data, job.instructions)) if job.instructions is not None else ""
             return pack(*work.read_aloud(builder, _text(_part(data, job.text)), style))
         case Divide():
-            return do_divide(_text(data), job.most, job.normalise)
+            return do_divide(_text(data), job.max_chars, job.normalise)
         case Outline():
-            return do_outline(data, job.long, job.most)
+            return do_outline(data, job.long, job.max_short_bytes)
         case Cut() if not only_text:
             return do_cut(data, job.seconds)
     return NeedsProcess(), None
