@@ -26,9 +26,9 @@ from stretto.preprocess.pool.jobs import (
     Check,
     Continue,
     Died,
-    FromWorker,
     Job,
     JobFailed,
+    JobResult,
     decode_job,
     encode,
     failed,
@@ -47,7 +47,7 @@ BURST_S, SHARE = (
 )  # CPU time of all jobs while they are short: the most at once, and of each second
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
-Work = Callable[[Job, list[MemFile]], tuple[FromWorker, MemFile | None]]
+Work = Callable[[Job, list[MemFile]], JobResult]
 
 
 @dataclass(frozen=True, slots=True)

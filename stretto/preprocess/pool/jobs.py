@@ -175,6 +175,8 @@ class Died(Wire, frozen=True, tag="died"):
 
 
 FromWorker = Built | Divided | Outlined | Windows | Checked | NeedsProcess | JobFailed | Died
+JobResult = tuple[FromWorker, MemFile | None]
+"""An answer and its memory file. Whoever is returned one closes the file."""
 
 
 # -- the worker itself

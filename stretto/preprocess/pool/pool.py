@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from stretto.preprocess.pool.jobs import (
     FromWorker,
     Job,
     JobFailed,
+    JobResult,
     NeedsProcess,
     Outline,
     Outlined,
@@ -73,30 +75,6 @@ SESSIONS_AT_ONCE = 4
 A = TypeVar("A", Built, Divided, Outlined, Windows)
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One job that was sent. `answer` comes at most once, and `file` with it: the memory file is
-    the call's until `take` hands it over."""
-
-    number: int
-    sock: socket.socket
-    answer: asyncio.Future[FromWorker]
-    # where it has a place until nothing of it runs any more, if it runs in a process of its own
-    queue: FairQueue | None
-    sender: str
-    file: MemFile | None = None
-
-    async def take(self) -> tuple[FromWorker, MemFile | None]:
-        """Wait for the answer; the caller closes the file."""
-        try:
-            answer = await self.answer
-        except asyncio.CancelledError:
-            if self.file is not None:  # the answer came at the same moment
-                self.file.close()
-            raise
-        return answer, self.file
-
-
 class PromptPool:
     def __init__(
         self, model: Path, builder: str, settings: PoolSettings, grammars: str = ""
@@ -113,7 +91,9 @@ class PromptPool:
         self.grammar_queue = FairQueue(settings.workers)
         self._checks_grammars = bool(grammars)
         self._verdicts = GrammarVerdicts()
-        self.calls: dict[int, _Call] = {}  # by number; those that are not over
+        # jobs in processes of their own that are answered or given up and still run: whose places
+        # they have, by the socket of their answer
+        self._ending: dict[socket.socket, tuple[FairQueue, str]] = {}
         self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
@@ -126,8 +106,8 @@ class PromptPool:
         if self._trial is not None:
             self._trial.cancel()
         await self.worker.close()
-        for call in list(self.calls.values()):  # their processes ended with the worker
-            self._end_call(call)
+        for answers in list(self._ending):  # their processes ended with the worker
+            self._end(answers)
 
     @property
     def trouble(self) -> str | None:
@@ -275,8 +255,8 @@ class PromptPool:
         sender: str,
         queue: FairQueue | None = None,
     ) -> tuple[A, MemFile]:
-        """The answer, which must be of this kind and come with a memory file, which the caller
-        closes."""
+        """The answer, which must be of this kind and come with a memory file. The caller closes
+        the file."""
         answer, file = await self._ask(work, files, sender, queue or self.queue)
         if isinstance(answer, kind) and file is not None:
             return answer, file
@@ -289,9 +269,9 @@ class PromptPool:
 
     async def _ask(
         self, work: Work, files: list[MemFile], sender: str, queue: FairQueue
-    ) -> tuple[FromWorker, MemFile | None]:
+    ) -> JobResult:
         """Have a short job done at once, any other in a process of its own when it is its sender's
-        turn. The caller closes the file."""
+        turn."""
         await self.worker.wait_until_ready(PATIENCE_S)
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
             answer, file = await self._do_at_once(work, files)
@@ -320,43 +300,42 @@ class PromptPool:
         if not isinstance(answer, Built):
             self.worker.kill("it could build no prompt any more")
 
-    async def _do_at_once(
-        self, work: Work, files: list[MemFile]
-    ) -> tuple[FromWorker, MemFile | None]:
-        """The caller closes the file."""
-        call = await self._send(work, files)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                return await call.take()
-        except TimeoutError:
-            self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
-            raise Busy("prompts take too long at the moment") from None
+    async def _do_at_once(self, work: Work, files: list[MemFile]) -> JobResult:
+        job = Job(next(self._numbers), work, apart=False)
+        with await self._send(job, files) as answers:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    return await _read_answer(answers)
+            except TimeoutError:
+                self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
+                raise Busy("prompts take too long at the moment") from None
 
     async def _do_apart(
         self, work: Work, files: list[MemFile], queue: FairQueue, sender: str
-    ) -> tuple[FromWorker, MemFile | None]:
-        """In a process of its own. The sender's place in the queue, which it has, is given back
-        when nothing of the job runs any more. The caller closes the file."""
+    ) -> JobResult:
+        """In a process of its own, for which the sender has a place in the queue."""
+        job = Job(next(self._numbers), work, apart=True)
         try:
-            call = await self._send(work, files, queue, sender)
+            answers = await self._send(job, files)
         except BaseException:
             queue.leave(sender)
             raise
         try:
-            return await call.take()
+            return await _read_answer(answers)
         except asyncio.CancelledError:
             self._counts["killed"] += 1
-            self.worker.stop_job(call.number)
+            self.worker.stop_job(job.number)
             raise
+        finally:
+            # The place is given back when nothing of the job runs any more.
+            self._ending[answers] = queue, sender
+            asyncio.get_running_loop().add_reader(answers, self._read_end, answers)
 
-    async def _send(
-        self, work: Work, files: list[MemFile], queue: FairQueue | None = None, sender: str = ""
-    ) -> _Call:
-        loop = asyncio.get_running_loop()
+    async def _send(self, job: Job, files: list[MemFile]) -> socket.socket:
+        """Send a job; returns the socket on which its answer comes, which the caller closes. The
+        socket ends when nothing of the job runs any more."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        call = _Call(next(self._numbers), ours, loop.create_future(), queue, sender)
-        job = Job(call.number, work, apart=queue is not None)
         with theirs:
             try:
                 fds = [theirs.fileno(), *(f.fd for f in files)]
@@ -364,37 +343,21 @@ class PromptPool:
             except BaseException:
                 ours.close()
                 raise
-        self.calls[call.number] = call
-        loop.add_reader(ours, self._receive, call)
-        return call
+        return ours
 
-    def _receive(self, call: _Call) -> None:
-        """Something came on a job's own socket: its answer, or the end of it."""
-        try:
-            data, fds, _, _ = socket.recv_fds(call.sock, MAX_DATAGRAM, 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
+    def _read_end(self, answers: socket.socket) -> None:
+        """The end of a job that was answered or given up; or an answer that nobody waits for."""
+        data, fds = _receive(answers)
+        for fd in fds:
+            os.close(fd)
         if not data:
-            self._end_call(call)
-            return
-        answer, file = _decode_answer(data, fds)
-        if not call.answer.done():
-            call.file = file
-            call.answer.set_result(answer)
-        elif file is not None:  # nobody waits any more, or this is a second answer
-            file.close()
+            self._end(answers)
 
-    def _end_call(self, call: _Call) -> None:
-        """Nothing of it runs any more."""
-        asyncio.get_running_loop().remove_reader(call.sock)
-        call.sock.close()
-        del self.calls[call.number]
-        if not call.answer.done():
-            call.answer.set_exception(StageDead("the prompt worker died"))
-        if call.queue is not None:
-            call.queue.leave(call.sender)
+    def _end(self, answers: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(answers)
+        answers.close()
+        queue, sender = self._ending.pop(answers)
+        queue.leave(sender)
 
     def _raise_for(self, answer: FromWorker) -> None:
         """Raise what an answer says went wrong, if it is one that says so."""
@@ -417,14 +380,38 @@ class PromptPool:
                 )
 
 
-def _decode_answer(data: bytes, fds: list[int]) -> tuple[FromWorker, MemFile | None]:
-    """The caller closes the file."""
+async def _read_answer(answers: socket.socket) -> JobResult:
+    """Wait for a job's answer. Until the caller goes on, the answer stays in the socket: a caller
+    that is cancelled has nothing to close."""
+    await wait_readable(answers)
+    data, fds = _receive(answers)
+    if not data:
+        raise StageDead("the prompt worker died")
     file: MemFile | None = None
     try:
         file = MemFile.received(fds[0]) if fds else None
         return decode_from_worker(data), file
     except (msgspec.MsgspecError, StrettoError) as e:
         return JobFailed("Bug", f"a prompt cannot be understood: {e}"), file
+
+
+async def wait_readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """A datagram and its descriptors; no data: the other end is closed."""
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, MAX_DATAGRAM, 1)
+    except OSError:
+        return b"", []
+    return data, fds
 
 
 def _to_prompt(answer: Built, file: MemFile) -> PackedPrompt:

@@ -41,8 +41,8 @@ from stretto.preprocess.pool.jobs import (
     Continue,
     Cut,
     Divide,
-    FromWorker,
     Job,
+    JobResult,
     NeedsProcess,
     Outline,
     Read,
@@ -114,25 +114,21 @@ class Worker:
 
 def do_apart(
     builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[MemFile]
-) -> tuple[FromWorker, MemFile | None]:
+) -> JobResult:
     """The caller closes the file."""
     if isinstance(job.work, Check):
         return check(compiler, job.work, files[0])
     return do(builder, job.work, files, only_text=False)
 
 
-def check(
-    compiler: GrammarCompiler | None, job: Check, grammar: MemFile
-) -> tuple[FromWorker, None]:
+def check(compiler: GrammarCompiler | None, job: Check, grammar: MemFile) -> JobResult:
     if compiler is None:
         raise Bug("this model follows no grammar")
     check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
     return Checked(), None
 
 
-def do(
-    builder: Builder, job: Work, files: list[MemFile], *, only_text: bool
-) -> tuple[FromWorker, MemFile | None]:
+def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) -> JobResult:
     """The caller closes the file."""
     data = files[0].view()
     match job:
