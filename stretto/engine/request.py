@@ -56,8 +56,8 @@ from stretto.types import RequestId
 
 Scored = tuple[float, tuple[tuple[int, float], ...]]
 """As hosts report it: a token's log probability, and the likeliest ids with theirs."""
-# of a stream, before its pace says anything: the first packets are small, and wait for one another
-SETTLED_S = 1.0
+PACE_AFTER_S = 1.0
+"""A stream's pace means nothing before: the first packets are small, and wait for one another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,17 +80,17 @@ class RequestState:
     tts_tokens: int = 0  # of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
-    taken: int = 0  # samples that the consumer has taken
-    # when its pace began to count, and how many samples there were
-    paced: tuple[float, int] | None = None
+    consumed: int = 0  # samples that the consumer has taken
+    # from when on its pace counts, and how many samples there were then
+    pace_start: tuple[float, int] | None = None
     packets: list[float] = field(default_factory=list)
-    progressed: float = field(default_factory=lambda: time.monotonic())
+    progressed_at: float = field(default_factory=lambda: time.monotonic())
     throttled: bool = False
-    # its text is still being written: it may rest for as long as its writer does
-    being_written: bool = False
+    # the text that it reads aloud is still being written: it may rest as long as its writer does
+    text_unfinished: bool = False
     failed: bool = False
     over: bool = False
-    # that stages may ask for, by digest
+    # features that stages may ask for, by digest
     _media: Mapping[bytes, Piece] = field(default_factory=dict)
     _sending_media: asyncio.Task[None] | None = None
 
@@ -110,16 +110,16 @@ class RequestState:
     @property
     def buffered_s(self) -> float:
         """Sound that waits for its consumer."""
-        return (self.samples - self.taken) / self.model.info.sample_rate
+        return (self.samples - self.consumed) / self.model.info.sample_rate
 
     def pace(self, now: float) -> float:
         """How fast its sound is made, in times of real time. Infinite where that means
         nothing: at its start, while its listener has enough, while its text is still being
         written, and when all is made, though the listener may take a while to fetch it."""
-        if self.paced is None or self.throttled or self.being_written or not self.unfinished:
+        if self.pace_start is None or self.throttled or self.text_unfinished or not self.unfinished:
             return float("inf")
-        since, before = self.paced
-        if now - since <= SETTLED_S:
+        since, before = self.pace_start
+        if now - since <= PACE_AFTER_S:
             return float("inf")
         return (self.samples - before) / self.model.info.sample_rate / (now - since)
 
@@ -147,7 +147,7 @@ class RequestState:
         if isinstance(event, StrettoError):
             raise event
         if isinstance(event, AudioChunk):
-            self._take(len(event.samples))
+            self._consume(len(event.samples))
         elif isinstance(event, Finished):
             self.over = True
         return event
@@ -165,7 +165,7 @@ class RequestState:
         """A stage has reported it. What comes after its end was on its way, and is dropped."""
         if self.over or self.failed:
             return
-        self.progressed = time.monotonic()
+        self.progressed_at = time.monotonic()
         match message:
             case Text(ids=ids, logprobs=scored):
                 self.add_text(ids, scored)
@@ -192,35 +192,35 @@ class RequestState:
     def fail_if_stalled(self, limit_s: float) -> None:
         """Fail it if its stages have reported nothing for `limit_s`, unless it waits for somebody
         else: a slow consumer, or the writer of its text."""
-        rest = time.monotonic() - self.progressed
-        if self.over or self.failed or self.throttled or self.being_written or rest <= limit_s:
+        rest = time.monotonic() - self.progressed_at
+        if self.over or self.failed or self.throttled or self.text_unfinished or rest <= limit_s:
             return
         if self.events.empty():
             waiting = ", ".join(sorted(self.unfinished))
             self.fail(StageDead(f"{self.id}: no progress for {rest:.1f} s in {waiting}"))
         else:  # its consumer is at rest, not the stages
-            self.progressed = time.monotonic()
+            self.progressed_at = time.monotonic()
 
     # -- a text that is read aloud while it is written
 
     def begin_writing(self) -> None:
-        self.being_written = True
+        self.text_unfinished = True
 
     def add_tts_text(self, tokens: Sequence[int], *, last: bool = False) -> None:
         """More of its text, for the stage that speaks it."""
         stage = self.model.pipeline.deciding("audio")
         assert stage is not None
         if last:
-            self.progressed = time.monotonic()
+            self.progressed_at = time.monotonic()
         self.tts_tokens += len(tokens)
         self.pipeline.send((stage,), StepInputs(self.id, stage, tuple(tokens), last))
 
     def end_writing(self) -> None:
         """Its text is all there. Its pace counts from now on: before, it went as fast as its
         writer."""
-        self.being_written = False
-        if self.paced is not None:
-            self.paced = (time.monotonic(), self.samples)
+        self.text_unfinished = False
+        if self.pace_start is not None:
+            self.pace_start = (time.monotonic(), self.samples)
 
     # -- media
 
@@ -275,7 +275,7 @@ class RequestState:
         if start != self.samples:
             self.fail(Bug(f"{self.id}: sound from sample {start} after {self.samples}"))
             return
-        self.paced = (now, 0) if self.paced is None else self.paced
+        self.pace_start = (now, 0) if self.pace_start is None else self.pace_start
         self.packets.append(now)
         self.samples += len(samples)
         self.frames = frames
@@ -284,14 +284,14 @@ class RequestState:
             self.throttled = True
             self.pipeline.send(self.stages, Throttle(self.id, True))
 
-    def _take(self, samples: int) -> None:
+    def _consume(self, samples: int) -> None:
         """The consumer took sound: a throttled request goes on when half of the room is free
         again."""
-        self.taken += samples
+        self.consumed += samples
         if self.throttled and self.buffered_s < self.max_buffered_s / 2:
             self.throttled = False
-            self.progressed = time.monotonic()
-            self.paced = (self.progressed, self.samples)
+            self.progressed_at = time.monotonic()
+            self.pace_start = (self.progressed_at, self.samples)
             self.pipeline.send(self.stages, Throttle(self.id, False))
 
     # -- the end

@@ -294,7 +294,7 @@ class RequestManager:
             request.fail_if_stalled(stall_s * PATIENCE if patient else stall_s)
 
     def _progresses(self, pipeline: Pipeline) -> bool:
-        newest = max(r.progressed for r in self.running.values() if r.pipeline is pipeline)
+        newest = max(r.progressed_at for r in self.running.values() if r.pipeline is pipeline)
         return time.monotonic() - newest <= self._config.stall_s
 
 

@@ -186,7 +186,7 @@ def test_pace_is_told_by_streams_that_are_under_way(
     began: float | None, throttled: bool, now: float, pace: float | None
 ) -> None:
     t, _ = new_request()
-    t.paced = None if began is None else (began, 0)
+    t.pace_start = None if began is None else (began, 0)
     t.throttled = throttled
     t.samples = SAMPLE_RATE_OUT
     assert t.pace(now) == (float("inf") if pace is None else pace)
@@ -198,11 +198,11 @@ def test_a_slow_listener_does_not_slow_the_pace() -> None:
     t, line = new_request()
     t.add_sound(0, 1, np.zeros(3 * SAMPLE_RATE_OUT, np.float32))
     assert line.sent == [Throttle(ID, True)]
-    assert t.paced is not None
-    began = t.paced[0]
+    assert t.pace_start is not None
+    began = t.pace_start[0]
     assert t.pace(began + 100) == float("inf")
     read(t)
-    since, before = t.paced
+    since, before = t.pace_start
     assert before == 3 * SAMPLE_RATE_OUT
     t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT, np.float32))
     assert t.pace(since + 2) == 0.5
@@ -216,10 +216,10 @@ def test_a_slow_writer_does_not_slow_the_pace() -> None:
     t, _ = new_request()
     t.begin_writing()
     t.add_sound(0, 1, np.zeros(SAMPLE_RATE_OUT, np.float32))
-    assert t.paced is not None
-    assert t.pace(t.paced[0] + 100) == float("inf")
+    assert t.pace_start is not None
+    assert t.pace(t.pace_start[0] + 100) == float("inf")
     t.end_writing()
-    since, before = t.paced
+    since, before = t.pace_start
     assert before == SAMPLE_RATE_OUT
     t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT // 2, np.float32))
     assert t.pace(since + 2) == 0.25
