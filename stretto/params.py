@@ -13,7 +13,7 @@ from stretto.types import RequestId
 MAX_GRAMMAR = 1 << 17
 """Letters."""
 MAX_LOGPROBS = 20
-"""Of the likeliest tokens of a place that can be asked for."""
+"""How many of the likeliest tokens of a place a request may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class RequestOptions:
 
     @property
     def seed(self) -> int:
-        """Of all that the request's stages draw."""
+        """The seed of all that the request's stages draw."""
         if self.params.seed is None:
             raise Bug("a request has no seed before it is admitted")
         return self.params.seed

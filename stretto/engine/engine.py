@@ -150,7 +150,7 @@ class PipelineEngine:
 
     @property
     def pids(self) -> list[int | None]:
-        """Of all hosts, for tests and tools."""
+        """Process ids of all hosts, for tests and tools."""
         return [pid for p in self.pipelines for pid in p.pids]
 
     # -- requests

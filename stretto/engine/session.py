@@ -43,11 +43,11 @@ from stretto.preprocess.prompt import AudioClip, Prompt
 log = logging.getLogger(__name__)
 
 INPUT_RATE = SAMPLE_RATE
-"""Of appended sound, samples per second: what the model hears."""
+"""Samples per second of appended sound, as the model takes them."""
 END = "end"
-"""Where `add` puts an item by default."""
+"""The default place of `add`: behind all items."""
 MAX_PENDING_S = 2400.0
-"""Sound that may wait for its commit."""
+"""Seconds of sound that may wait for their commit."""
 AT_ONCE = INPUT_RATE
 """Samples whose features are made on the event loop: a millisecond's work. More go to a thread."""
 FULL, ROOM = 7 / 8, 3 / 4
@@ -71,7 +71,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSettings:
-    """What else a prompt is made of."""
+    """What a prompt is made of beside the items."""
 
     speak: bool = True
     instructions: str | None = None
@@ -193,7 +193,7 @@ class Session:
         return await self.add({"role": "user", "content": [part]}, id=id)
 
     async def draft(self) -> Item:
-        """What was appended since the last commit, as far as it is; not part of the
+        """An item of the sound that was appended since the last commit. It is no part of the
         conversation."""
         self._check()
         if not self.pending:
@@ -217,7 +217,7 @@ class Session:
         self._last_commit = None
 
     async def read(self) -> None:
-        """Until all windows that are complete have been read ahead, as far as that goes."""
+        """Wait until the complete windows have been prefilled, or could not be."""
         while self._prefill_task is not None and not self._prefill_task.done():
             await asyncio.wait({self._prefill_task})
 
@@ -289,8 +289,8 @@ class Session:
         return Item(id, await asyncio.to_thread(prepared, builder, message, self._allow_paths))
 
     async def _decode(self, message: Message) -> Prompt:
-        """By the engine's prompt workers: what a stranger has encoded may take long and much
-        memory, and there are limits on both there. Senders take turns."""
+        """Have the media of a message decoded by the prompt worker, which limits time and memory: a
+        stranger has encoded them. Senders take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
         packed = await self._prompts.build(Conversation.of(body, sender=self._sender))
         return await asyncio.to_thread(lambda: packed.unpack(packed.feature_bytes()))
@@ -402,8 +402,8 @@ class Session:
         return await self._prompts.build_for(self._sender, messages, tools)
 
     def _pack(self, prompt: Prompt) -> PackedPrompt:
-        """With the features that the stages have not had; they ask for others, where they need them
-        again."""
+        """Pack a prompt with the features that the stages have not had; they ask for others, where
+        they need them again."""
         media = {p.digest: p for p in prompt.pieces()}
         packed = pack(prompt, known=self._sent, on_demand=media)
         self._sent |= media.keys()

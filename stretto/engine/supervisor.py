@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
 FIRST_STARTS = 3  # of a host that dies before its pipeline was ever up; then it is given up
-TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
-"""Errors whose words say all: their names are for programmers."""
+PLAIN_ERRORS = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
+"""Errors whose message is enough without their name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +187,7 @@ class Supervisor:
                     self.progress[stage] = "ready"
                 self.changes.notify()
             case Broken(kind=kind, message=text):
-                host.note_reason(text if kind in TOLD else f"{kind}: {text}")
+                host.note_reason(text if kind in PLAIN_ERRORS else f"{kind}: {text}")
                 if host.state != "ready" and not self.started:
                     # later on it is tried again: what it lacked may come back
                     self.changes.fail(host.reason)

@@ -71,7 +71,7 @@ class TimeScaler:
 
     @property
     def _place(self) -> int:
-        """Where the speed wants the next block from."""
+        """Where the next block should come from at this speed."""
         return round(self._num_blocks * self._block * self._speed)
 
     def _needed(self) -> int:
@@ -111,7 +111,7 @@ class TimeScaler:
         return int(np.argmax(likeness - 1e-3 * distance))
 
     def _forget(self) -> None:
-        """What no later block can need."""
+        """Drop the samples that no later block can need."""
         keep = min(self._follows, max(0, self._place - self._reach))
         if keep > self._buffer_start:
             self._buffer = self._buffer[keep - self._buffer_start :]

@@ -28,18 +28,18 @@ from stretto.preprocess.pool.jobs import Conversation
 log = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""For one request. The engine is ready without one that takes longer."""
+"""The limit of one request. The engine gets ready without one that takes longer."""
 OWNER = "warm-up"
 TEXT = "Good morning to all."
 SOUNDS_S = (1.0, 0.1)
 """The second one is shorter than what an encoder takes at least."""
 CLIP_S = 1.0
-"""Of the voice that is made, where voices can be made."""
+"""The length of the clip that a voice is made of, if the model can make voices."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Of one pipeline."""
+    """The warm-up of one pipeline."""
 
     model: Model
     pipeline: str
@@ -47,7 +47,7 @@ class WarmUp:
     gpu: bool
 
     async def run(self) -> int:
-        """How many requests came to a good end. None fails the start."""
+        """Send the requests; returns how many succeeded. A failed one does not fail the start."""
         good = 0
         try:
             async with asyncio.timeout(LIMIT_S):

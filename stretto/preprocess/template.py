@@ -311,13 +311,13 @@ def limited_steps(most: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-def check_variables(given: object) -> dict[str, Any]:
+def check_variables(variables: object) -> dict[str, Any]:
     """Switches of a template that a client sets: few, and words, numbers or truth values, which can
     forge nothing."""
     at = "chat_template_kwargs"
-    if not isinstance(given, dict) or len(given) > MAX_VARIABLES:
+    if not isinstance(variables, dict) or len(variables) > MAX_VARIABLES:
         raise Invalid(f"{at} must be an object of at most {MAX_VARIABLES} values", at)
-    for name, value in given.items():
+    for name, value in variables.items():
         fine = (
             value is None
             or isinstance(value, bool | int | float)
@@ -327,7 +327,7 @@ def check_variables(given: object) -> dict[str, Any]:
             raise Invalid(f"{at}: {str(name)[:64]!r} must be a truth value, a number or a word", at)
         if name in ("messages", "tools", "add_generation_prompt"):
             raise Invalid(f"{at}: {name} is not for clients to set", at)
-    return given
+    return variables
 
 
 def well_formed(text: str) -> str:

@@ -26,7 +26,7 @@ LONGEST_TITLE = max(map(len, TITLES))
 MIN_PART = 1 / 4
 """The smaller part of a text that is cut in two has at least so much of it."""
 NORMALISERS = {"en": as_words}
-"""By the language of the text."""
+"""Functions that write a text out as words, by its language."""
 
 
 @dataclass(frozen=True, slots=True)

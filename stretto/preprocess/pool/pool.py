@@ -313,7 +313,7 @@ class PromptPool:
     async def _do_apart(
         self, work: Work, files: list[MemFile], queue: FairQueue, sender: str
     ) -> JobResult:
-        """In a process of its own, for which the sender has a place in the queue."""
+        """Have a job done in a process of its own. The sender has a place for it in the queue."""
         job = Job(next(self._numbers), work, apart=True)
         try:
             answers = await self._send(job, files)

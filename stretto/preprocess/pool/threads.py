@@ -42,8 +42,8 @@ class Prompts(Protocol):
     async def build_for(
         self, sender: str, messages: Sequence[Message], tools: Any = None
     ) -> Prompt:
-        """For a session, whose media are features already. Of long texts few are done at a time,
-        senders taking turns, so that short ones never wait for them."""
+        """The prompt of a session, whose media are features already. Few long texts are built at a
+        time, senders taking turns, so that short ones never wait for them."""
         ...
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
@@ -80,7 +80,7 @@ class Prompts(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the process that builds them, if it is another."""
+        """The process that builds them, if it is another than this one."""
         ...
 
     async def check(self, grammar: str, sender: str = "") -> None:

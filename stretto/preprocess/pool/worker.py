@@ -73,7 +73,7 @@ class Worker:
     children: Children
 
     def serve(self) -> None:
-        """Until the server goes."""
+        """Take jobs until the server goes."""
         self.control.send(encode(WorkerReady()))
         self.children.prepare()
         while True:
