@@ -111,7 +111,7 @@ def test_where_passages_meet_there_is_no_step_and_a_pause() -> None:
     assert np.abs(np.diff(sound)).max() < 1.1 * 0.5 / FADE
 
 
-def test_a_passage_that_ends_in_silence_gets_only_what_is_missing_of_the_pause() -> None:
+def test_silence_at_a_passage_end_counts_towards_the_pause() -> None:
     sound = wave(events_of(Speaker(tail=1), [2, 2]))
     assert len(sound) == 4 * FRAME + PAUSE - FRAME
     assert len(wave(events_of(Speaker(tail=9), [9, 9]))) == 18 * FRAME
