@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 HOST_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Of stage hosts, unless the server's own says otherwise. By numpy they multiply small matrices
-(`layers/numpy_decoder.py`): waking a second thread takes longer than such a product."""
+"""Environment of stage hosts, unless the server's own differs. Numpy multiplies small matrices
+there (`layers/numpy_decoder.py`): waking a second thread takes longer than such a product."""
 _PR_SET_PDEATHSIG = 1
 
 

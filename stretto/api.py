@@ -223,13 +223,13 @@ class AsyncEngine:
         text: str,
         *,
         voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
+        style: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         **options: Any,
     ) -> Answer:
-        """Speech for a text. `manner`: instructions, a language, a voice made by `make_voice`; not
+        """Speech for a text. `style`: instructions, a language, a voice made by `make_voice`; not
         all models take all of it."""
-        events = self.stream_aloud(text, voice=voice, manner=manner, params=params, **options)
+        events = self.stream_aloud(text, voice=voice, style=style, params=params, **options)
         return replace(await Answer.of(events, self.info.sample_rate), text=text)
 
     def stream_aloud(
@@ -238,14 +238,14 @@ class AsyncEngine:
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
+        style: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         **options: Any,
     ) -> AsyncIterator[Event]:
         """The same as events, as they come; of a text that is still being written too, if the model
         can. Closing the iterator cancels the request."""
         return self._running.speak(
-            text, voice=voice, manner=manner, params=_params(params, options, self.info.defaults)
+            text, voice=voice, style=style, params=_params(params, options, self.info.defaults)
         )
 
     async def make_voice(self, path: str | Path, text: str = "") -> bytes:

@@ -13,7 +13,7 @@ from stretto.types import RequestId
 MAX_GRAMMAR = 1 << 17
 """Letters."""
 MAX_LOGPROBS = 20
-"""Of the likeliest tokens of a place that can be asked for."""
+"""How many of the likeliest tokens of a place a request may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class RequestOptions:
     tts_streaming: bool = False  # `tts_ids` is where that text begins; the rest follows
     request_id: RequestId | None = None  # the caller's
     session: str | None = None  # requests of a session go to the same pipeline
+    pipeline: str | None = None  # the name of the one that serves it; None: the router chooses
     owner: str = ""  # shares prefix caches with requests of the same owner only
     sender: str = ""  # takes turns with other senders where requests wait
 
@@ -155,7 +156,7 @@ class RequestOptions:
 
     @property
     def seed(self) -> int:
-        """Of all that the request's stages draw."""
+        """The seed of all that the request's stages draw."""
         if self.params.seed is None:
             raise Bug("a request has no seed before it is admitted")
         return self.params.seed

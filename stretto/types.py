@@ -15,14 +15,14 @@ RequestId = NewType("RequestId", str)
 """Minted once by the engine; the same in every stage. Never client text."""
 
 SECRET_BYTES = 32
-"""Of the secret of a link between processes: random, and new for each of its generations."""
+"""The size of a link's secret, which is random and new for each of its generations."""
 
 ExpertWeights = Literal["full", "float8"]
-"""How the experts of a mixture are kept: in the model's dtype, or in 8 bits."""
+"""How the experts of a mixture are stored: in the model's dtype, or in 8 bits."""
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What processes tell each other."""
+    """A message between processes."""
 
 
 class Mark(IntEnum):

@@ -86,7 +86,7 @@ def test_a_voice_made_of_a_clip(tmp_path: Path) -> None:
     )  # a second and a half
     with Engine(tmp_path / "tts", device="cpu") as reader:
         voice = reader.make_voice(tmp_path / "clip.wav", "Good day.")
-        answer = reader.read_aloud("Hello!", manner=SpeechStyle(voice=voice), seed=1, max_frames=3)
+        answer = reader.read_aloud("Hello!", style=SpeechStyle(voice=voice), seed=1, max_frames=3)
         assert len(answer.audio)
         with pytest.raises(Invalid, match="cannot be read"):
             reader.make_voice(tmp_path / "missing.wav")
@@ -203,7 +203,8 @@ def test_the_first_example_needs_no_checkpoint(tmp_path: Path) -> None:
 def test_how_likely_the_tokens_were(engine: Engine) -> None:
     answer = engine.chat("Hello!", modalities=["text"], logprobs=2, **SHORT)
     assert len(answer.logprobs) == answer.finished.usage.text_tokens
-    assert b"".join(t.said or b"" for t in answer.logprobs).decode(errors="replace") == answer.text
+    text = b"".join(t.text_bytes or b"" for t in answer.logprobs)
+    assert text.decode(errors="replace") == answer.text
     assert all(t.logprob <= t.top[0].logprob <= 0 and len(t.top) == 2 for t in answer.logprobs)
     assert engine.chat("Hello!", modalities=["text"], **SHORT).logprobs == ()
     with pytest.raises(Invalid, match="logprobs"):

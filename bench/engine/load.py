@@ -158,15 +158,15 @@ def sender(
     engine: PipelineEngine,
     questions: Questions,
     clock: SystemClock,
-    manner: SpeechStyle | None = None,
+    style: SpeechStyle | None = None,
 ) -> Send:
-    """With a `manner`, questions are read aloud instead of being answered."""
+    """With a `style`, questions are read aloud instead of being answered."""
 
     def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
         params, messages = questions.workload.params(index), questions.take(index)
-        if manner is None:
+        if style is None:
             return stream(engine.generate(messages, params=params), clock)
-        return stream(engine.speak(words(messages), manner=manner, params=params), clock)
+        return stream(engine.speak(words(messages), style=style, params=params), clock)
 
     return send
 
@@ -213,7 +213,7 @@ class Run:
     config: EngineConfig
     engine: PipelineEngine
     tokenizer: Tokenizer
-    manner: SpeechStyle | None
+    style: SpeechStyle | None
     clock: SystemClock
     found: dict[str, Any] = field(default_factory=dict)  # beside the levels
     levels: list[tuple[Workload, Level]] = field(default_factory=list)
@@ -223,7 +223,7 @@ class Run:
         ready is not?"""
         questions = Questions(workload, self.tokenizer)
         questions.prepare(UNSEEN, FIRST)
-        send = sender(self.engine, questions, self.clock, self.manner)
+        send = sender(self.engine, questions, self.clock, self.style)
         took = [await first_times(send(UNSEEN + i), self.clock) for i in range(FIRST)]
         heard = [t["audio"] if "audio" in t else t["end"] for t in took]
         self.found["first_requests"], self.found["first_request_s"] = took, heard[0]
@@ -237,7 +237,7 @@ class Run:
 
     async def measure(self, workload: Workload, loads: list[tuple[Load, Targets]]) -> None:
         questions = Questions(workload, self.tokenizer)
-        bench = Listeners(sender(self.engine, questions, self.clock, self.manner), self.clock)
+        bench = Listeners(sender(self.engine, questions, self.clock, self.style), self.clock)
         begun = 0
         for load, limits in loads:
             num = limits.warmup + (limits.requests or 0)
@@ -299,9 +299,9 @@ async def run_levels(
         async with PipelineEngine.open(directory, config) as engine:
             ready = clock.now() - start
             print(f"ready after {ready:.1f} s\n", flush=True)
-            manner = await reader(engine) if args.read else None
+            style = await reader(engine) if args.read else None
             run = Run(
-                args, config, engine, Tokenizer.open(directory), manner, clock, {"ready_s": ready}
+                args, config, engine, Tokenizer.open(directory), style, clock, {"ready_s": ready}
             )
             await run.begin(workloads[0])
             for workload in workloads:

@@ -97,7 +97,7 @@ async def _speak(args: argparse.Namespace) -> int:
             if not engine.info.reads_while_written:
                 text = "".join([piece async for piece in text])
         params = parameters(args, engine.info.defaults)
-        events = engine.stream_aloud(text, voice=args.voice, manner=style, params=params)
+        events = engine.stream_aloud(text, voice=args.voice, style=style, params=params)
         played = _played(events) if str(args.out) == "-" else events
         answer = await Answer.of(played, engine.info.sample_rate)
     return finish(args.out, answer)

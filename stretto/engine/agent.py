@@ -41,7 +41,7 @@ from stretto.errors import StageDead
 from stretto.transport.zmq_auth import encrypt, key_of
 
 DIAL_S = 10.0
-LAST_WORDS_MS = 2000
+LINGER_MS = 2000
 ORPHANED = "the process that keeps its machine's hosts died"
 END_S = 5.0  # for a host to end by itself, when the engine sends nothing more
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -73,8 +73,8 @@ class Agent:
         self._keeper = keeper
 
     def run(self) -> str:
-        """Until the host or the engine is gone; says which. `StageDead`: it did not come to
-        that."""
+        """Serve until the host or the engine is gone; returns which. `StageDead`: the host was not
+        started."""
         with zmq.Context() as context:
             dealer = context.socket(zmq.DEALER)
             try:
@@ -83,7 +83,7 @@ class Agent:
             finally:
                 self.kill()
                 dealer.disable_monitor()
-                dealer.close(LAST_WORDS_MS)
+                dealer.close(LINGER_MS)
 
     def kill(self) -> None:
         """Any thread."""
@@ -191,7 +191,7 @@ class _Relay:
         self.outward = b""  # for the engine
 
     def run(self) -> str | None:
-        """Until the host has closed its end, or its keeper is gone; None: the engine is
+        """Relay until the host has closed its end, or its keeper is gone; None: the engine is
         gone."""
         poller = zmq.Poller()
         poller.register(self.monitor, zmq.POLLIN)

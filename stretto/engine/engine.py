@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from stretto.engine.session import Session
 from stretto.engine.supervisor import GpuSharing
 from stretto.engine.time_scaling import at_speed
 from stretto.engine.tts import TextToSpeech
-from stretto.engine.warmup import PipelineRequests, WarmUp
+from stretto.engine.warmup import WarmUp
 from stretto.errors import StrettoError
 from stretto.family import Model, ModelInfo
 from stretto.hardware import cards
@@ -99,11 +99,10 @@ class PipelineEngine:
         self.requests.watch()
 
     async def _warm_up(self, pipeline: Pipeline) -> None:
-        requests = PipelineRequests(self.requests, pipeline)
-        tts = TextToSpeech(requests, self._threads, self.builder.tokenizer.encode)
+        tts = TextToSpeech(self.requests, self._threads, self.builder.tokenizer.encode)
         devices = (host.device for host in pipeline.supervisor.hosts)
         gpu = any(device.startswith("cuda") for device in devices)
-        await WarmUp(self.model, requests, tts, gpu).run()
+        await WarmUp(self.model, pipeline.name, tts, gpu).run()
 
     async def drain(self, timeout: float) -> None:
         await self.requests.drain(timeout)
@@ -151,7 +150,7 @@ class PipelineEngine:
 
     @property
     def pids(self) -> list[int | None]:
-        """Of all hosts, for tests and tools."""
+        """Process ids of all hosts, for tests and tools."""
         return [pid for p in self.pipelines for pid in p.pids]
 
     # -- requests
@@ -183,11 +182,9 @@ class PipelineEngine:
 
         async def build() -> PackedPrompt:
             if isinstance(messages, Conversation):
-                try:
+                with closing(messages):
                     await self.prompts.check(options.params.grammar, options.sender)
                     return await self.prompts.build(messages, use_audio_in_video)
-                finally:
-                    messages.close()
             await self.prompts.check(options.params.grammar, options.sender)
             return await self._threads.build_local(
                 [dict(m) for m in messages],
@@ -196,14 +193,15 @@ class PipelineEngine:
                 allow_paths=allow_paths,
             )
 
-        return self._at_speed(self.requests.run(build, options), options)
+        events = self.requests.run(build, options)
+        return at_speed(events, options.params.speed, self.info.sample_rate)
 
     def speak(
         self,
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
+        style: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
@@ -214,20 +212,16 @@ class PipelineEngine:
             "tts",
             params or self.info.defaults,
             voice,
-            style=manner,
+            style=style,
             request_id=request_id,
             owner=owner,
         )
-        return self._at_speed(self._tts.speak(text, options, sender), options)
-
-    def _at_speed(
-        self, events: AsyncIterator[Event], options: RequestOptions
-    ) -> AsyncIterator[Event]:
+        events = self._tts.speak(text, options, sender)
         return at_speed(events, options.params.speed, self.info.sample_rate)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:
         self.requests.check_open()
-        return await self._tts.enrol(clip, owner)
+        return await self._tts.enrol(clip, RequestOptions("enrolment", owner=owner))
 
     def session(self, *, owner: str = "", sender: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""
@@ -242,9 +236,9 @@ class PipelineEngine:
         )
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
-        return await self.prompts.outline(body, long, most, sender)
+        return await self.prompts.outline(body, long, max_short_bytes, sender)
 
     async def cut(
         self, sound: MemFile, seconds: float | None, sender: str = ""

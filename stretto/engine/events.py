@@ -23,11 +23,11 @@ class TokenLogprob:
     grammars)."""
 
     id: int
-    token: str  # what it says, or what a special token is called
-    # what it adds to the text, which may be part of a character; None for special tokens
-    said: bytes | None
+    token: str  # its text, or the name of a special token
+    # the bytes that it adds to the text, maybe part of a character; None for special tokens
+    text_bytes: bytes | None
     logprob: float
-    top: tuple[TokenLogprob, ...] = ()  # the likeliest in its place, the likeliest first
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at its place, the likeliest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class StagesLost:
 
 
 HostReports = asyncio.Queue[HostMessage | HostDied]
-"""Of all hosts of a pipeline, in the order in which they came."""
+"""The reports of all hosts of a pipeline, in the order in which they came."""
 
 
 class HostHandle(ABC):
@@ -219,7 +219,7 @@ class HostHandle(ABC):
 
 
 class Launcher(Protocol):
-    """Where the hosts of an engine come from."""
+    """Makes the hosts of an engine."""
 
     def host(self, name: str, number: int, device: str, reports: HostReports) -> HostHandle:
         """A host that has not been started, for a device as the settings name it."""

@@ -96,8 +96,8 @@ class HostProcess(HostHandle):
         super().mark_dead(reason)
 
     async def wait_exit(self) -> None:
-        """Until the process is gone, so that `reason` says how it ended. Not for long: it may hang
-        in a driver."""
+        """Wait until the process is gone, so that `reason` says how it ended, but not for long: the
+        process may hang in a driver."""
         if self._process is not None and self.reason == ENDED:
             with suppress(TimeoutError):
                 self.reason = end_of(await asyncio.wait_for(self._process.wait(), EXIT_S)) or ENDED

@@ -1,4 +1,4 @@
-"""A text that is read in passages, as one answer: each passage a request of its own, begun before
+"""A text that is read in passages, as one answer: each passage a request of its own, started before
 its listener has heard the one before; their sound joined without a click, their counts added.
 Asyncio; called by `tts.py`; imports no torch."""
 
@@ -35,22 +35,22 @@ Samples = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class FrameLimits:
-    """Frames of the whole text, where its caller limits them. (The checkpoint's own limit is that
-    of a passage.)"""
+    """The limit of frames: of the whole text if its caller set one, else the checkpoint's, which is
+    that of a passage."""
 
     params: Params
-    whole: bool
+    for_whole_text: bool
     frames: int = 0  # made so far
 
     @property
     def reached(self) -> bool:
-        return self.whole and self.frames >= self.params.max_frames
+        return self.for_whole_text and self.frames >= self.params.max_frames
 
     def of_next(self) -> Params:
         """What is left of them, for the next passage."""
-        most = self.params.max_frames - (self.frames if self.whole else 0)
-        least = min(max(self.params.min_frames - self.frames, 0), most)
-        return replace(self.params, max_frames=most, min_frames=least)
+        max_frames = self.params.max_frames - (self.frames if self.for_whole_text else 0)
+        min_frames = min(max(self.params.min_frames - self.frames, 0), max_frames)
+        return replace(self.params, max_frames=max_frames, min_frames=min_frames)
 
 
 Speak = Callable[[T, Params], AsyncIterator[Event]]
@@ -69,8 +69,8 @@ class PassageReader(Generic[T]):
     async def read(self, passages: AsyncIterator[T]) -> AsyncIterator[Event]:
         """Events as of one answer: sound, codes and counts go on from passage to passage."""
         seam = Seam(self.rate)
-        async with aclosing(_generator(passages)) as coming:
-            async for passage in coming:
+        async with aclosing(_generator(passages)) as unread:
+            async for passage in unread:
                 if self.limits.reached:
                     self.cut = True
                     break
@@ -83,11 +83,11 @@ class PassageReader(Generic[T]):
             raise Invalid("there is nothing in this text that the model can say", "input")
         if (rest := seam.finish()) is not None:
             yield rest
-        yield joined(self.ends, seam.sent, self.cut)
+        yield join_ends(self.ends, seam.sent, self.cut)
 
     async def _passage(self, passage: T, seam: Seam) -> AsyncIterator[Event]:
         before = self.limits.frames
-        async with aclosing(_generator(self._begun(passage))) as events:
+        async with aclosing(_generator(self._retried(passage))) as events:
             async for event in events:
                 if isinstance(event, AudioChunk):
                     if (chunk := seam.push(event.samples)) is not None:
@@ -100,19 +100,19 @@ class PassageReader(Generic[T]):
                 else:
                     yield event
 
-    async def _begun(self, passage: T) -> AsyncIterator[Event]:
-        """Once more, where there is no room for another passage at the moment."""
+    async def _retried(self, passage: T) -> AsyncIterator[Event]:
+        """The events of a passage, which is tried again if the engine has no room for it now."""
         params = self.limits.of_next()
-        begun = False
+        started = False
         for tries in range(TRIES):
             try:
                 async with aclosing(_generator(self.speak(passage, params))) as events:
                     async for event in events:
-                        begun = True
+                        started = True
                         yield event
                 return
             except Busy:
-                if begun or not self.ends or tries + 1 == TRIES:
+                if started or not self.ends or tries + 1 == TRIES:
                     raise
                 await asyncio.sleep(RETRY_S)
 
@@ -124,44 +124,44 @@ class Seam:
 
     rate: int
     sent: int = 0  # samples
-    _held: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
+    _tail: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     _quiet: int = 0  # samples of silence at the end
     _fade_in: int = 0  # samples that are still to fade in
 
     def push(self, samples: Samples) -> AudioChunk | None:
         if self._fade_in:
-            samples = self._faded_in(samples)
+            samples = self._fade_in_start(samples)
         loud = np.flatnonzero(np.abs(samples) > QUIET)
         self._quiet = len(samples) - 1 - int(loud[-1]) if len(loud) else self._quiet + len(samples)
-        whole = np.concatenate([self._held, samples])
-        cut = max(0, len(whole) - self._fade)
-        self._held = whole[cut:]
-        return self._chunk(whole[:cut])
+        unsent = np.concatenate([self._tail, samples])
+        cut = max(0, len(unsent) - self._fade)
+        self._tail = unsent[cut:]
+        return self._chunk(unsent[:cut])
 
     def join(self) -> AudioChunk | None:
         """Another passage follows: fade out, and rest."""
-        ramp = np.linspace(1, 0, len(self._held), dtype=np.float32)
+        ramp = np.linspace(1, 0, len(self._tail), dtype=np.float32)
         pause = max(0, int(PAUSE_S * self.rate) - self._quiet)
-        end = np.concatenate([self._held * ramp, np.zeros(pause, np.float32)])
-        self._held = self._held[:0]
+        end = np.concatenate([self._tail * ramp, np.zeros(pause, np.float32)])
+        self._tail = self._tail[:0]
         self._quiet = 0
         self._fade_in = self._fade
         return self._chunk(end)
 
     def finish(self) -> AudioChunk | None:
         """No other passage follows."""
-        rest = self._held
-        self._held = rest[:0]
+        rest = self._tail
+        self._tail = rest[:0]
         return self._chunk(rest)
 
     @property
     def _fade(self) -> int:
         return int(FADE_S * self.rate)
 
-    def _faded_in(self, samples: Samples) -> Samples:
+    def _fade_in_start(self, samples: Samples) -> Samples:
         count = min(self._fade_in, len(samples))
-        begun = self._fade - self._fade_in
-        ramp = np.arange(begun, begun + count, dtype=np.float32) / self._fade
+        first = self._fade - self._fade_in
+        ramp = np.arange(first, first + count, dtype=np.float32) / self._fade
         self._fade_in -= count
         return np.concatenate([samples[:count] * ramp, samples[count:]])
 
@@ -173,7 +173,7 @@ class Seam:
         return chunk
 
 
-def joined(ends: Sequence[Finished], samples: int, cut: bool) -> Finished:
+def join_ends(ends: Sequence[Finished], samples: int, cut: bool) -> Finished:
     """The end of all passages, whose sound has so many samples."""
     first, last = ends[0], ends[-1]
     used = [e.usage for e in ends]
@@ -195,19 +195,19 @@ def joined(ends: Sequence[Finished], samples: int, cut: bool) -> Finished:
     )
 
 
-# ---- ahead of who asks
+# ---- items and events that are made before the caller asks for them
 
 
 async def one_ahead(items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The same, each made while the one before is used."""
-    coming = asyncio.ensure_future(_next(items))
+    """The same items; each is made while the one before is used."""
+    next_item = asyncio.ensure_future(_next(items))
     try:
-        while (item := await coming) is not None:
-            coming = asyncio.ensure_future(_next(items))
+        while (item := await next_item) is not None:
+            next_item = asyncio.ensure_future(_next(items))
             yield item
     finally:
-        coming.cancel()
-        await asyncio.wait([coming])
+        next_item.cancel()
+        await asyncio.wait([next_item])
         await _generator(items).aclose()
 
 
@@ -230,7 +230,7 @@ async def with_lead(events: AsyncIterator[Event], rate: int) -> AsyncIterator[Ev
 
 @dataclass(slots=True, eq=False)
 class _Lead:
-    most: int  # samples
+    max_samples: int
     waiting: int = 0
     events: asyncio.Queue[Event | Exception | None] = field(default_factory=asyncio.Queue)
     room: asyncio.Event = field(default_factory=asyncio.Event)
@@ -241,7 +241,7 @@ class _Lead:
                 async for event in source:
                     self.events.put_nowait(event)
                     await self._count(event)
-        except Exception as e:  # noqa: BLE001  whatever ends the events is for who asks for them
+        except Exception as e:  # noqa: BLE001  whatever ends the events is raised where they are read
             self.events.put_nowait(e)
         else:
             self.events.put_nowait(None)
@@ -250,7 +250,7 @@ class _Lead:
         if not isinstance(event, AudioChunk):
             return
         self.waiting += len(event.samples)
-        while self.waiting > self.most:
+        while self.waiting > self.max_samples:
             self.room.clear()
             await self.room.wait()
 
@@ -265,5 +265,5 @@ class _Lead:
 
 
 def _generator(items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """What is iterated is a generator, which can be closed."""
+    """The same iterator, which is a generator and so can be closed."""
     return cast(AsyncGenerator[T, None], items)

@@ -56,7 +56,7 @@ class EngineClient(Protocol):
         text: str | AsyncIterator[str],
         *,
         voice: str | None = None,
-        manner: SpeechStyle = DEFAULT_STYLE,
+        style: SpeechStyle = DEFAULT_STYLE,
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
@@ -78,10 +78,11 @@ class EngineClient(Protocol):
         ...
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
-        """Cut a JSON object that is too large for the event loop into its short fields and the
-        `long` ones, in another process. The caller closes the file that comes back."""
+        """Cut a JSON object that is too large for the event loop into its short fields, which may
+        have `max_short_bytes` together, and the `long` ones, in another process. The caller closes
+        the file that comes back."""
         ...
 
     async def cut(

@@ -73,7 +73,8 @@ class Starter(Protocol):
     """Starts agents on machines of its choice."""
 
     async def start(self, invitation: Invitation, number: int) -> Started:
-        """For host number `number` of the pipeline. `OSError`: not now; `StageDead`: not ever."""
+        """Start the agent of host number `number`. `OSError`: it may be tried again; `StageDead`:
+        it would fail again."""
         ...
 
 
@@ -126,7 +127,7 @@ class RemoteHost(HostHandle):
 
     @property
     def pid(self) -> int | None:
-        """Of the agent, on its machine."""
+        """The agent's process, on its own machine."""
         return self._agent_pid
 
     @property
@@ -244,7 +245,7 @@ class _Wire:
         self._poll()
 
     def _listen(self, s: zmq.Socket[bytes], nonce: str, address: str) -> zmq.Socket[bytes]:
-        """Of the connection's events."""
+        """Listen for the agent; returns the socket on which the connection's events come."""
         s.setsockopt(zmq.LINGER, 0)
         s.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         s.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send without room is refused, not lost

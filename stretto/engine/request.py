@@ -10,14 +10,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto import errors
+from stretto.engine.answer_text import AnswerText
 from stretto.engine.events import (
     AudioChunk,
     CodeFrames,
@@ -26,13 +25,13 @@ from stretto.engine.events import (
     FinishReason,
     Product,
     TextDelta,
-    TimelineSpan,
     TokenLogprob,
     Usage,
 )
 from stretto.engine.pipeline import PIECE, Pipeline
+from stretto.engine.timeline import Timeline
 from stretto.errors import Bug, Gone, StageDead, StrettoError
-from stretto.family import MediaTokens, Model, OutputKind, PipelineSpec
+from stretto.family import MediaTokens, Model
 from stretto.messages.requests import (
     Cancel,
     Codes,
@@ -40,28 +39,25 @@ from stretto.messages.requests import (
     Failed,
     Finish,
     FromHost,
-    Made,
     MediaData,
     MediaRequest,
     Pcm,
+    ProductData,
     StepInputs,
     Text,
     Throttle,
     Working,
 )
-from stretto.params import Params, RequestOptions
+from stretto.params import RequestOptions
 from stretto.preprocess.packed_prompt import PackedPiece, PackedPrompt
 from stretto.preprocess.prompt import Piece
 from stretto.preprocess.template import TextStream
 from stretto.types import RequestId
 
-OUTPUTS: tuple[OutputKind, OutputKind] = ("text", "audio")
 Scored = tuple[float, tuple[tuple[int, float], ...]]
 """As hosts report it: a token's log probability, and the likeliest ids with theirs."""
-# of a stream, before its pace says anything: the first packets are small, and wait for one another
-SETTLED_S = 1.0
-MOST = 600
-"""Outputs of one stage that get a span in the timeline each; of more, every n-th does."""
+PACE_AFTER_S = 1.0
+"""A stream's pace means nothing before: the first packets are small, and wait for one another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,39 +76,31 @@ class RequestState:
     max_buffered_s: float
     events: asyncio.Queue[Event | StrettoError] = field(default_factory=asyncio.Queue)
     ended: dict[str, Ended] = field(default_factory=dict)
-    text: str = ""  # decoded so far, stop strings not looked for
-    shown: int = 0  # characters of it that were passed on
-    ids: int = 0
-    # characters of the text that stop strings must end behind: those of the first `min_text_tokens`
-    least: int = 0
-    # a stop string was found: what was made beyond it is not passed on, nor counted
-    stopped: bool = False
+    text: AnswerText = field(init=False)
     tts_tokens: int = 0  # of a text that is read aloud and stands beside the prompt
     frames: int = 0
     samples: int = 0
-    taken: int = 0  # samples that the consumer has taken
-    # when its pace began to count, and how many samples there were
-    paced: tuple[float, int] | None = None
+    consumed: int = 0  # samples that the consumer has taken
+    # from when on its pace counts, and how many samples there were then
+    pace_start: tuple[float, int] | None = None
     packets: list[float] = field(default_factory=list)
-    progressed: float = field(default_factory=lambda: time.monotonic())
+    progressed_at: float = field(default_factory=lambda: time.monotonic())
     throttled: bool = False
-    # its text is still being written: it may rest for as long as its writer does
-    being_written: bool = False
+    # the text that it reads aloud is still being written: it may rest as long as its writer does
+    text_unfinished: bool = False
     failed: bool = False
     over: bool = False
-    # that stages may ask for, by digest
+    # features that stages may ask for, by digest
     _media: Mapping[bytes, Piece] = field(default_factory=dict)
     _sending_media: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
+        params = self.options.params
+        self.text = AnswerText(self.decoder, params.stop, params.min_text_tokens)
         if self.prompt.features is not None:
             self._media = self.prompt.features.on_demand
         if self.model.info.live_text:  # else that text is in the prompt
             self.tts_tokens = len(self.options.tts_ids or ())
-
-    @property
-    def params(self) -> Params:
-        return self.options.params
 
     @property
     def unfinished(self) -> set[str]:
@@ -122,23 +110,23 @@ class RequestState:
     @property
     def buffered_s(self) -> float:
         """Sound that waits for its consumer."""
-        return (self.samples - self.taken) / self.model.info.sample_rate
+        return (self.samples - self.consumed) / self.model.info.sample_rate
 
     def pace(self, now: float) -> float:
         """How fast its sound is made, in times of real time. Infinite where that means
         nothing: at its start, while its listener has enough, while its text is still being
         written, and when all is made, though the listener may take a while to fetch it."""
-        if self.paced is None or self.throttled or self.being_written or not self.unfinished:
+        if self.pace_start is None or self.throttled or self.text_unfinished or not self.unfinished:
             return float("inf")
-        since, before = self.paced
-        if now - since <= SETTLED_S:
+        since, before = self.pace_start
+        if now - since <= PACE_AFTER_S:
             return float("inf")
         return (self.samples - before) / self.model.info.sample_rate / (now - since)
 
     @property
     def queued(self) -> bool:
         """Its last stage has made nothing yet."""
-        return not (self.samples if len(self.stages) > 1 else self.ids)
+        return not (self.samples if len(self.stages) > 1 else self.text.num_tokens)
 
     @property
     def outcome(self) -> Literal["finished", "failed", "cancelled"]:
@@ -159,7 +147,7 @@ class RequestState:
         if isinstance(event, StrettoError):
             raise event
         if isinstance(event, AudioChunk):
-            self._take(len(event.samples))
+            self._consume(len(event.samples))
         elif isinstance(event, Finished):
             self.over = True
         return event
@@ -177,7 +165,7 @@ class RequestState:
         """A stage has reported it. What comes after its end was on its way, and is dropped."""
         if self.over or self.failed:
             return
-        self.progressed = time.monotonic()
+        self.progressed_at = time.monotonic()
         match message:
             case Text(ids=ids, logprobs=scored):
                 self.add_text(ids, scored)
@@ -186,7 +174,7 @@ class RequestState:
             case Codes(start=start, width=width):
                 codes = np.frombuffer(blob, np.int32).reshape(-1, width)
                 self.events.put_nowait(CodeFrames(start, codes))
-            case Made():
+            case ProductData():
                 self.events.put_nowait(Product(blob))
             case Ended():
                 self.end(message)
@@ -204,35 +192,35 @@ class RequestState:
     def fail_if_stalled(self, limit_s: float) -> None:
         """Fail it if its stages have reported nothing for `limit_s`, unless it waits for somebody
         else: a slow consumer, or the writer of its text."""
-        rest = time.monotonic() - self.progressed
-        if self.over or self.failed or self.throttled or self.being_written or rest <= limit_s:
+        rest = time.monotonic() - self.progressed_at
+        if self.over or self.failed or self.throttled or self.text_unfinished or rest <= limit_s:
             return
         if self.events.empty():
             waiting = ", ".join(sorted(self.unfinished))
             self.fail(StageDead(f"{self.id}: no progress for {rest:.1f} s in {waiting}"))
         else:  # its consumer is at rest, not the stages
-            self.progressed = time.monotonic()
+            self.progressed_at = time.monotonic()
 
     # -- a text that is read aloud while it is written
 
     def begin_writing(self) -> None:
-        self.being_written = True
+        self.text_unfinished = True
 
     def add_tts_text(self, tokens: Sequence[int], *, last: bool = False) -> None:
         """More of its text, for the stage that speaks it."""
         stage = self.model.pipeline.deciding("audio")
         assert stage is not None
         if last:
-            self.progressed = time.monotonic()
+            self.progressed_at = time.monotonic()
         self.tts_tokens += len(tokens)
         self.pipeline.send((stage,), StepInputs(self.id, stage, tuple(tokens), last))
 
     def end_writing(self) -> None:
         """Its text is all there. Its pace counts from now on: before, it went as fast as its
         writer."""
-        self.being_written = False
-        if self.paced is not None:
-            self.paced = (time.monotonic(), self.samples)
+        self.text_unfinished = False
+        if self.pace_start is not None:
+            self.pace_start = (time.monotonic(), self.samples)
 
     # -- media
 
@@ -263,54 +251,21 @@ class RequestState:
     # -- text
 
     def add_text(self, ids: tuple[int, ...], scored: Sequence[Scored] = ()) -> None:
-        """Tokens, as many as came together. Where a stop string may be among them, each is looked
-        at alone, so that the answer ends with the one that completes it, however they came."""
-        before, shown = self.ids, ""
-        for some in [(i,) for i in ids] if self.params.stop else [ids]:
-            if self.stopped:
-                break
-            self.ids += len(some)
-            self._grow(self.decoder.push(some))
-            shown += self._show(last=False)
-        if self.ids > before:
-            count = self.ids - before
-            scores = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
-            self.events.put_nowait(TextDelta(ids[:count], shown, scores))
+        """Tokens, as many as came together. At a stop string, the stage that writes is ended."""
+        before = self.text.num_tokens
+        text = self.text.push(ids)
+        count = self.text.num_tokens - before
+        if not count:
+            return
+        scores = tuple(self._logprob(i, *s) for i, s in zip(ids[:count], scored, strict=False))
+        self.events.put_nowait(TextDelta(ids[:count], text, scores))
+        writer = self.model.pipeline.deciding("text") if self.text.stopped else None
+        if writer is not None and writer not in self.ended:
+            self.pipeline.send((writer,), Finish(self.id, writer))
 
     def _logprob(self, id: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-        best = tuple(TokenLogprob(i, *self.decoder.told(i), value) for i, value in top)
-        return TokenLogprob(id, *self.decoder.told(id), logprob, best)
-
-    def _grow(self, text: str) -> None:
-        self.text += text
-        if self.ids <= self.params.min_text_tokens:
-            self.least = len(self.text)
-
-    def _show(self, last: bool) -> str:
-        """What of the text may be passed on: nothing from a stop string on, nor what may be the
-        start of one. The stop string that is complete first counts (of those, the longest), so it
-        does not matter how the text was cut."""
-        found = [(at + len(stop), at) for stop in self.params.stop if (at := self._find(stop)) >= 0]
-        end = len(self.text)
-        if found:
-            self.stopped = True
-            _, end = min(found)
-            writer = self.model.pipeline.deciding("text")
-            if writer is not None and writer not in self.ended:
-                self.pipeline.send((writer,), Finish(self.id, writer))
-        elif not last:
-            end -= max((self._begun(stop) for stop in self.params.stop), default=0)
-        shown = self.text[self.shown : end]
-        self.shown = end
-        return shown
-
-    def _find(self, stop: str) -> int:
-        return self.text.find(stop, max(self.shown, self.least + 1 - len(stop)))
-
-    def _begun(self, stop: str) -> int:
-        """How many characters at the end of the text may be the start of `stop`."""
-        longest = min(len(stop) - 1, len(self.text))
-        return next((k for k in range(longest, 0, -1) if self.text.endswith(stop[:k])), 0)
+        best = tuple(TokenLogprob(i, *self.decoder.describe(i), value) for i, value in top)
+        return TokenLogprob(id, *self.decoder.describe(id), logprob, best)
 
     # -- sound
 
@@ -320,7 +275,7 @@ class RequestState:
         if start != self.samples:
             self.fail(Bug(f"{self.id}: sound from sample {start} after {self.samples}"))
             return
-        self.paced = (now, 0) if self.paced is None else self.paced
+        self.pace_start = (now, 0) if self.pace_start is None else self.pace_start
         self.packets.append(now)
         self.samples += len(samples)
         self.frames = frames
@@ -329,14 +284,14 @@ class RequestState:
             self.throttled = True
             self.pipeline.send(self.stages, Throttle(self.id, True))
 
-    def _take(self, samples: int) -> None:
+    def _consume(self, samples: int) -> None:
         """The consumer took sound: a throttled request goes on when half of the room is free
         again."""
-        self.taken += samples
+        self.consumed += samples
         if self.throttled and self.buffered_s < self.max_buffered_s / 2:
             self.throttled = False
-            self.progressed = time.monotonic()
-            self.paced = (self.progressed, self.samples)
+            self.progressed_at = time.monotonic()
+            self.pace_start = (self.progressed_at, self.samples)
             self.pipeline.send(self.stages, Throttle(self.id, False))
 
     # -- the end
@@ -349,30 +304,30 @@ class RequestState:
 
     def _finish(self) -> None:
         spec = self.model.pipeline
-        text, audio = (self.ended.get(spec.deciding(output) or "") for output in OUTPUTS)
-        if text is not None:
-            self._grow(self.decoder.finish())
-            rest = "" if self.stopped else self._show(last=True)
-            if rest:
-                self.events.put_nowait(TextDelta((), rest))
+        text = self.ended.get(spec.deciding("text") or "")
+        audio = self.ended.get(spec.deciding("audio") or "")
+        rest = self.text.finish() if text is not None else ""
+        if rest:
+            self.events.put_nowait(TextDelta((), rest))
+        prompt_ids = self.prompt.ids
         self.events.put_nowait(
             Finished(
-                text=_reason(text.reason) if text is not None and not self.stopped else "stop",
+                text=_reason(text.reason) if text is not None and not self.text.stopped else "stop",
                 audio=_reason(audio.reason) if audio is not None else None,
-                usage=self._usage(text),
+                usage=self._usage(prompt_ids, text),
                 seed=self.options.seed,
                 timeline=Timeline(spec, self.arrived, self.ended, self.packets),
-                prompt_ids=self.prompt.ids,
+                prompt_ids=prompt_ids,
                 arrived=self.arrived,
             )
         )
 
-    def _usage(self, text: Ended | None) -> Usage:
-        asked = prompt_usage(self.prompt.ids, self.model.media_tokens)
+    def _usage(self, prompt_ids: Sequence[int], text: Ended | None) -> Usage:
+        prompt = prompt_usage(prompt_ids, self.model.media_tokens)
         return replace(
-            asked,
-            prompt_tokens=asked.prompt_tokens + self.tts_tokens,
-            text_tokens=self.ids,
+            prompt,
+            prompt_tokens=prompt.prompt_tokens + self.tts_tokens,
+            text_tokens=self.text.num_tokens,
             frames=self.frames,
             samples=self.samples,
             cached_tokens=text.cached if text is not None else 0,
@@ -388,7 +343,7 @@ class RequestState:
 
 
 def prompt_usage(ids: Sequence[int], media: MediaTokens) -> Usage:
-    """Of a prompt that was asked, before there is an answer."""
+    """The usage of a prompt that has no answer yet."""
     return Usage(
         prompt_tokens=len(ids),
         text_tokens=0,
@@ -411,60 +366,3 @@ def _error(failed: Failed) -> StrettoError:
             return faulty(text, failed.param)
     known = {c.__name__: c for c in (errors.Busy, errors.Gone, errors.WireError, errors.Bug)}
     return known.get(failed.kind, StageDead)(text)
-
-
-class Timeline(Sequence[TimelineSpan]):
-    """Made when somebody looks at it. Few do, and it takes the event loop half a millisecond for
-    ten seconds of speech."""
-
-    def __init__(
-        self,
-        spec: PipelineSpec,
-        arrived: float,
-        ended: Mapping[str, Ended],
-        packets: Sequence[float],
-    ) -> None:
-        self._given = spec, arrived, ended, packets
-
-    @cached_property
-    def _spans(self) -> tuple[TimelineSpan, ...]:
-        return timeline(*self._given)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @overload
-    def __getitem__(self, at: int) -> TimelineSpan: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[TimelineSpan, ...]: ...
-    def __getitem__(self, at: int | slice) -> TimelineSpan | tuple[TimelineSpan, ...]:
-        return self._spans[at]
-
-
-def timeline(
-    spec: PipelineSpec, arrived: float, ended: Mapping[str, Ended], packets: Sequence[float]
-) -> tuple[TimelineSpan, ...]:
-    """Spans in seconds from the request's arrival. A stage's output spans from the one before to
-    itself. A prompt whose media are encoded while its beginning is read counts as being encoded."""
-    spans: list[TimelineSpan] = []
-    for s in spec.stages:
-        stage, e = s.name, ended.get(s.name)
-        if e is None or not e.marks:
-            continue
-        read = e.begun
-        if e.begun < e.encoded_at < e.marks[0]:
-            read = e.encoded_at
-            spans.append(TimelineSpan(stage, "encode", e.begun - arrived, read - arrived))
-        begun = thin([read, *(c for c in e.chunks if read < c < e.marks[0]), e.marks[0]])
-        spans += [
-            TimelineSpan(stage, s.first, a - arrived, b - arrived) for a, b in pairwise(begun)
-        ]
-        marks = thin(e.marks)
-        spans += [TimelineSpan(stage, s.each, a - arrived, b - arrived) for a, b in pairwise(marks)]
-    spans += [TimelineSpan("packets", "packet", t - arrived, t - arrived) for t in thin(packets)]
-    return tuple(sorted(spans, key=lambda span: span.start))
-
-
-def thin(marks: Sequence[float]) -> list[float]:
-    step = -(-len(marks) // MOST) if marks else 1
-    return [*marks[::step], marks[-1]] if (len(marks) - 1) % step else list(marks[::step])

@@ -1,8 +1,8 @@
-"""The running requests of an engine: each admitted, announced to its stages, given their reports,
-failed when it stalls, and removed when its caller leaves. On the event loop; imports no torch.
+"""The running requests of an engine. `RequestManager` admits each, announces it to its stages,
+applies their reports, fails it when it stalls, and removes it when its caller leaves. On the event
+loop; imports no torch.
 
-One task for each pipeline reads what its hosts report. It is the one place at which reports reach
-requests."""
+One task for each pipeline reads what its hosts report. Reports reach requests nowhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -29,7 +29,7 @@ from stretto.engine.router import Router, slowest
 from stretto.errors import Bug, Busy, Gone, Invalid, TooLong
 from stretto.family import Model, ModelInfo
 from stretto.messages.requests import Admit
-from stretto.params import Capability, Params, RequestOptions
+from stretto.params import Params, RequestOptions
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.template import TextStream, Tokenizer
 from stretto.types import RequestId
@@ -40,16 +40,24 @@ log = logging.getLogger(__name__)
 _CALLERS_ID = re.compile(r"[A-Za-z0-9_.:-]{1,48}")
 WATCH_S = 0.25
 LATE_S = WATCH_S + 0.5
-PING_EVERY = 4  # looks
+PING_EVERY = 4  # rounds of the watch
 PATIENCE = 4  # times `stall_s` that a request may wait in line for rows that others hold
 Counter = Literal[
-    "requests", "finished", "failed", "cancelled", "refused", "ahead", "windows_changed"
+    "requests", "prefills", "finished", "failed", "cancelled", "refused", "windows_changed"
 ]
-"""What is counted; in metrics under these names."""
+METRICS: dict[Counter, str] = {
+    "requests": "stretto_engine_requests_total",
+    "prefills": "stretto_engine_ahead_total",
+    "finished": "stretto_engine_finished_total",
+    "failed": "stretto_engine_failed_total",
+    "cancelled": "stretto_engine_cancelled_total",
+    "refused": "stretto_engine_refused_total",
+    "windows_changed": "stretto_engine_windows_changed_total",
+}
 
 
 class RequestManager:
-    """`info`: of the model, within this engine's limits."""
+    """`info` describes the model within this engine's limits."""
 
     def __init__(
         self,
@@ -67,7 +75,7 @@ class RequestManager:
         self._tokenizer = tokenizer
         self._router = Router(pipelines, config.min_pace)
         self._numbers = count()
-        self._counts: dict[Counter, int] = dict.fromkeys(get_args(Counter), 0)
+        self._counts: dict[Counter, int] = dict.fromkeys(METRICS, 0)
         self._readers: list[asyncio.Task[None]] = []  # of the pipelines' reports
         self._watcher: asyncio.Task[None] | None = None
         # requests, those included whose prompt is being built and that have no state yet
@@ -108,7 +116,7 @@ class RequestManager:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
-    # -- what others ask
+    # -- its state, for the engine and for metrics
 
     @property
     def pace(self) -> float:
@@ -116,15 +124,15 @@ class RequestManager:
         none."""
         return slowest(self.running.values())
 
-    def count(self, what: Counter, number: int = 1) -> None:
-        self._counts[what] += number
+    def count(self, counter: Counter, number: int = 1) -> None:
+        self._counts[counter] += number
 
     def reset_counts(self) -> None:
         """Count from here on: what was served so far was warm-up."""
         self._counts = dict.fromkeys(self._counts, 0)
 
     def metrics(self) -> dict[str, float]:
-        values = {f"stretto_engine_{k}_total": float(v) for k, v in self._counts.items()}
+        values = {METRICS[counter]: float(count) for counter, count in self._counts.items()}
         return values | {"stretto_engine_running": float(self._accepted)}
 
     def check(self, modalities: Sequence[Modality], voice: str | None) -> bool:
@@ -151,17 +159,15 @@ class RequestManager:
         build: Callable[[], Awaitable[PackedPrompt]],
         options: RequestOptions,
         write: Callable[[RequestState], Awaitable[None]] | None = None,
-        pipeline: Pipeline | None = None,
         *,
         placed: bool = False,
     ) -> AsyncIterator[Event]:
         """A request, from its prompt to its last event. `write` runs beside it: it adds text that
-        is still to come. `pipeline`: the one that serves it; None: the router chooses. `placed`:
-        its caller has a `place` for it."""
+        is still to come. `placed`: its caller has a `place` for it."""
         with nullcontext() if placed else self.place():
             arrived = time.monotonic()
             prompt = await build()
-            request = self.admit(prompt, options, arrived, pipeline)
+            request = self.admit(prompt, options, arrived)
             del prompt  # its features go as soon as they are sent
             writing: asyncio.Future[None] | None = None
             try:
@@ -193,22 +199,22 @@ class RequestManager:
             if not self._accepted:
                 self._idle.set()
 
-    def admit(
-        self,
-        prompt: PackedPrompt,
-        options: RequestOptions,
-        arrived: float,
-        pipeline: Pipeline | None = None,
-    ) -> RequestState:
-        """Its state, with a pipeline. Nothing is announced to its stages yet. `remove` ends it."""
+    def admit(self, prompt: PackedPrompt, options: RequestOptions, arrived: float) -> RequestState:
+        """Make the request's state and choose its pipeline. Nothing is announced to its stages yet.
+        `remove` ends it."""
         if self._closed:
             raise Gone("the engine was closed")
         params = clamp_params(
             options, prompt.num_tokens, self.info.max_positions, self.model.vocab_size
         )
-        stages = self._path(options.capability)
-        if pipeline is None:
-            pipeline = self._choose(stages, options)
+        stages = self.model.pipeline.paths.get(options.capability)
+        if stages is None:
+            raise Invalid(f"this model does not offer {options.capability}", "modalities")
+        try:
+            pipeline = self._router.choose(stages, options, self.running.values())
+        except Busy:
+            self.count("refused")
+            raise
         request = RequestState(
             mint_id(options.request_id, next(self._numbers), self.running.values()),
             pipeline,
@@ -221,24 +227,11 @@ class RequestManager:
             self._config.max_buffered_s,
         )
         self.running[request.id] = request
-        self.count("ahead" if options.prefill_only else "requests")
+        self.count("prefills" if options.prefill_only else "requests")
         return request
 
-    def _path(self, capability: Capability) -> tuple[str, ...]:
-        try:
-            return self.model.pipeline.paths[capability]
-        except KeyError:
-            raise Invalid(f"this model does not offer {capability}", "modalities") from None
-
-    def _choose(self, stages: tuple[str, ...], options: RequestOptions) -> Pipeline:
-        try:
-            return self._router.choose(stages, options, self.running.values())
-        except Busy:
-            self.count("refused")
-            raise
-
     def remove(self, request: RequestState) -> None:
-        """Its iterator is over, for whatever reason."""
+        """The request's iterator is over, for whatever reason: forget it."""
         if self.running.pop(request.id, None) is None:
             return
         request.leave()
@@ -249,7 +242,7 @@ class RequestManager:
             request.id,
             request.outcome,
             request.prompt.num_tokens,
-            request.ids,
+            request.text.num_tokens,
             request.frames,
             time.monotonic() - request.arrived,
         )
@@ -277,20 +270,20 @@ class RequestManager:
 
     async def _watch(self) -> None:
         before = time.monotonic()
-        looks = 0
+        rounds = 0
         while True:
             await asyncio.sleep(WATCH_S)
             late = time.monotonic() - before > LATE_S
             before = time.monotonic()
             if late:
-                # we stood still ourselves: what the hosts said meanwhile has not been read yet
+                # this event loop stood still: what the hosts sent meanwhile has not been read yet
                 continue
             self.fail_stalled()
-            looks += 1
+            rounds += 1
             for p in self._pipelines:
                 p.kill_silent(self._config.stall_s)
-                if looks % PING_EVERY == 0:
-                    p.ping(looks)
+                if rounds % PING_EVERY == 0:
+                    p.ping(rounds)
 
     def fail_stalled(self) -> None:
         """Fail the requests that make no progress. One that is still queued in its last stage while
@@ -301,7 +294,7 @@ class RequestManager:
             request.fail_if_stalled(stall_s * PATIENCE if patient else stall_s)
 
     def _progresses(self, pipeline: Pipeline) -> bool:
-        newest = max(r.progressed for r in self.running.values() if r.pipeline is pipeline)
+        newest = max(r.progressed_at for r in self.running.values() if r.pipeline is pipeline)
         return time.monotonic() - newest <= self._config.stall_s
 
 
@@ -312,27 +305,26 @@ def clamp_params(
     `num_prompt` tokens, and with a seed."""
     params = options.params
     room = max_positions - num_prompt
-    writes_text = options.capability not in ("tts", "enrolment")
-    if writes_text and params.max_text_tokens > room:
+    max_text_tokens = params.max_text_tokens
+    if options.capability not in ("tts", "enrolment"):  # which write no text
         if room < 1:
             raise TooLong(
                 f"the prompt has {num_prompt} tokens; the limit is {max_positions - 1}", "messages"
             )
-        params = replace(
-            params, max_text_tokens=room, min_text_tokens=min(params.min_text_tokens, room)
-        )
-    longest = max(1, room - 16)
-    params = replace(
-        params,
-        max_frames=min(params.max_frames, longest),
-        min_frames=min(params.min_frames, longest),
-        seed=seed_of(params),
-    )
+        max_text_tokens = min(max_text_tokens, room)
     if unknown := [i for i in params.logit_bias if not 0 <= i < vocab]:
         raise Invalid(
             f"logit_bias names token {unknown[0]}; the vocabulary has {vocab}", "logit_bias"
         )
-    return params
+    max_frames = min(params.max_frames, max(1, room - 16))
+    return replace(
+        params,
+        max_text_tokens=max_text_tokens,
+        min_text_tokens=min(params.min_text_tokens, max_text_tokens),
+        max_frames=max_frames,
+        min_frames=min(params.min_frames, max_frames),
+        seed=seed_of(params),
+    )
 
 
 def seed_of(params: Params) -> int:
@@ -340,7 +332,7 @@ def seed_of(params: Params) -> int:
 
 
 def fresh_seed() -> int:
-    """For a request that names none. As many bits as are exact in any language."""
+    """The seed of a request that names none. As many bits as are exact in any language."""
     return secrets.randbits(53)
 
 
@@ -362,7 +354,7 @@ def mint_id(
 async def announce(request: RequestState, shared: bool) -> None:
     """Announce a request to all its stages at once: each is ready before its first input comes.
     Features go only to hosts whose stages encode them, large ones ahead and piece by piece.
-    `shared`: prompts of all owners are one in the prefix caches."""
+    `shared`: owners share the prefix caches."""
     options = request.options
     stage_params = {
         stage: msgspec.Raw(_encode(params))
@@ -392,7 +384,7 @@ async def announce(request: RequestState, shared: bool) -> None:
 
 
 async def _send_features(request: RequestState, encoding: Sequence[str]) -> bytes:
-    """Send large features ahead of the announcement; returns those that are to go along with it."""
+    """Send large features before the announcement; return small ones, which go with it."""
     features = request.prompt.features
     if features is None or not encoding:
         return b""
@@ -406,7 +398,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def digest_of(name: str, use: bytes) -> bytes:
-    """Sets an owner's prompts apart in the prefix caches, and senders in queues: hosts need not
-    know who it is. Of nobody: nothing."""
-    words = name.encode("utf-8", "surrogatepass")
-    return blake2b(words, digest_size=16, person=use).digest() if words else b""
+    """What hosts know an owner or a sender by, in prefix caches and in queues; not its name. The
+    digest of an empty name is empty."""
+    data = name.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=16, person=use).digest() if data else b""

@@ -27,8 +27,11 @@ class Router:
     def choose(
         self, stages: Sequence[str], options: RequestOptions, running: Collection[RequestState]
     ) -> Pipeline:
-        """Where the session was last, since its prompts are cached there; else the least loaded
-        pipeline that is up, as far as these stages go, and keeps pace."""
+        """The one that the options name (warm-up does so). Else where the session was last, since
+        its prompts are cached there; else the least loaded pipeline that is up, as far as these
+        stages go, and keeps pace."""
+        if options.pipeline is not None:
+            return next(p for p in self._pipelines if p.name == options.pipeline)
         up = [p for p in self._pipelines if p.ready(stages)]
         if not up:
             raise StageDead("no pipeline is up; it is being restarted")

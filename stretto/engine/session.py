@@ -32,7 +32,7 @@ from stretto.engine.request_manager import RequestManager
 from stretto.engine.time_scaling import at_speed
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.params import Params, RequestOptions
-from stretto.preprocess.live_audio import Hearing
+from stretto.preprocess.live_audio import LiveAudio
 from stretto.preprocess.mel import SAMPLE_RATE
 from stretto.preprocess.packed_prompt import PackedPrompt, pack
 from stretto.preprocess.pool.jobs import Conversation
@@ -43,11 +43,11 @@ from stretto.preprocess.prompt import AudioClip, Prompt
 log = logging.getLogger(__name__)
 
 INPUT_RATE = SAMPLE_RATE
-"""Of appended sound, samples per second: what the model hears."""
+"""Samples per second of appended sound, as the model takes them."""
 END = "end"
-"""Where `add` puts an item by default."""
+"""The default place of `add`: behind all items."""
 MAX_PENDING_S = 2400.0
-"""Sound that may wait for its commit."""
+"""Seconds of sound that may wait for their commit."""
 AT_ONCE = INPUT_RATE
 """Samples whose features are made on the event loop: a millisecond's work. More go to a thread."""
 FULL, ROOM = 7 / 8, 3 / 4
@@ -70,8 +70,8 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Setting:
-    """What else a prompt is made of."""
+class PromptSettings:
+    """What a prompt is made of beside the items."""
 
     speak: bool = True
     instructions: str | None = None
@@ -110,13 +110,13 @@ class Session:
         self._items: list[Item] = []
         self._dropped: list[str] = []
         self._sent: set[bytes] = set()  # digests of features that the stages have had
-        self._setting = Setting()  # of the next answer, as far as is known
-        self._whole: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
-        self._hearing = self._new_hearing()
+        self._next_settings = PromptSettings()  # of the next answer, as far as is known
+        self._samples: list[npt.NDArray[np.float32]] = []  # sound, where the model takes it whole
+        self._live_audio = self._new_live_audio()
         # the last commit
-        self._before: tuple[Hearing | None, list[npt.NDArray[np.float32]]] | None = None
-        self._heard: AudioClip | None = None  # windows that were not read ahead yet
-        self._reader: asyncio.Task[None] | None = None
+        self._last_commit: tuple[LiveAudio | None, list[npt.NDArray[np.float32]]] | None = None
+        self._clip_to_prefill: AudioClip | None = None  # windows that were not read ahead yet
+        self._prefill_task: asyncio.Task[None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Session:
@@ -131,7 +131,9 @@ class Session:
     def pending(self) -> int:
         """Samples that were appended and not committed yet."""
         return (
-            self._hearing.num_samples if self._hearing is not None else sum(map(len, self._whole))
+            self._live_audio.num_samples
+            if self._live_audio is not None
+            else sum(map(len, self._samples))
         )
 
     async def append(self, samples: npt.NDArray[np.float32]) -> None:
@@ -142,26 +144,30 @@ class Session:
             raise Invalid(f"over {MAX_PENDING_S:.0f} s of sound wait for their commit", "audio")
         if not np.isfinite(new).all():
             raise Invalid("the sound has samples that are not numbers", "audio")
-        hearing = self._hearing
-        self._before = None
-        if hearing is None:
-            self._whole.append(new)
+        live_audio = self._live_audio
+        self._last_commit = None
+        if live_audio is None:
+            self._samples.append(new)
             return
         complete = (
-            await asyncio.to_thread(hearing.push, new) if len(new) > AT_ONCE else hearing.push(new)
+            await asyncio.to_thread(live_audio.push, new)
+            if len(new) > AT_ONCE
+            else live_audio.push(new)
         )
         if complete:
-            self._heard = await asyncio.to_thread(hearing.clip)
-            if self._reader is None or self._reader.done():
-                self._reader = asyncio.create_task(self._read_ahead(), name=f"{self._name}-reader")
+            self._clip_to_prefill = await asyncio.to_thread(live_audio.clip)
+            if self._prefill_task is None or self._prefill_task.done():
+                self._prefill_task = asyncio.create_task(
+                    self._prefill_windows(), name=f"{self._name}-reader"
+                )
 
     async def clear(self) -> None:
         """Forget what was appended since the last commit."""
         self._check()
-        await self._stop_reading()
-        self._whole.clear()
-        self._hearing = self._new_hearing()
-        self._before = None
+        await self._stop_prefill()
+        self._samples.clear()
+        self._live_audio = self._new_live_audio()
+        self._last_commit = None
 
     async def commit(self, id: str | None = None, *, maybe: bool = False) -> Item:
         """The turn is over: what was appended becomes an item of the user, the last one. `maybe`:
@@ -169,34 +175,34 @@ class Session:
         self._check()
         if not self.pending:
             raise Invalid("there is no sound to commit", "audio")
-        self._before = (
-            (self._hearing.fork() if self._hearing is not None else None, self._whole[:])
+        self._last_commit = (
+            (self._live_audio.fork() if self._live_audio is not None else None, self._samples[:])
             if maybe
             else None
         )
         data: AudioClip | npt.NDArray[np.float32]
-        if self._hearing is not None:
-            data = await asyncio.to_thread(self._hearing.finish)
-            self._requests.count("windows_changed", self._hearing.changed)
+        if self._live_audio is not None:
+            data = await asyncio.to_thread(self._live_audio.finish)
+            self._requests.count("windows_changed", self._live_audio.changed)
         else:
-            data = np.concatenate(self._whole)
-        self._whole.clear()
-        self._hearing = self._new_hearing()
-        self._heard = None
+            data = np.concatenate(self._samples)
+        self._samples.clear()
+        self._live_audio = self._new_live_audio()
+        self._clip_to_prefill = None
         part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.add({"role": "user", "content": [part]}, id=id)
 
     async def draft(self) -> Item:
-        """What was appended since the last commit, as far as it is; not part of the
+        """An item of the sound that was appended since the last commit. It is no part of the
         conversation."""
         self._check()
         if not self.pending:
             raise Invalid("there is no sound yet", "audio")
         data: AudioClip | npt.NDArray[np.float32]
-        if self._hearing is not None:
-            data = await asyncio.to_thread(self._hearing.fork().finish)
+        if self._live_audio is not None:
+            data = await asyncio.to_thread(self._live_audio.fork().finish)
         else:
-            data = np.concatenate(self._whole)
+            data = np.concatenate(self._samples)
         part = {"type": "audio", "data": data, "sample_rate": INPUT_RATE}
         return await self.item({"role": "user", "content": [part]})
 
@@ -204,20 +210,20 @@ class Session:
         """The turn of this item, the last commit, was not over: more of its sound follows. Nothing
         of it is computed again. Whoever has begun an answer to it has ended that before."""
         self._check()
-        if self._before is None or self.pending:
+        if self._last_commit is None or self.pending:
             raise Invalid("there is no commit to take back, or sound has come since", "audio")
         await self.remove(id)
-        self._hearing, self._whole = self._before
-        self._before = None
+        self._live_audio, self._samples = self._last_commit
+        self._last_commit = None
 
     async def read(self) -> None:
-        """Until all windows that are complete have been read ahead, as far as that goes."""
-        while self._reader is not None and not self._reader.done():
-            await asyncio.wait({self._reader})
+        """Wait until the complete windows have been prefilled, or could not be."""
+        while self._prefill_task is not None and not self._prefill_task.done():
+            await asyncio.wait({self._prefill_task})
 
-    def _new_hearing(self) -> Hearing | None:
+    def _new_live_audio(self) -> LiveAudio | None:
         spec = self._requests.info.audio_input
-        return Hearing(spec.num_bins, spec.window) if spec is not None else None
+        return LiveAudio(spec.num_bins, spec.window) if spec is not None else None
 
     # -- the conversation
 
@@ -240,7 +246,9 @@ class Session:
         """The arguments of the next `respond`: sound is read ahead of it behind these. (Each
         `respond` says it for those that follow.) Where it turns out otherwise, what was read ahead
         is read again."""
-        self._setting = Setting(self._requests.check(modalities, None), instructions, tools)
+        self._next_settings = PromptSettings(
+            self._requests.check(modalities, None), instructions, tools
+        )
 
     async def add(
         self, message: Message, *, id: str | None = None, after: str | None = END
@@ -275,15 +283,14 @@ class Session:
     async def _item(self, id: str, message: Message) -> Item:
         if not isinstance(message.get("content"), list | tuple):
             return Item(id, message)
-        ready = message
-        if not self._allow_paths and (strange := encoded(message)) is not None:
-            ready = with_encoded(message, await self._decoded(strange))
-        ready = await asyncio.to_thread(prepared, self._threads.builder, ready, self._allow_paths)
-        return Item(id, ready)
+        if not self._allow_paths and (media := encoded(message)) is not None:
+            message = with_encoded(message, await self._decode(media))
+        builder = self._threads.builder
+        return Item(id, await asyncio.to_thread(prepared, builder, message, self._allow_paths))
 
-    async def _decoded(self, message: Message) -> Prompt:
-        """By the engine's prompt workers: what a stranger has encoded may take long and much
-        memory, and there are limits on both there. Senders take turns."""
+    async def _decode(self, message: Message) -> Prompt:
+        """Have the media of a message decoded by the prompt worker, which limits time and memory: a
+        stranger has encoded them. Senders take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
         packed = await self._prompts.build(Conversation.of(body, sender=self._sender))
         return await asyncio.to_thread(lambda: packed.unpack(packed.feature_bytes()))
@@ -305,26 +312,26 @@ class Session:
         the conversation, as far as it came. `on_prompt` is told what is asked, on the event loop,
         when it is: an answer that is closed has no end to tell its usage."""
         self._check()
-        setting = Setting(self._requests.check(modalities, voice), instructions, tools)
+        settings = PromptSettings(self._requests.check(modalities, voice), instructions, tools)
         params = params or self._requests.info.defaults
         if items is None:
-            self._setting = setting
-        given = list(self._items if items is None else items)
-        if not given and not instructions:
+            self._next_settings = settings
+        answered = list(self._items if items is None else items)
+        if not answered and not instructions:
             raise Invalid("there is nothing to answer: no items and no instructions", "messages")
 
         async def build() -> PackedPrompt:
             await self._prompts.check(params.grammar, self._sender)
             await self.read()  # what is being read ahead is what this needs
-            prompt = await self._fitting(
-                setting, given, params.max_text_tokens, may_drop=items is None
+            prompt = await self._fit(
+                settings, answered, params.max_text_tokens, may_drop=items is None
             )
             if on_prompt is not None:
                 on_prompt(prompt_usage(prompt.ids, self._requests.model.media_tokens))
-            return self._built(prompt)
+            return self._pack(prompt)
 
         options = RequestOptions(
-            "speech" if setting.speak else "text",
+            "speech" if settings.speak else "text",
             params,
             voice,
             session=self._name,
@@ -336,30 +343,30 @@ class Session:
         return self._answer(at_speed(events, params.speed, rate), remember)
 
     async def _answer(self, events: AsyncIterator[Event], remember: bool) -> AsyncGenerator[Event]:
-        said: list[str] = []
+        text: list[str] = []
         try:
             async with aclosing(events):  # type: ignore[type-var]
                 async for event in events:
                     if isinstance(event, TextDelta):
-                        said.append(event.text)
+                        text.append(event.text)
                     yield event
         finally:
-            if remember and said and not self._closed:
-                await self.add({"role": "assistant", "content": "".join(said)})
+            if remember and text and not self._closed:
+                await self.add({"role": "assistant", "content": "".join(text)})
 
     async def close(self) -> None:
         """Give back what the session holds. A running answer is cancelled by whoever reads it."""
         self._closed = True
-        await self._stop_reading()
+        await self._stop_prefill()
         self._items.clear()
-        self._whole.clear()
+        self._samples.clear()
         self._sent.clear()
-        self._hearing = self._before = None
+        self._live_audio = self._last_commit = None
 
     # -- prompts
 
-    async def _fitting(
-        self, setting: Setting, items: list[Item], max_new: int, may_drop: bool
+    async def _fit(
+        self, settings: PromptSettings, items: list[Item], max_new: int, may_drop: bool
     ) -> Prompt:
         """The prompt for these items. Where it leaves too little room, the oldest turns are
         forgotten first."""
@@ -367,7 +374,7 @@ class Session:
         limit = min(int(FULL * most), most - min(max_new, most // 8))
         while True:
             try:
-                prompt = await self._build(setting, items)
+                prompt = await self._build(settings, items)
                 if len(prompt.ids) <= limit or not may_drop:
                     return prompt
             except TooLong:
@@ -386,17 +393,17 @@ class Session:
             self._items = [i for i in self._items if i not in oldest]
             self._dropped += [i.id for i in oldest]
 
-    async def _build(self, setting: Setting, items: Sequence[Item]) -> Prompt:
-        messages = setting.messages(items)
-        tools = [dict(t) for t in setting.tools] if setting.tools else None
+    async def _build(self, settings: PromptSettings, items: Sequence[Item]) -> Prompt:
+        messages = settings.messages(items)
+        tools = [dict(t) for t in settings.tools] if settings.tools else None
         if self._allow_paths:
             # a caller of this process, whose messages may hold what JSON cannot express
             return await self._threads.build_for(self._sender, messages, tools, allow_paths=True)
         return await self._prompts.build_for(self._sender, messages, tools)
 
-    def _built(self, prompt: Prompt) -> PackedPrompt:
-        """With the features that the stages have not had; they ask for others, where they need them
-        again."""
+    def _pack(self, prompt: Prompt) -> PackedPrompt:
+        """Pack a prompt with the features that the stages have not had; they ask for others, where
+        they need them again."""
         media = {p.digest: p for p in prompt.pieces()}
         packed = pack(prompt, known=self._sent, on_demand=media)
         self._sent |= media.keys()
@@ -404,21 +411,21 @@ class Session:
 
     # -- reading ahead
 
-    async def _read_ahead(self) -> None:
+    async def _prefill_windows(self) -> None:
         """Have the stages read the conversation up to the last complete window, until none has come
         meanwhile. It is only to save time later: what goes wrong is left to the answer to find
         out."""
-        while (heard := self._heard) is not None:
-            self._heard = None
+        while (clip := self._clip_to_prefill) is not None:
+            self._clip_to_prefill = None
             try:
-                await self._read_up_to(heard)
+                await self._prefill(clip)
             except StrettoError as e:
                 log.debug("%s: not read ahead: %s", self._name, e)
 
-    async def _read_up_to(self, heard: AudioClip) -> None:
-        setting, model = self._setting, self._requests.model
+    async def _prefill(self, clip: AudioClip) -> None:
+        settings, model = self._next_settings, self._requests.model
         options = RequestOptions(
-            "speech_prefill" if setting.speak else "text_prefill",
+            "speech_prefill" if settings.speak else "text_prefill",
             Params(max_text_tokens=1),
             session=self._name,
             owner=self._owner,
@@ -426,24 +433,24 @@ class Session:
         )
         if options.capability not in model.pipeline.paths:
             return
-        speaking = Item("", {"role": "user", "content": [{"type": "audio", "data": heard}]})
+        last_item = Item("", {"role": "user", "content": [{"type": "audio", "data": clip}]})
 
         async def build() -> PackedPrompt:
-            prompt = await self._build(setting, [*self._items, speaking])
+            prompt = await self._build(settings, [*self._items, last_item])
             pads = [i for i, id in enumerate(prompt.ids) if id in model.media_tokens.audio]
-            return self._built(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))
+            return self._pack(replace(prompt, ids=prompt.ids[: pads[-1] + 1]))
 
         events = self._requests.run(build, options)
         async with aclosing(events):  # type: ignore[type-var]
             async for _ in events:
                 pass
 
-    async def _stop_reading(self) -> None:
-        self._heard = None
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._reader = None
+    async def _stop_prefill(self) -> None:
+        self._clip_to_prefill = None
+        if self._prefill_task is not None:
+            self._prefill_task.cancel()
+            await asyncio.gather(self._prefill_task, return_exceptions=True)
+            self._prefill_task = None
 
     def _find(self, id: str) -> int:
         for place, item in enumerate(self._items):

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0, 15.0)
 FIRST_STARTS = 3  # of a host that dies before its pipeline was ever up; then it is given up
-TOLD = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
-"""Errors whose words say all: their names are for programmers."""
+PLAIN_ERRORS = ("Invalid", "StageDead", "DoesNotFit", "CheckpointError", "CpuError", "StrettoError")
+"""Errors whose message is enough without their name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +187,7 @@ class Supervisor:
                     self.progress[stage] = "ready"
                 self.changes.notify()
             case Broken(kind=kind, message=text):
-                host.note_reason(text if kind in TOLD else f"{kind}: {text}")
+                host.note_reason(text if kind in PLAIN_ERRORS else f"{kind}: {text}")
                 if host.state != "ready" and not self.started:
                     # later on it is tried again: what it lacked may come back
                     self.changes.fail(host.reason)
@@ -225,11 +225,11 @@ class Supervisor:
         the pipeline."""
         device = self._device(index)
         slot = self._slots[index]
-        async with self._sharing.turn(device, slot) as beside:
+        async with self._sharing.turn(device, slot) as loading_later:
             if self._closing:
                 return
             try:
-                await self._configure(host, index, beside)
+                await self._configure(host, index, loading_later)
             # `RuntimeError`: no thread to wait for the process with
             except (Unusable, OSError, RuntimeError) as e:
                 if isinstance(e, Unusable) and not self.started:
@@ -241,7 +241,7 @@ class Supervisor:
                 self._sharing.set_loaded(slot, host.state == "ready")
 
     async def _configure(
-        self, host: HostHandle, index: int, beside: tuple[tuple[str, ...], ...]
+        self, host: HostHandle, index: int, loading_later: tuple[tuple[str, ...], ...]
     ) -> None:
         await host.start()
         if self._closing:  # while it was being started
@@ -249,7 +249,9 @@ class Supervisor:
         settings = replace(self.config.host, device=host.device, trace=self._traced)
         stages = self.places[index].stages
         links = tuple((k.sender, k.receiver) for k in self.spec.links)
-        host.send(Configure(self.model, self.spec.build, stages, settings.as_dict(), links, beside))
+        host.send(
+            Configure(self.model, self.spec.build, stages, settings.as_dict(), links, loading_later)
+        )
 
     def apply_death(self, host: HostHandle) -> StagesLost | None:
         """A host is dead: returns the stages that are lost by it, and starts it again."""

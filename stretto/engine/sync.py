@@ -45,7 +45,8 @@ class LoopThread:
             future.cancel()  # the caller was interrupted
 
     def iterate(self, start: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        """What `start` yields; it is called on the loop. Closing the iterator closes its."""
+        """Iterate over what `start` yields; it is called on the loop. Closing this iterator closes
+        that one."""
         out: SimpleQueue[T | None] = SimpleQueue()
         room = asyncio.Semaphore(AHEAD)
 

@@ -38,40 +38,40 @@ class TimeScaler:
         self._reach = round(REACH_S * rate)
         half = (np.arange(self._block, dtype=np.float64) + 0.5) / self._block
         self._rise = np.square(np.sin(0.5 * np.pi * half))
-        self._sound = np.zeros(0)  # what is still needed of it
-        self._base = 0  # position of its first sample
+        self._buffer = np.zeros(0)  # what is still needed of it
+        self._buffer_start = 0  # position of its first sample
         self._follows = 0  # position of what followed the block before
         self._num_blocks = 0
         self._num_samples = 0  # that came
-        self._num_made = 0
+        self._num_sent = 0
 
     def feed(self, samples: Samples) -> Samples:
         self._num_samples += len(samples)
-        self._sound = np.concatenate([self._sound, samples.astype(np.float64)])
-        made = []
+        self._buffer = np.concatenate([self._buffer, samples.astype(np.float64)])
+        blocks = []
         while self._needed() <= self._num_samples:
-            made.append(self._next())
-        return self._joined(made)
+            blocks.append(self._next())
+        return self._join(blocks)
 
     def finish(self) -> Samples:
         """The rest. Behind the sound there is silence."""
         length = round(self._num_samples / self._speed)
-        self._sound = np.concatenate([self._sound, np.zeros(3 * (self._block + self._reach))])
-        made = []
+        self._buffer = np.concatenate([self._buffer, np.zeros(3 * (self._block + self._reach))])
+        blocks = []
         while self._num_blocks * self._block < length:
-            made.append(self._next())
-        before = self._num_made
-        return self._joined(made)[: max(0, length - before)]
+            blocks.append(self._next())
+        before = self._num_sent
+        return self._join(blocks)[: max(0, length - before)]
 
-    def _joined(self, made: list[npt.NDArray[np.float64]]) -> Samples:
+    def _join(self, blocks: list[npt.NDArray[np.float64]]) -> Samples:
         self._forget()
-        joined = np.concatenate([*made, np.zeros(0)]).astype(np.float32)
-        self._num_made += len(joined)
+        joined = np.concatenate([*blocks, np.zeros(0)]).astype(np.float32)
+        self._num_sent += len(joined)
         return joined
 
     @property
     def _place(self) -> int:
-        """Where the speed wants the next block from."""
+        """Where the next block should come from at this speed."""
         return round(self._num_blocks * self._block * self._speed)
 
     def _needed(self) -> int:
@@ -81,22 +81,22 @@ class TimeScaler:
         return max(stands_for, max(self._place + self._reach, self._follows) + self._block)
 
     def _next(self) -> npt.NDArray[np.float64]:
-        block, follows = self._block, self._follows - self._base
-        natural = self._sound[follows : follows + block]
+        block, follows = self._block, self._follows - self._buffer_start
+        natural = self._buffer[follows : follows + block]
         if self._num_blocks == 0:
             self._follows = block
             self._num_blocks = 1
             return natural
-        place = self._place - self._base
+        place = self._place - self._buffer_start
         first = place - min(self._reach, self._place)
-        near = self._sound[first : place + self._reach + block]
-        best = first + self._most_alike(natural, near, place - first)
-        chosen = self._sound[best : best + block]
-        self._follows = self._base + best + block
+        near = self._buffer[first : place + self._reach + block]
+        best = first + self._best_match(natural, near, place - first)
+        chosen = self._buffer[best : best + block]
+        self._follows = self._buffer_start + best + block
         self._num_blocks += 1
         return natural + self._rise * (chosen - natural)
 
-    def _most_alike(
+    def _best_match(
         self, natural: npt.NDArray[np.float64], near: npt.NDArray[np.float64], place: int
     ) -> int:
         """Where in `near` samples begin that are most like these, loudness apart. Of two that are
@@ -111,11 +111,11 @@ class TimeScaler:
         return int(np.argmax(likeness - 1e-3 * distance))
 
     def _forget(self) -> None:
-        """What no later block can need."""
+        """Drop the samples that no later block can need."""
         keep = min(self._follows, max(0, self._place - self._reach))
-        if keep > self._base:
-            self._sound = self._sound[keep - self._base :]
-            self._base = keep
+        if keep > self._buffer_start:
+            self._buffer = self._buffer[keep - self._buffer_start :]
+            self._buffer_start = keep
 
 
 def at_speed(events: AsyncIterator[Event], speed: float, rate: int) -> AsyncIterator[Event]:
@@ -126,8 +126,8 @@ def at_speed(events: AsyncIterator[Event], speed: float, rate: int) -> AsyncIter
 async def _scaled(events: AsyncIterator[Event], scaler: TimeScaler) -> AsyncIterator[Event]:
     loop = asyncio.get_running_loop()
     at = 0
-    async with aclosing(cast(AsyncGenerator[Event, None], events)) as coming:
-        async for event in coming:
+    async with aclosing(cast(AsyncGenerator[Event, None], events)) as unscaled:
+        async for event in unscaled:
             if not isinstance(event, AudioChunk | Finished):
                 yield event
                 continue

@@ -5,52 +5,40 @@ engine; imports no torch."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from stretto.engine.events import Event, Product
 from stretto.engine.passages import FrameLimits, PassageReader, Speak, one_ahead, with_lead
 from stretto.engine.request import RequestState
-from stretto.engine.request_manager import seed_of
+from stretto.engine.request_manager import RequestManager, seed_of
 from stretto.errors import Invalid, StrettoError
 from stretto.family import ModelInfo
 from stretto.params import Params, RequestOptions, SpeechStyle
 from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.threads import Prompts
-from stretto.preprocess.text_chunks import Coming, Passages, Writing, passage_end, passages
+from stretto.preprocess.text_chunks import (
+    IncrementalEncoder,
+    Passages,
+    UnfinishedText,
+    passage_end,
+    passages,
+)
 
 UNCUT = Passages(1 << 16, 1 << 16)
-"""Of a text that is being written, where the model's texts are not cut into shorter passages."""
+"""The rules for a text that is being written, if the model sets none."""
 
 P = TypeVar("P")  # a passage
-
-
-class Requests(Protocol):
-    """What runs its requests: the engine's `RequestManager`, or one pipeline's in warm-up."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-    def run(
-        self,
-        build: Callable[[], Awaitable[PackedPrompt]],
-        options: RequestOptions,
-        write: Callable[[RequestState], Awaitable[None]] | None = None,
-        *,
-        placed: bool = False,
-    ) -> AsyncIterator[Event]: ...
-
-    def place(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextToSpeech:
     """Makes requests of texts, by what the model can do."""
 
-    requests: Requests
+    requests: RequestManager
     prompts: Prompts
     encode: Callable[[str], list[int]]
 
@@ -68,19 +56,19 @@ class TextToSpeech:
                 return self._live(text, replace(options, tts_streaming=True), sender)
             if rules is None:
                 raise Invalid("this model reads whole texts alone", "input")
-            return self._whole(Coming(text, rules).whole_passages(), options, sender)
+            return self._whole(UnfinishedText(text, rules).whole_passages(), options, sender)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
         text = text if rules is None else text.strip()
-        if rules is None or not (rules.spoken or passage_end(text, rules)):
+        if rules is None or not (rules.sentence or passage_end(text, rules)):
             build = partial(self.prompts.read, text, sender, options.style.instructions)
             return self.requests.run(build, options)
-        return self._whole(in_turn(passages(text, rules)), options, sender)
+        return self._whole(iterate(passages(text, rules)), options, sender)
 
     def _whole(
-        self, found: AsyncIterator[str], options: RequestOptions, sender: str
+        self, texts: AsyncIterator[str], options: RequestOptions, sender: str
     ) -> AsyncIterator[Event]:
-        """Passages that are read when all of each is there."""
+        """Read passages, each when all of it is there."""
         one_voice = with_seed(options)
 
         def speak(prompt: PackedPrompt, params: Params) -> AsyncIterator[Event]:
@@ -89,17 +77,17 @@ class TextToSpeech:
 
             return self.requests.run(build, replace(one_voice, params=params), placed=True)
 
-        prompts = self._prompts(found, sender, options.style.instructions)
+        prompts = self._prompts(texts, sender, options.style.instructions)
         return self._read(one_ahead(prompts), one_voice, speak)
 
     async def _prompts(
-        self, found: AsyncIterator[str], sender: str, instructions: str
+        self, texts: AsyncIterator[str], sender: str, instructions: str
     ) -> AsyncIterator[PackedPrompt]:
         rules = self.info.passages
-        async with aclosing(cast(AsyncGenerator[str, None], found)) as coming:
-            async for passage in coming:
+        async with aclosing(cast(AsyncGenerator[str, None], texts)) as unread:
+            async for passage in unread:
                 parts = [passage]
-                if rules is not None and rules.spoken:
+                if rules is not None and rules.sentence:
                     parts = await self.prompts.divide(passage, rules, sender)
                 for part in parts:
                     yield await self.prompts.read(part, sender, instructions)
@@ -107,56 +95,56 @@ class TextToSpeech:
     def _live(
         self, text: AsyncIterator[str], options: RequestOptions, sender: str
     ) -> AsyncIterator[Event]:
-        """Passages that are read while each is being written."""
+        """Read passages, each while it is being written."""
         build = partial(self.prompts.read, "", sender, options.style.instructions)
         one_voice = with_seed(options)
 
         def speak(pieces: Callable[[], AsyncIterator[str]], params: Params) -> AsyncIterator[Event]:
             def add_text(request: RequestState) -> Awaitable[None]:
-                return write(request, pieces(), Writing(self.encode))
+                return write(request, pieces(), IncrementalEncoder(self.encode))
 
-            now = replace(one_voice, params=params)
-            return self.requests.run(build, now, add_text, placed=True)
+            own_limits = replace(one_voice, params=params)
+            return self.requests.run(build, own_limits, add_text, placed=True)
 
-        found = Coming(text, self.info.passages or UNCUT).passages()
-        return self._read(found, one_voice, speak)
+        unfinished = UnfinishedText(text, self.info.passages or UNCUT)
+        return self._read(unfinished.passages(), one_voice, speak)
 
     async def _read(
-        self, found: AsyncIterator[P], options: RequestOptions, speak: Speak[P]
+        self, passages: AsyncIterator[P], options: RequestOptions, speak: Speak[P]
     ) -> AsyncIterator[Event]:
-        """With one place among the engine's requests for all passages."""
+        """Read passages one after another, with one place among the engine's requests for all."""
         params = options.params
-        limits = FrameLimits(params, whole=params.max_frames != self.info.defaults.max_frames)
+        limits = FrameLimits(
+            params, for_whole_text=params.max_frames != self.info.defaults.max_frames
+        )
         reader = PassageReader(speak, limits, self.info.sample_rate)
         with self.requests.place():
-            events = with_lead(reader.read(found), self.info.sample_rate)
-            async with aclosing(cast(AsyncGenerator[Event, None], events)) as ahead:
-                async for event in ahead:
+            events = with_lead(reader.read(passages), self.info.sample_rate)
+            async with aclosing(cast(AsyncGenerator[Event, None], events)) as leading:
+                async for event in leading:
                     yield event
 
-    async def enrol(self, clip: Conversation, owner: str) -> bytes:
+    async def enrol(self, clip: Conversation, options: RequestOptions) -> bytes:
         if not self.info.cloning:
             raise Invalid("this model has no voices but its own", "voice")
 
         async def build() -> PackedPrompt:
-            try:
+            with closing(clip):
                 return await self.prompts.build(clip)
-            finally:
-                clip.close()
 
-        made = b""
-        async for event in self.requests.run(build, RequestOptions("enrolment", owner=owner)):
+        voice = b""
+        async for event in self.requests.run(build, options):
             if isinstance(event, Product):
-                made = event.data
-        return made
+                voice = event.data
+        return voice
 
 
 def with_seed(options: RequestOptions) -> RequestOptions:
-    """With a seed for all passages: one voice throughout."""
+    """The same options with a seed: all passages are read in one voice."""
     return replace(options, params=replace(options.params, seed=seed_of(options.params)))
 
 
-async def in_turn(passages: Iterable[P]) -> AsyncIterator[P]:
+async def iterate(passages: Iterable[P]) -> AsyncIterator[P]:
     for passage in passages:
         yield passage
 
@@ -171,18 +159,20 @@ def check_style(style: SpeechStyle, info: ModelInfo) -> None:
         raise Invalid("this model has no voices but its own", "voice")
 
 
-async def write(request: RequestState, text: AsyncIterator[str], writing: Writing) -> None:
+async def write(
+    request: RequestState, text: AsyncIterator[str], encoder: IncrementalEncoder
+) -> None:
     """Send a request its text as it is written, until its end."""
     request.begin_writing()
     empty = True
     try:
         async for piece in text:
             empty = empty and not piece.strip()
-            if tokens := writing.push(piece):
+            if tokens := encoder.push(piece):
                 request.add_tts_text(tokens)
         if empty:
             raise Invalid("there is nothing to say", "input")
-        request.add_tts_text(writing.finish(), last=True)
+        request.add_tts_text(encoder.finish(), last=True)
     except StrettoError as e:
         request.fail(e)
     except Exception as e:  # noqa: BLE001  whatever the caller's iterator raises ends its request, and no other

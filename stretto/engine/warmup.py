@@ -11,73 +11,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from stretto.engine.events import Event
-from stretto.engine.pipeline import Pipeline
-from stretto.engine.request import RequestState
-from stretto.engine.request_manager import RequestManager
-from stretto.engine.tts import Requests, TextToSpeech
+from stretto.engine.tts import TextToSpeech
 from stretto.errors import StrettoError
-from stretto.family import Model, ModelInfo
+from stretto.family import Model
 from stretto.params import Capability, Params, RequestOptions, SpeechStyle
 from stretto.preprocess.build import picture_part, sound_part
-from stretto.preprocess.packed_prompt import PackedPrompt
 from stretto.preprocess.pool.jobs import Conversation
 
 log = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
-"""For one request. The engine is ready without one that takes longer."""
+"""The limit of one request. The engine gets ready without one that takes longer."""
 OWNER = "warm-up"
 TEXT = "Good morning to all."
 SOUNDS_S = (1.0, 0.1)
 """The second one is shorter than what an encoder takes at least."""
 CLIP_S = 1.0
-"""Of the voice that is made, where voices can be made."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRequests:
-    """Runs requests on one pipeline."""
-
-    manager: RequestManager
-    pipeline: Pipeline
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.manager.info
-
-    def run(
-        self,
-        build: Callable[[], Awaitable[PackedPrompt]],
-        options: RequestOptions,
-        write: Callable[[RequestState], Awaitable[None]] | None = None,
-        *,
-        placed: bool = False,
-    ) -> AsyncIterator[Event]:
-        return self.manager.run(build, options, write, self.pipeline, placed=placed)
-
-    def place(self) -> AbstractContextManager[None]:
-        return self.manager.place()
+"""The length of the clip that a voice is made of, if the model can make voices."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Of one pipeline, where `requests` and `tts` send theirs."""
+    """The warm-up of one pipeline."""
 
     model: Model
-    requests: Requests
+    pipeline: str
     tts: TextToSpeech
     gpu: bool
 
     async def run(self) -> int:
-        """How many requests came to a good end. None fails the start."""
+        """Send the requests; returns how many succeeded. A failed one does not fail the start."""
         good = 0
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -99,9 +69,9 @@ class WarmUp:
     async def _style(self) -> SpeechStyle:
         if not self.model.info.cloning:
             return SpeechStyle()
-        return SpeechStyle(
-            voice=await self.tts.enrol(user_message(sound_part(CLIP_S), text()), OWNER)
-        )
+        clip = user_message(sound_part(CLIP_S), text())
+        options = RequestOptions("enrolment", pipeline=self.pipeline, owner=OWNER)
+        return SpeechStyle(voice=await self.tts.enrol(clip, options))
 
     def _requests(self, style: SpeechStyle) -> Iterator[AsyncIterator[Event]]:
         """On a GPU questions come twice, since what is kept of a prompt the first time is put to
@@ -124,7 +94,7 @@ class WarmUp:
         async def build() -> Any:
             return await self.tts.prompts.build(user_message(*parts))
 
-        return self.requests.run(build, self._options(SpeechStyle()))
+        return self.tts.requests.run(build, self._options(SpeechStyle()))
 
     def _options(self, style: SpeechStyle) -> RequestOptions:
         """A short answer. On a GPU three packets, and steps of which two are in flight; on a CPU
@@ -136,7 +106,7 @@ class WarmUp:
         paths = self.model.pipeline.paths
         offered: tuple[Capability, ...] = ("speech", "text", "tts")
         capability = next(c for c in offered if c in paths)
-        return RequestOptions(capability, params, style=style, owner=OWNER)
+        return RequestOptions(capability, params, style=style, pipeline=self.pipeline, owner=OWNER)
 
 
 def _reason(error: Exception) -> str:

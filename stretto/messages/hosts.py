@@ -18,7 +18,7 @@ Secret = Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRE
 class Configure(Wire, frozen=True, tag="configure"):
     """The first message: what this host is. `build` names the function that makes its stages,
     `settings` are those of `HostSettings`, `links` all links of the pipeline, as sender and
-    receiver, and `beside` the stages of each host that will load on the same card after this
+    receiver, and `loading_later` the stages of each host that will load on the same card after this
     one."""
 
     model: str
@@ -26,7 +26,7 @@ class Configure(Wire, frozen=True, tag="configure"):
     stages: tuple[str, ...]
     settings: dict[str, Any]
     links: tuple[tuple[str, str], ...]
-    beside: tuple[tuple[str, ...], ...] = ()
+    loading_later: tuple[tuple[str, ...], ...] = ()
 
     @property
     def others(self) -> bool:

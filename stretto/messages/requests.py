@@ -122,8 +122,8 @@ class Pcm(Wire, frozen=True, tag="pcm"):
     frames: int
 
 
-class Made(Wire, frozen=True, tag="made"):
-    """A request has made something that is neither text nor sound; the blob holds it."""
+class ProductData(Wire, frozen=True, tag="product"):
+    """What a request has made that is neither text nor sound, in the blob: a voice."""
 
     request: RequestId
 
@@ -172,7 +172,7 @@ class Failed(Wire, frozen=True, tag="failed"):
     param: str | None = None
 
 
-FromHost = LifeFromHost | Text | Codes | Pcm | Made | Ended | Working | MediaRequest | Failed
+FromHost = LifeFromHost | Text | Codes | Pcm | ProductData | Ended | Working | MediaRequest | Failed
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -161,7 +161,7 @@ class HostBuilder(Generic[S]):
                 "%s: several times slower without fused kernels, which need %s", name, needed
             )
         config, dtype = source.config, source.dtype
-        self.blocks = family.pool_sizes(config, order, s, dtype, c.device, c.beside)
+        self.blocks = family.pool_sizes(config, order, s, dtype, c.device, c.loading_later)
         plans = family.plan(config, order, s, self.blocks, dtype)
         self._state = {p.stage: p.state for p in plans}
         free = c.fit(plans)

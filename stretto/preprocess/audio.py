@@ -89,8 +89,8 @@ def mix(samples: npt.NDArray[np.generic], rate: int, budget: Budget) -> Array:
 
 
 def _for_soundfile(data: bytes) -> bool:
-    """By the first bytes: libsndfile would also try a dozen rarer parsers, which nobody needs
-    here."""
+    """Whether libsndfile is to read it, by its first bytes. (It would also try a dozen rarer
+    parsers, which nobody needs here.)"""
     if data[:4] in (b"RIFF", b"RF64"):
         return data[8:12] == b"WAVE"
     mp3 = data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2)

@@ -65,7 +65,7 @@ ABBREVIATIONS = TITLES | {
     "Fri": "Friday", "Sept": "September",
     **{month[:3]: month for month in MONTHS if month != "May"},
 }  # fmt: skip
-"""With a full stop behind them."""
+"""Abbreviations, which have a full stop behind them."""
 SIGNS = {
     "&": "and", "+": "plus", "=": "equals", "@": "at", "%": "percent", "#": "number", "×": "times",
     "÷": "divided by", "±": "plus or minus", "<": "less than", ">": "greater than", "≈": "about",
@@ -80,9 +80,9 @@ SPOKEN = {"OK": "okay", "ok": "okay", "NASA": "nasa", "NATO": "nato", "AIDS": "a
           "COVID": "covid", "ASAP": "ay sap", "GIF": "gif", "JPEG": "jay peg", "THE": "the",
           "hmm": "hm", "shh": "sh", "km": "kilometers", "kg": "kilograms", "cm": "centimeters",
           "mm": "millimeters", "mph": "miles per hour", "nth": "enth"}  # fmt: skip
-"""Of letters that would be spelled otherwise."""
+"""Words that would be spelled letter by letter otherwise, or not be understood."""
 SPELLED = ("io", "ai", "uk", "eu", "us", "tv", "de", "fr", "ca", "au", "ui", "ux", "id")
-"""As parts of an address."""
+"""Parts of addresses that are spelled letter by letter."""
 
 NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
 _MONTH = rf"(?:{'|'.join(f'{m}|{m[:3]}' for m in MONTHS)}|Sept)"
@@ -117,7 +117,7 @@ def ordinal(n: int) -> str:
 
 
 def year(n: int) -> str:
-    """Also of other numbers of four digits: pairs of digits are short."""
+    """A year in words; also another number of four digits, since pairs of digits are short."""
     if not 1100 <= n <= 2099 or 2000 <= n <= 2009:
         return cardinal(n)
     last = n % 100
@@ -225,7 +225,7 @@ def _phone(m: Match[str]) -> str:
 
 
 def _address(m: Match[str]) -> str:
-    """Of a page or of mail, without what stands before its name."""
+    """An address of a page or of mail in words, without its scheme."""
     text = re.sub(r"^(?:\w+://|mailto:)?(?:www\.)?", "", m[0])
     tail = re.search(r"[.,!?;:)'\"]*$", text)
     end = tail[0] if tail else ""

@@ -41,14 +41,14 @@ FUEL = 100_000
 """Work that a mask may take in regular expressions (about 7 ms); a grammar that needs more fails
 its request."""
 MAX_SYMBOLS = 4096
-"""Of a compiled grammar: about 590 optional properties. What a step costs grows with the square of
-those that are possible at once, and no fuel of the library's covers that."""
+"""The size of a compiled grammar: about 590 optional properties. The cost of a step grows with the
+square of those that are possible at once, and no fuel of the library's covers that."""
 BURST_S, EACH_S = 0.05, 0.002
 """CPU time that the steps of one request may take: the most at once, and what each adds. Usual
 steps take 0.05 to 0.3 ms."""
-TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
-"""Of an answer that is tried where a grammar is checked. The second, if they take no longer than
-compiling did."""
+TRIAL_STEPS, MAX_TRIAL_STEPS = 16, 256
+"""Steps of the answer that is tried when a grammar is checked. The second, if they take no longer
+than compiling did."""
 STACK = 8 << 20
 """Bytes, where a grammar is checked: the compiler recurses along references."""
 STRUCTURE = tuple('""""{[,:]} 0a')
@@ -67,7 +67,7 @@ class StepBudget:
     left: float = BURST_S
 
     def spend(self, since: float, earned: float = 0.0) -> bool:
-        """For work that began at `since` and is done. False: the budget is used up."""
+        """Pay for work that began at `since` and is done. False: the budget is used up."""
         self.left = min(BURST_S, self.left + earned) - (self.clock() - since)
         return self.left >= 0
 
@@ -116,7 +116,7 @@ class GrammarGuide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            self._fail(words_of(self._matcher))
+            self._fail(error_of(self._matcher))
 
     def _spend(self, began: float, earned: float = 0.0) -> None:
         if not self._budget.spend(began, earned) and self.error is None:
@@ -160,7 +160,7 @@ class GrammarCompiler:
             self.tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
         )
         if matcher.is_error():
-            raise Invalid(f"the schema cannot be used: {words_of(matcher)}", "response_format")
+            raise Invalid(f"the schema cannot be used: {error_of(matcher)}", "response_format")
         guide = GrammarGuide(matcher, self.vocab, self.end, budget)
         if guide.error is not None:
             raise guide.error
@@ -172,14 +172,14 @@ class GrammarCompiler:
         guide, draw = self.compile(grammar), random.Random(0)
         until = 2 * time.thread_time() - began
         likely = [id for letter in STRUCTURE for id in self.tokenizer.tokenize_str(letter)[:1]]
-        for step in range(MOST_TRIAL_STEPS):
+        for step in range(MAX_TRIAL_STEPS):
             bits = guide.mask()
             if guide.error is not None:
                 raise guide.error
             if step >= TRIAL_STEPS and time.thread_time() >= until:
                 return
             token = draw.choice(
-                [id for id in likely if bits[id // 32] >> id % 32 & 1] or _some(bits)
+                [id for id in likely if bits[id // 32] >> id % 32 & 1] or _some_tokens(bits)
             )
             if token == self.end:
                 return
@@ -191,8 +191,8 @@ def check_apart(compiler: GrammarCompiler, grammar: str, cpu_s: float, memory_mb
     kernel ends it."""
     limit(WorkerLimits(math.ceil(cpu_s) + 1, memory_mb))  # the timer, which is exact, comes first
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    most = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (most, hard))
+    stack = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a handler would run when the compiler is done
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     stderr_copy, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -204,7 +204,7 @@ def check_apart(compiler: GrammarCompiler, grammar: str, cpu_s: float, memory_mb
 
 
 def why_ended(number: int, cpu_s: float, memory_mb: int) -> str:
-    """What the signal says that ended a process of `check_apart`."""
+    """What was wrong with a grammar, by the signal that ended its process (`check_apart`)."""
     if number == signal.SIGPROF:
         return f"it takes more than {cpu_s:g} s of CPU time to compile"
     if number == signal.SIGXCPU:
@@ -214,12 +214,12 @@ def why_ended(number: int, cpu_s: float, memory_mb: int) -> str:
     return "its parts refer to each other too deeply to compile"
 
 
-def words_of(matcher: LLMatcher) -> str:
+def error_of(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().split())[:300]
 
 
-def _some(bits: Bits) -> list[int]:
-    """Of the tokens that may come next, those in the first word that has any."""
+def _some_tokens(bits: Bits) -> list[int]:
+    """Some of the tokens that may come next: those in the first word of the bits that has any."""
     at = int(np.flatnonzero(bits)[0])
     return [32 * at + b for b in range(32) if bits[at] >> b & 1]
 
@@ -229,8 +229,8 @@ class GrammarVerdicts:
     """How checks of grammars ended, so that a schema that is used again is not checked again. The
     prompt pool has one, on the event loop.
 
-    By sender: whoever sends many grammars pushes out his own alone, and nobody can find out what
-    others use."""
+    Each sender has its own: one that sends many grammars pushes out none of others, and cannot find
+    out which ones they use."""
 
     per_sender: int = MAX_PER_SENDER
     senders: int = MAX_SENDERS
@@ -239,7 +239,7 @@ class GrammarVerdicts:
     )  # the latest used last
 
     def find(self, sender: str, grammar: bytes) -> str | None:
-        """What is wrong with it, empty if nothing; None: it is not known."""
+        """What is wrong with a grammar, empty if nothing; None: it is not known."""
         own = self._by_sender.get(sender)
         if own is None or grammar not in own:
             return None

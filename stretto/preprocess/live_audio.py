@@ -34,7 +34,7 @@ class _Window:
 
 
 @dataclass(slots=True, eq=False)
-class Hearing:
+class LiveAudio:
     num_bins: int
     window: int  # frames
     changed: int = 0  # windows that a louder sound changed after they had been given out
@@ -60,7 +60,7 @@ class Hearing:
         """The complete windows, as they stand by now."""
         return AudioClip(tuple(self._piece(w) for w in self._windows))
 
-    def fork(self) -> Hearing:
+    def fork(self) -> LiveAudio:
         """Another that goes on from here, for when this one is finished too early. Features are
         shared; what is counted begins anew."""
         other = copy(self)

@@ -89,12 +89,12 @@ MAX_SCANS = 256
 
 
 LONG_SOUND = MediaLimits(audio_seconds=7200.0)
-"""Of sound that is heard window by window: it need not fit into one prompt."""
+"""Limits of sound that the model takes window by window: it need not fit into one prompt."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """What the media of one request have used of its limits so far."""
+    """How much of a request's limits its media have used so far."""
 
     limits: MediaLimits
     media: int = 0

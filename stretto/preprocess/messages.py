@@ -68,7 +68,7 @@ MEDIA: dict[str, Kind] = {
 
 @dataclass(slots=True)
 class Reader:
-    """Reads the messages of one prompt. `found` is told of each medium, in order."""
+    """Reads the messages of one prompt. `found` is called with each medium, in order."""
 
     budget: Budget
     allow_paths: bool
@@ -77,7 +77,7 @@ class Reader:
     found: Callable[[Medium, Kind], None]
     # called for each picture with its size, before any is decoded
     expect_picture: Callable[[int, int], None] = lambda height, width: None
-    _coming: deque[tuple[str, Kind, Callable[[], Medium]]] = field(default_factory=deque)
+    _undecoded: deque[tuple[str, Kind, Callable[[], Medium]]] = field(default_factory=deque)
     _chars: int = 0
     _values: int = 0
     _parts: int = 0
@@ -106,14 +106,14 @@ class Reader:
             )
         try:
             turns = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-            while self._coming:
-                at, kind, decode = self._coming.popleft()
-                with _blaming(at):
+            while self._undecoded:
+                at, kind, decode = self._undecoded.popleft()
+                with _naming_part(at):
                     self.found(decode(), kind)
         finally:
             # What waits here refers to this reader: without this circle, the media of a request
             # that is refused go with it rather than when the interpreter looks for circles.
-            self._coming.clear()
+            self._undecoded.clear()
         return turns
 
     def _message(self, message: object, at: str) -> dict[str, Any]:
@@ -144,7 +144,8 @@ class Reader:
         if isinstance(content, str):
             if not content and role == "user":
                 raise Invalid(f"{at} is empty", at)
-            return self._text(content, at)
+            self._add_chars(len(content), at)
+            return content
         if content is None:
             raise Invalid(f"{at} is missing", at)
         if not isinstance(content, list | tuple):
@@ -170,7 +171,8 @@ class Reader:
             text = part.get("text")
             if not isinstance(text, str):
                 raise Invalid(f"{at}.text must be a string, got {_kind(text)}", f"{at}.text")
-            return {"type": "text", "text": self._text(text, f"{at}.text")}
+            self._add_chars(len(text), f"{at}.text")
+            return {"type": "text", "text": text}
         kind = MEDIA.get(name) if isinstance(name, str) else None
         if kind is None:
             raise Invalid(
@@ -182,15 +184,11 @@ class Reader:
             raise Invalid(
                 f"{at}: {kind} is only allowed in user messages, not in a {role} message", at
             )
-        with _blaming(at):
+        with _naming_part(at):
             if not isinstance(part.get("data"), AudioClip | Patches):  # these cost nothing any more
                 self.budget.add_medium()
-            self._coming.append((at, kind, self._medium(kind, part, at)))
+            self._undecoded.append((at, kind, self._medium(kind, part, at)))
         return {"type": kind}
-
-    def _text(self, text: str, at: str) -> str:
-        self._add_chars(len(text), at)
-        return text
 
     def _add_chars(self, count: int, at: str) -> None:
         self._chars += count
@@ -200,8 +198,8 @@ class Reader:
             )
 
     def _count(self, value: object, at: str) -> None:
-        """Holds a field that is passed on as it came to the limits, layer by layer: no deep or wide
-        one is walked further than the limits go."""
+        """Refuse a field beyond the limits, if it is passed on as it came. The walk goes layer by
+        layer and ends at the limits, however deep or wide the field is."""
         layer, depth = [value], 0
         while layer:
             if depth > self.limits.depth:
@@ -209,7 +207,7 @@ class Reader:
             below: list[object] = []
             for v in layer:
                 if isinstance(v, str):
-                    self._text(v, at)
+                    self._add_chars(len(v), at)
                 elif isinstance(v, int):
                     # JSON's numbers may have thousands of digits
                     self._add_chars(v.bit_length() // 3, at)
@@ -225,7 +223,7 @@ class Reader:
             layer, depth = below, depth + 1
 
     def _medium(self, kind: Kind, part: Mapping[str, Any], at: str) -> Callable[[], Medium]:
-        """What decodes it."""
+        """The function that decodes it."""
         match part["type"]:
             case "input_audio":
                 return self._input_audio(part.get("input_audio"), f"{at}.input_audio")
@@ -351,8 +349,8 @@ class Reader:
 
 
 @contextmanager
-def _blaming(at: str) -> Iterator[None]:
-    """Names the part whose medium turned out bad."""
+def _naming_part(at: str) -> Iterator[None]:
+    """Put the place of the part into the error of its medium."""
     try:
         yield
     except (MediaError, TooLong) as e:

@@ -83,8 +83,8 @@ class PackedPrompt(Wire, frozen=True):
         return None if self.tts_token_ids is None else unpack_ids(self.tts_token_ids)
 
     def for_host(self, *, with_features: bool) -> PackedPrompt:
-        """What is announced to a host. One that encodes nothing is not told where features lie: it
-        needs the digests alone, to tell the positions and the media apart."""
+        """The prompt as it is announced to a host. A host that encodes nothing does not learn where
+        features lie: it needs only the digests, to tell positions and media apart."""
         prompt = msgspec.structs.replace(self, features=None, tts_token_ids=None)
         return prompt if with_features or not self.pieces() else prompt._without_offsets()
 
@@ -161,7 +161,8 @@ def pack(
     known: Container[bytes] = (),
     on_demand: Mapping[bytes, Piece] | None = None,
 ) -> PackedPrompt:
-    """With the features in memory of this process. Those whose digests are `known` stay behind."""
+    """Pack a prompt, with its features in memory of this process, but for those whose digests are
+    `known`."""
     packed, arrays = lay_out(prompt, tts_ids, known)
     features = PromptFeatures(b"".join(a.tobytes() for a in arrays), on_demand)
     return msgspec.structs.replace(packed, features=features)

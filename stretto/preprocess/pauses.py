@@ -20,7 +20,7 @@ Pcm = npt.NDArray[np.int16]
 FRAME_S, PAUSE_S, LONG_PAUSE_S = 0.01, 0.3, 0.6
 SHORTEST_S, LONGEST_S = 3.0, 10.0
 MARGIN_S = 1.0  # of quiet, on each side
-_HEARD = 0.03, 0.3  # bounds of the threshold, as parts of the loud frames' level
+_THRESHOLDS = 0.03, 0.3  # bounds of the threshold, as parts of the loud frames' level
 _SILENCE = 10.0  # of 32,768: under this, nothing is loud
 
 
@@ -38,7 +38,7 @@ Span = tuple[int, int]  # frames
 
 
 def segments(samples: Pcm, rate: int) -> list[SpeechSegment]:
-    """In order; none where nothing is loud. They do not overlap."""
+    """The segments of a sound, in order; none where nothing is loud. They do not overlap."""
     step = round(FRAME_S * rate)
     levels = _levels(samples, step)
     spans = list(_segments(_loud_spans(levels), levels))
@@ -55,7 +55,7 @@ def segments(samples: Pcm, rate: int) -> list[SpeechSegment]:
 
 
 def _levels(samples: Pcm, step: int) -> npt.NDArray[np.float32]:
-    """Of each frame; the last may be short."""
+    """The level of each frame; the last frame may be short."""
     whole = len(samples) // step * step
     frames = samples[:whole].reshape(-1, step).astype(np.float32)
     rest = samples[whole:].astype(np.float32)
@@ -65,11 +65,13 @@ def _levels(samples: Pcm, step: int) -> npt.NDArray[np.float32]:
 
 
 def _loud_spans(levels: npt.NDArray[np.float32]) -> list[Span]:
-    """What lies between pauses."""
+    """The spans between pauses."""
     if not len(levels):
         return []
     quiet, loud = np.percentile(levels, (10, 95))
-    threshold = max(_SILENCE, float(np.clip(2 * quiet, _HEARD[0] * loud, _HEARD[1] * loud)))
+    threshold = max(
+        _SILENCE, float(np.clip(2 * quiet, _THRESHOLDS[0] * loud, _THRESHOLDS[1] * loud))
+    )
     frames = np.flatnonzero(levels > threshold)
     if not len(frames):
         return []

@@ -14,9 +14,9 @@ import msgspec
 from stretto.errors import Invalid
 
 MAX_REMOTE = 8
-"""Of a request."""
+"""Addresses that one request may name."""
 MAX_URL = 2048
-"""Bytes, as JSON has it."""
+"""Bytes of an address as JSON text."""
 NOT_FETCHED = "remote files are fetched only from hosts that --allowed-media-domains names"
 TOO_MANY = f"a request names at most {MAX_REMOTE} remote files"
 # names of fields in which messages and items have addresses
@@ -101,8 +101,8 @@ def address_of(part: Any) -> tuple[str, str]:
 
 
 def kind_of(head: bytes) -> str:
-    """Of a file whose message does not say it. What is neither a picture nor sound by its first
-    bytes is given to the reader of videos, which refuses what it does not know."""
+    """The kind of a file whose message does not name it. What is neither a picture nor sound by its
+    first bytes is left to the reader of videos, which refuses what it does not know."""
     if head.startswith(_IMAGES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP"):
         return "image"
     mpeg = len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0

@@ -31,16 +31,16 @@ class Translation:
     places: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, given: Any, instructions: Any, recalled: Mapping[str, str]) -> Translation:
+    def of(cls, items: Any, instructions: Any, recalled: Mapping[str, str]) -> Translation:
         own = cls()
         if instructions is not None:
             if not isinstance(instructions, str):
                 raise Invalid("instructions must be a string", "instructions")
             own.add({"role": "system", "content": instructions}, "instructions")
-        if isinstance(given, str):
-            own.add({"role": "user", "content": given}, "input")
-        elif isinstance(given, list):
-            for i, item in enumerate(given):
+        if isinstance(items, str):
+            own.add({"role": "user", "content": items}, "input")
+        elif isinstance(items, list):
+            for i, item in enumerate(items):
                 own.add_item(item, f"input[{i}]", recalled)
         else:
             raise Invalid("input must be a string or a list of items", "input")

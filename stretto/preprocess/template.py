@@ -39,7 +39,7 @@ from stretto._validation import read_json_file
 from stretto.errors import CheckpointError, Invalid
 
 # Unicode sets these aside for a program's own use; text is not supposed to hold any of them.
-_PRIVATE = [chr(c) for c in range(0xFDD0, 0xFDF0)]
+_NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 _UNRENDERABLE = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -119,7 +119,7 @@ class Tokenizer:
         return self.markers[text]
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token says; nothing for ids that no text has."""
+        """The bytes that a token stands for; none for ids that no text has."""
         if token in self.added:
             return self.added[token].encode()
         letters = self.plain.id_to_token(token) if token >= 0 else None
@@ -145,11 +145,11 @@ class TextStream:
             b"".join(self._tokenizer.token_bytes(i) for i in ids if i not in self._skipped)
         )
 
-    def told(self, token: int) -> tuple[str, bytes | None]:
-        """A token for people to read, and what it adds to the text: None for one that is
+    def describe(self, token: int) -> tuple[str, bytes | None]:
+        """A token for people to read, and the bytes that it adds to the text: None for one that is
         skipped."""
-        said = self._tokenizer.token_bytes(token)
-        return said.decode("utf-8", "replace"), None if token in self._skipped else said
+        data = self._tokenizer.token_bytes(token)
+        return data.decode("utf-8", "replace"), None if token in self._skipped else data
 
     def finish(self) -> str:
         """No more tokens: whatever waited, as a replacement character. The stream can be used
@@ -247,7 +247,7 @@ class ChatTemplate:
             return each_string(value, lambda s: self._guard(s, guard))
 
         try:
-            guard = self._private([messages, tools])
+            guard = _unused_noncharacter([messages, tools])
             context = dict(variables or {}, tools=guarded(tools), add_generation_prompt=True)
             context["messages"] = [
                 {k: v if k == "role" else guarded(v) for k, v in m.items()} for m in messages
@@ -272,16 +272,6 @@ class ChatTemplate:
             raise CheckpointError(f"{directory}: {message}") from None
         except Invalid as e:
             raise CheckpointError(f"{directory}: {e}") from None
-
-    def _private(self, value: object) -> str:
-        """A character that no client string holds."""
-        strings = list(_strings(value))
-        for c in _PRIVATE:
-            if not any(c in s for s in strings):
-                return c
-        raise Invalid(
-            "the messages use all of Unicode's noncharacters U+FDD0 to U+FDEF", "messages"
-        )
 
     def _guard(self, text: str, guard: str) -> str:
         """Break up every marker in `text`, and those it could be the beginning or the end of."""
@@ -321,13 +311,13 @@ def limited_steps(most: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-def check_variables(given: object) -> dict[str, Any]:
+def check_variables(variables: object) -> dict[str, Any]:
     """Switches of a template that a client sets: few, and words, numbers or truth values, which can
     forge nothing."""
     at = "chat_template_kwargs"
-    if not isinstance(given, dict) or len(given) > MAX_VARIABLES:
+    if not isinstance(variables, dict) or len(variables) > MAX_VARIABLES:
         raise Invalid(f"{at} must be an object of at most {MAX_VARIABLES} values", at)
-    for name, value in given.items():
+    for name, value in variables.items():
         fine = (
             value is None
             or isinstance(value, bool | int | float)
@@ -337,7 +327,7 @@ def check_variables(given: object) -> dict[str, Any]:
             raise Invalid(f"{at}: {str(name)[:64]!r} must be a truth value, a number or a word", at)
         if name in ("messages", "tools", "add_generation_prompt"):
             raise Invalid(f"{at}: {name} is not for clients to set", at)
-    return given
+    return variables
 
 
 def well_formed(text: str) -> str:
@@ -361,14 +351,13 @@ def each_string(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _strings(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _strings([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from _strings(v)
+def _unused_noncharacter(value: object) -> str:
+    """A character that no string of this plain data holds."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    for c in _NONCHARACTERS:
+        if c not in text:
+            return c
+    raise Invalid("the messages use all of Unicode's noncharacters U+FDD0 to U+FDEF", "messages")
 
 
 def _environment() -> jinja2.Environment:

@@ -32,7 +32,8 @@ class HostAgent:
         return None
 
     def run(self, address: str, nonce: str, name: str, secret_file: str) -> tuple[bool, str]:
-        """Until the host is over: whether another one could do better, and why it ended."""
+        """Serve until the host is over; returns whether another one could do better, and why it
+        ended."""
         invitation = Invitation(address, nonce, name)
         try:
             # A worker's parent is its node's raylet. Ray ends workers two or three seconds after

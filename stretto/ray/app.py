@@ -146,8 +146,8 @@ def _ingress(spec: Spec) -> Callable[[], Starlette]:
 
 
 def replica_app(spec: Spec) -> Starlette:
-    """In the replica. Its lifespan begins when the constructor is done, and traffic comes when it
-    has begun."""
+    """The app of a replica, made in it. Its lifespan starts when the constructor is done, and
+    traffic comes when it has started."""
 
     async def open_engine() -> PipelineEngine:
         group = get_current_placement_group()

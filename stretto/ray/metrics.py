@@ -28,8 +28,8 @@ class Export:
         self._render = render
         self._gauges: dict[tuple[str, tuple[str, ...]], Gauge] = {}
         self._series: dict[str, tuple[Gauge, dict[str, str]]] = {}
-        """By what stands before the number: to parse a line again takes three times as long as to
-        set its gauge."""
+        """By the text of a line before its number: to parse a line again takes three times as long
+        as to set its gauge."""
 
     def update(self) -> Iterator[int]:
         """Set all gauges; after some of them, how many there were so far."""

@@ -88,8 +88,8 @@ def connect(cluster: ClusterConfig) -> None:
 
 
 def reach(address: str) -> bool:
-    """Whether something listens at HOST:PORT. False: the address is none. Ray itself would try for
-    minutes."""
+    """Check that something listens at HOST:PORT: Ray itself would try for minutes. False: the
+    address names no host and port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return False
@@ -100,14 +100,14 @@ def reach(address: str) -> bool:
     return True
 
 
-def unanswered(where: str, reached: bool, words: str) -> str:
+def unanswered(where: str, reached: bool, reason: str) -> str:
     if reached:
         return (
-            f"the Ray cluster at {where} lets nobody in from here ({words}): are RAY_AUTH_MODE and "
-            f"the token of "
-            "RAY_AUTH_TOKEN_PATH those of its nodes, and Ray's and Python's versions?"
+            f"the Ray cluster at {where} lets nobody in from here ({reason}): are RAY_AUTH_MODE "
+            f"and the token of RAY_AUTH_TOKEN_PATH those of its nodes, and Ray's and Python's "
+            f"versions?"
         )
-    return f"no Ray cluster answers at {where} ({words}); start one with `ray start --head`"
+    return f"no Ray cluster answers at {where} ({reason}); start one with `ray start --head`"
 
 
 def first_line(error: BaseException) -> str:
@@ -115,7 +115,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _facts() -> dict[str, bool]:
-    """Of the cluster, as one of its workers sees them: workers have their node's environment."""
+    """Settings of the cluster as one of its workers sees them: it has its node's environment."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     return {"token": is_token_auth_enabled(), "haproxy": os.environ.get(HAPROXY) == "1"}

@@ -23,9 +23,9 @@ from stretto.ray.agent import HostAgent
 log = logging.getLogger(__name__)
 
 FIRST_CHECK_S, CHECK_S = 8.0, 60.0
-"""For an actor to be placed and to answer. One placed on a node that died a moment ago may never
-answer: so the first try is given up soon, and each that follows has twice the time, since a busy
-node is slow."""
+"""Time for an actor to be placed and to answer. One placed on a node that died a moment ago may
+never answer: so the first try is given up soon, and each that follows has twice the time, since a
+busy node is slow."""
 CALLS = 4  # at once, in an actor: one of them is `run`
 
 

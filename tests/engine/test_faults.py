@@ -273,7 +273,7 @@ def test_a_request_in_line_waits_longer_than_one_that_stopped(tiny_dir: Path) ->
             t = RequestState(
                 RequestId(name), pipeline, engine.model, STAGES, prompt, options, nothing, 0.0, 1.0
             )  # type: ignore[arg-type]
-            t.progressed = now - rest
+            t.progressed_at = now - rest
             t.samples = samples
             engine.requests.running[t.id] = t
             return t

@@ -163,10 +163,12 @@ def test_hosts_on_one_card_load_in_turn_and_know_who_comes_after() -> None:
                     if begun[-1].state == "starting"
                     else []
                 )
-                assert len(told.beside) == 3 - turn
+                assert len(told.loading_later) == 3 - turn
                 assert told.others, "the pipeline has a host more"
                 loaded.append(told.stages)
-                assert sorted([*loaded, *told.beside]) == sorted([STAGES[:1], STAGES[1:]] * 2)
+                assert sorted([*loaded, *told.loading_later]) == sorted(
+                    [STAGES[:1], STAGES[1:]] * 2
+                )
                 begun[-1].say(Ready(told.stages, 0.0))
                 launcher.hosts.remove(begun[-1])
                 launcher.hosts.insert(turn, begun[-1])
@@ -185,7 +187,10 @@ def test_hosts_on_cards_of_their_own_load_at_once() -> None:
         await rest()
         assert [h.started for h in launcher.hosts] == [True, True]
         assert all(
-            m.beside == () for h in launcher.hosts for m in h.heard() if isinstance(m, Configure)
+            m.loading_later == ()
+            for h in launcher.hosts
+            for m in h.heard()
+            if isinstance(m, Configure)
         )
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)

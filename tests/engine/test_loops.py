@@ -54,7 +54,7 @@ def test_hosts_and_prompt_workers_start_on_it(
         runner.run(work())
 
 
-def test_children_are_in_groups_of_the_servers_session_and_prompts_come_last(
+def test_children_have_process_groups_and_prompts_a_low_priority(
     tiny_dir: Path,
 ) -> None:
     """So a Ctrl-C is not theirs, and their priorities count: sessions share cores out between them

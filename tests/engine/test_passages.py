@@ -25,7 +25,7 @@ from stretto.engine.passages import (
     one_ahead,
     with_lead,
 )
-from stretto.engine.tts import in_turn
+from stretto.engine.tts import iterate
 from stretto.errors import Busy, Invalid, StageDead
 from stretto.params import Params
 from tests.engine.common import run
@@ -69,12 +69,12 @@ class Speaker:
 
 def reader(speak: Any, params: Params | None = None) -> PassageReader[int]:
     given = params or Params()
-    return PassageReader(speak, FrameLimits(given, whole=params is not None), RATE)
+    return PassageReader(speak, FrameLimits(given, for_whole_text=params is not None), RATE)
 
 
 def events_of(speak: Any, passages: list[int], params: Params | None = None) -> list[Event]:
     async def main() -> list[Event]:
-        return [e async for e in reader(speak, params).read(in_turn(passages))]
+        return [e async for e in reader(speak, params).read(iterate(passages))]
 
     return run(main())
 
@@ -111,7 +111,7 @@ def test_where_passages_meet_there_is_no_step_and_a_pause() -> None:
     assert np.abs(np.diff(sound)).max() < 1.1 * 0.5 / FADE
 
 
-def test_a_passage_that_ends_in_silence_gets_only_what_is_missing_of_the_pause() -> None:
+def test_silence_at_a_passage_end_counts_towards_the_pause() -> None:
     sound = wave(events_of(Speaker(tail=1), [2, 2]))
     assert len(sound) == 4 * FRAME + PAUSE - FRAME
     assert len(wave(events_of(Speaker(tail=9), [9, 9]))) == 18 * FRAME
@@ -159,8 +159,8 @@ def test_the_checkpoints_limit_is_that_of_a_passage() -> None:
     speaker = Speaker()
 
     async def main() -> list[Event]:
-        limits = FrameLimits(Params(max_frames=4), whole=False)
-        return [e async for e in PassageReader(speaker, limits, RATE).read(in_turn([9, 3]))]
+        limits = FrameLimits(Params(max_frames=4), for_whole_text=False)
+        return [e async for e in PassageReader(speaker, limits, RATE).read(iterate([9, 3]))]
 
     events = run(main())
     assert (end(events).usage.frames, end(events).audio) == (7, "length")
@@ -183,7 +183,7 @@ def test_a_text_of_which_nothing_can_be_said() -> None:
 
 def test_a_later_passage_waits_for_room_and_the_first_does_not() -> None:
     async def read(clock: Virtual, speaker: Speaker) -> tuple[float, list[Event]]:
-        events = [e async for e in reader(speaker).read(in_turn([1, 1]))]
+        events = [e async for e in reader(speaker).read(iterate([1, 1]))]
         return clock.now - 1000, events
 
     def refused(passage: int, times: int) -> Speaker:
@@ -212,7 +212,7 @@ def test_what_fails_in_its_middle_is_not_begun_again() -> None:
 
 
 def led(speaker: Speaker, passages: list[int]) -> AsyncGenerator[Event, None]:
-    events = with_lead(reader(speaker).read(in_turn(passages)), RATE)
+    events = with_lead(reader(speaker).read(iterate(passages)), RATE)
     return cast(AsyncGenerator[Event, None], events)
 
 

@@ -56,10 +56,10 @@ def clip() -> Conversation:
 
 
 async def heard(
-    engine: PipelineEngine, text: Any, manner: SpeechStyle, **more: Any
+    engine: PipelineEngine, text: Any, style: SpeechStyle, **more: Any
 ) -> tuple[list[list[int]], np.ndarray]:
     codes, samples = [], []
-    async for event in engine.speak(text, manner=manner, params=PARAMS, **more):
+    async for event in engine.speak(text, style=style, params=PARAMS, **more):
         if isinstance(event, CodeFrames):
             codes += event.codes.tolist()
         elif isinstance(event, AudioChunk):
@@ -85,12 +85,12 @@ async def written(*sizes: int) -> AsyncIterator[str]:
 async def answers(folder: Path, config: EngineConfig) -> list[Any]:
     async with PipelineEngine.open(folder, config) as engine:
         voice = await engine.enrol(clip())
-        manner = SpeechStyle(language="english", voice=voice)
-        alone = await heard(engine, TEXT, manner)
+        style = SpeechStyle(language="english", voice=voice)
+        alone = await heard(engine, TEXT, style)
         others = await asyncio.gather(
-            heard(engine, TEXT, manner),
-            heard(engine, written(5, 1, 1, 20), manner),
-            heard(engine, written(*[1] * len(TEXT)), manner),
+            heard(engine, TEXT, style),
+            heard(engine, written(5, 1, 1, 20), style),
+            heard(engine, written(*[1] * len(TEXT)), style),
             heard(engine, TEXT, SpeechStyle(voice=voice)),
         )
         for codes, wave in others[:3]:
@@ -98,7 +98,7 @@ async def answers(folder: Path, config: EngineConfig) -> list[Any]:
             np.testing.assert_allclose(wave, alone[1], rtol=0, atol=1e-5)
         assert others[3][0] != alone[0]
         with pytest.raises(Invalid, match="nothing to say"):
-            await heard(engine, written_nothing(), manner)
+            await heard(engine, written_nothing(), style)
         with pytest.raises(Invalid, match="does not offer"):
             async for _ in engine.generate([{"role": "user", "content": "Hello"}]):
                 pass

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,7 @@ from stretto.engine.pipeline import Pipeline, by_our_clock
 from stretto.engine.remote_host import DRIFT, ClockOffset, RemoteHost, RemoteLauncher
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Connect, Listen, Listening, Ping, Ready, Stats
-from stretto.messages.requests import Ended, encode
+from stretto.messages.requests import PREFIX, Ended, decode_to_host, encode
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.models.qwen3_omni.load import Models
@@ -92,6 +94,47 @@ async def stranger(invitation: Invitation, hello: bytes) -> None:
             await asyncio.sleep(0.01)
         dealer.disable_monitor()
         monitor.close(0)
+
+
+class NoAgent:
+    def on_end(self, callback: Callable[[StageDead], None]) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+class NoStarter:
+    """Starts no agent: a test dials in its place."""
+
+    def __init__(self) -> None:
+        self.invited: asyncio.Future[Invitation] = asyncio.get_running_loop().create_future()
+
+    async def start(self, invitation: Invitation, number: int) -> NoAgent:
+        self.invited.set_result(invitation)
+        return NoAgent()
+
+
+@asynccontextmanager
+async def dialled(
+    host: RemoteHost, starter: NoStarter, before: Callable[[], None] = lambda: None
+) -> AsyncIterator[zmq.Socket[bytes]]:
+    """The socket of an agent that the host was started with. `before` is called while the host
+    waits for it."""
+    starting = asyncio.create_task(host.start())
+    invitation = await starter.invited
+    before()
+    hello = Hello.make(invitation, SECRET, LOCAL, 1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        encrypt(dealer, key_of(SECRET, invitation.purpose))
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://{invitation.address}")
+        dealer.send_multipart([HELLO, msgspec.msgpack.encode(hello)])
+        await starting
+        try:
+            yield dealer
+        finally:
+            await host.stop()
 
 
 def remote_host() -> RemoteHost:
@@ -343,15 +386,15 @@ def test_times_of_a_host_come_by_our_clock() -> None:
     assert by_our_clock(told, 0.0) is told
 
     async def work() -> None:
-        launcher = RemoteLauncher(ProcessStarter(), SECRET, LOCAL)
+        starter = NoStarter()
+        launcher = RemoteLauncher(starter, SECRET, LOCAL)
         p = Pipeline("p0", "", PIPELINE, EngineConfig(), launcher=launcher)
         p.supervisor.make_hosts()
         [host] = p.supervisor.hosts
         assert isinstance(host, RemoteHost)
-        host._agent_pid = 1
-        host.ping(3)
-        asked = time.monotonic()
-        async with read_reports(p) as reports:
+        async with dialled(host, starter), read_reports(p) as reports:
+            host.ping(3)
+            asked = time.monotonic()
             host.receive(encode(Stats(3, {}, asked + 1000.0)))
             assert host.offset == pytest.approx(1000.0, abs=1.0)
             host.receive(encode(told))
@@ -393,21 +436,23 @@ def test_a_peer_whose_coming_is_told_after_its_hello_stays() -> None:
     run(work())
 
 
-def test_nothing_goes_before_its_agent_has_said_hello() -> None:
+def test_nothing_goes_before_the_agents_hello() -> None:
     """What is asked of a host that is being started must not come before `Configure`, nor count as
     unanswered."""
 
     async def work() -> None:
-        host = remote_host()
-        host._wire = wire = remote._Wire(host, "nonce", SECRET, LOCAL)
-        host.ping(1)
-        host.send(Ping(2))
-        assert not wire._out
-        assert host.unanswered_since is None
-        host._agent_pid = 1  # as `start` has it when it returns
-        host.send(Ping(3))
-        assert wire._out
-        wire.close()
+        starter = NoStarter()
+        host = RemoteHost("p0.0", asyncio.Queue(), 0, "cpu", starter, SECRET, LOCAL)
+
+        def send_too_soon() -> None:
+            host.ping(1)
+            host.send(Ping(2))
+            assert host.unanswered_since is None
+
+        async with dialled(host, starter, send_too_soon) as dealer:
+            host.send(Ping(3))
+            _, frame = await asyncio.to_thread(dealer.recv_multipart)
+            assert decode_to_host(frame[PREFIX.size :]) == Ping(3)
 
     run(work())
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stretto.engine import request
-from stretto.engine.events import AudioChunk, Finished, TextDelta, TimelineSpan
+from stretto.engine.events import AudioChunk, Finished, TextDelta
 from stretto.engine.request import RequestState
 from stretto.errors import Bug, StageDead
 from stretto.family import MediaTokens
@@ -77,25 +76,6 @@ def read(t: RequestState) -> Any:
 def end(t: RequestState, *stages: str, reason: str = "stop", cached: int = 0) -> None:
     for stage in stages:
         t.end(Ended(ID, stage, reason, 0.0, cached=cached))
-
-
-def test_a_timeline_is_made_when_somebody_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def noted(*given: Any) -> tuple[TimelineSpan, ...]:
-        calls.append("timeline")
-        return make(*given)
-
-    make = request.timeline
-    monkeypatch.setattr(request, "timeline", noted)
-    t, _ = new_request(stages=("thinker",))
-    t.end(Ended(ID, "thinker", "stop", 0.5, (1.0, 1.25, 1.5)))
-    (last,) = events(t)
-    assert calls == []
-    assert [(s.start, s.stop) for s in last.timeline] == [(0.5, 1.0), (1.0, 1.25), (1.25, 1.5)]
-    assert len(last.timeline) == 3
-    assert [s.stop for s in last.timeline[1:]] == [1.25, 1.5]
-    assert calls == ["timeline"], "once"
 
 
 def until_stop(text: str, stops: tuple[str, ...], least: int) -> tuple[str, int, str]:
@@ -206,7 +186,7 @@ def test_pace_is_told_by_streams_that_are_under_way(
     began: float | None, throttled: bool, now: float, pace: float | None
 ) -> None:
     t, _ = new_request()
-    t.paced = None if began is None else (began, 0)
+    t.pace_start = None if began is None else (began, 0)
     t.throttled = throttled
     t.samples = SAMPLE_RATE_OUT
     assert t.pace(now) == (float("inf") if pace is None else pace)
@@ -218,11 +198,11 @@ def test_a_slow_listener_does_not_slow_the_pace() -> None:
     t, line = new_request()
     t.add_sound(0, 1, np.zeros(3 * SAMPLE_RATE_OUT, np.float32))
     assert line.sent == [Throttle(ID, True)]
-    assert t.paced is not None
-    began = t.paced[0]
+    assert t.pace_start is not None
+    began = t.pace_start[0]
     assert t.pace(began + 100) == float("inf")
     read(t)
-    since, before = t.paced
+    since, before = t.pace_start
     assert before == 3 * SAMPLE_RATE_OUT
     t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT, np.float32))
     assert t.pace(since + 2) == 0.5
@@ -236,10 +216,10 @@ def test_a_slow_writer_does_not_slow_the_pace() -> None:
     t, _ = new_request()
     t.begin_writing()
     t.add_sound(0, 1, np.zeros(SAMPLE_RATE_OUT, np.float32))
-    assert t.paced is not None
-    assert t.pace(t.paced[0] + 100) == float("inf")
+    assert t.pace_start is not None
+    assert t.pace(t.pace_start[0] + 100) == float("inf")
     t.end_writing()
-    since, before = t.paced
+    since, before = t.pace_start
     assert before == SAMPLE_RATE_OUT
     t.add_sound(before, 1, np.zeros(SAMPLE_RATE_OUT // 2, np.float32))
     assert t.pace(since + 2) == 0.25

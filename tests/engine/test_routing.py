@@ -16,7 +16,8 @@ TEXT, SPEECH = ("writer",), ("writer", "speaker")
 class Place:
     """A pipeline as far as the router looks."""
 
-    def __init__(self, up: bool = True, speaks: bool = True) -> None:
+    def __init__(self, up: bool = True, speaks: bool = True, name: str = "p") -> None:
+        self.name = name
         self.up = up
         self.speaks = speaks
 
@@ -48,6 +49,13 @@ def test_speech_needs_more_than_text_does() -> None:
     assert r.choose(TEXT, WRITTEN, []) is mute
     with pytest.raises(StageDead):
         r.choose(SPEECH, spoken(), [])
+
+
+def test_a_request_that_names_its_pipeline_goes_there() -> None:
+    first, slow = Place(name="p0"), Place(up=False, name="p1")
+    r = router(first, slow, min_pace=1.0)
+    named = RequestOptions("speech", pipeline="p1")
+    assert r.choose(SPEECH, named, [stream(slow, 0.5)]) is slow
 
 
 def test_speech_goes_where_streams_keep_pace() -> None:

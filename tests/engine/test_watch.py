@@ -59,7 +59,7 @@ class Watched:
         """Read what the host has said: it has answered, and the request has come on."""
         pings = [m.number for m in self.host.heard() if isinstance(m, Ping)]
         self.host.say(Stats(pings[-1] if pings else 0, {}))
-        self.request.progressed = clock.now
+        self.request.progressed_at = clock.now
 
 
 async def watching(
@@ -84,7 +84,7 @@ def test_a_loop_that_stood_still_reads_what_came_before_it_judges(
 
     async def work(clock: Virtual) -> None:
         watched = Watched(tiny_dir)
-        watched.request.progressed = clock.now
+        watched.request.progressed_at = clock.now
         async with watched.watched():
             while (
                 watched.host.unanswered_since is None
@@ -105,7 +105,7 @@ def test_who_says_nothing_is_taken_for_stalled(tiny_dir: Path) -> None:
 
     async def work(clock: Virtual) -> None:
         watched = Watched(tiny_dir)
-        watched.request.progressed = clock.now
+        watched.request.progressed_at = clock.now
         async with watched.watched():
             await watching(watched, clock, 3.0, every=0.1)
             clock.stand_still(10 * STALL_S)

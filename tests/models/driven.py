@@ -21,7 +21,7 @@ from stretto.engine.tts import TextToSpeech
 from stretto.engine.warmup import WarmUp
 from stretto.family import ModelInfo
 from stretto.messages.hosts import Configure
-from stretto.messages.requests import Admit, Codes, Ended, Failed, Made, Pcm, Text
+from stretto.messages.requests import Admit, Codes, Ended, Failed, Pcm, ProductData, Text
 from stretto.models.qwen3_tts.params import ClonedVoice
 from stretto.params import Capability, Params, RequestOptions, SpeechStyle
 from stretto.preprocess import build as work
@@ -70,8 +70,9 @@ class Driven:
 
     def warm_up(self) -> int:
         """The requests that an engine sends through its pipelines before it is ready."""
-        tts = TextToSpeech(self, InThreads(self.builder), self.builder.tokenizer.encode)
-        return asyncio.run(WarmUp(self.model, self, tts, gpu=False).run())
+        requests: Any = self
+        tts = TextToSpeech(requests, InThreads(self.builder), self.builder.tokenizer.encode)
+        return asyncio.run(WarmUp(self.model, "p0", tts, gpu=False).run())
 
     async def run(
         self,
@@ -82,7 +83,7 @@ class Driven:
         prompt = await build()
         self._serve(prompt, replace(options, tts_ids=prompt.tts_ids), RequestId(f"run-{next(ids)}"))
         for message, blob in self.reports:
-            if isinstance(message, Made):
+            if isinstance(message, ProductData):
                 yield Product(blob)
 
     def ask(self, question: Question, id: str = "a") -> dict[str, Any]:

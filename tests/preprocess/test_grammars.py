@@ -7,7 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from stretto.preprocess.grammars import (
     GrammarVerdicts,
     StepBudget,
 )
+from stretto.preprocess.pool.jobs import Job
 from stretto.preprocess.pool.pool import PromptPool
 
 BUILDER = "stretto.models.qwen3_omni.prompts:open_builder"
@@ -65,8 +66,8 @@ def with_pool(
             await test(pool)
         finally:
             await pool.close()
-            assert not pool.checks.running
-            assert not pool.checks.waiting
+            assert not pool.grammar_queue.running
+            assert not pool.grammar_queue.waiting
 
     asyncio.run(run())
 
@@ -107,9 +108,9 @@ def test_what_goes_over_a_limit_is_refused_and_others_go_on(
 def test_a_check_ends_with_its_caller(tiny_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         asked = asyncio.create_task(pool.check(endless(0), "a"))
-        await until(lambda: pool.checks.running == 1)
+        await until(lambda: pool.grammar_queue.running == 1)
         asked.cancel()
-        await until(lambda: pool.checks.running == 0)
+        await until(lambda: pool.grammar_queue.running == 0)
         assert asked.cancelled()
 
     with_pool(tiny_dir, test, **NO_LIMIT)
@@ -120,15 +121,15 @@ def test_no_sender_has_all_places_for_checks(tiny_dir: Path) -> None:
 
     async def test(pool: PromptPool) -> None:
         asked = [asyncio.create_task(pool.check(endless(i), "a")) for i in range(5)]
-        await until(lambda: pool.checks.running == 1 and pool.checks.waiting == 4)
-        await pool.lane.enter("a")
-        await pool.lane.enter("b")
+        await until(lambda: pool.grammar_queue.running == 1 and pool.grammar_queue.waiting == 4)
+        await pool.queue.enter("a")
+        await pool.queue.enter("b")
         for i in range(3):
             await pool.check(small(f"x{i}"), "b")
-        assert pool.checks.waiting == 4
+        assert pool.grammar_queue.waiting == 4
         assert not any(a.done() for a in asked)
-        pool.lane.leave("a")
-        pool.lane.leave("b")
+        pool.queue.leave("a")
+        pool.queue.leave("b")
         for a in asked:
             a.cancel()
 
@@ -138,13 +139,13 @@ def test_no_sender_has_all_places_for_checks(tiny_dir: Path) -> None:
 def test_a_schema_is_checked_once_for_its_sender(tiny_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         jobs: list[object] = []
-        tell = pool.worker.tell
+        send = pool.worker.send
 
-        def told(message: Any, *fds: int) -> None:
-            jobs.append(message)
-            tell(message, *fds)
+        async def noted(job: Job, fds: Sequence[int], patience_s: float) -> None:
+            jobs.append(job)
+            await send(job, fds, patience_s)
 
-        pool.worker.tell = told  # type: ignore[method-assign]
+        pool.worker.send = noted  # type: ignore[method-assign]
         await asyncio.gather(*(pool.check(small("x"), "a") for _ in range(8)))
         await pool.check(small("x"), "a")
         await pool.check("", "a")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import MediaError
-from stretto.preprocess.live_audio import Hearing
+from stretto.preprocess.live_audio import LiveAudio
 from stretto.preprocess.mel import HOP, PAD, mel
 from stretto.preprocess.prompt import AudioClip
 
@@ -31,7 +31,7 @@ def digests(clip: AudioClip) -> list[bytes]:
     st.integers(0, 9),
 )
 def test_pieces_are_those_of_the_whole(samples: int, sizes: list[int], seed: int) -> None:
-    whole, hearing = sound(samples, seed), Hearing(BINS, WINDOW)
+    whole, hearing = sound(samples, seed), LiveAudio(BINS, WINDOW)
     at = 0
     given_out = 0
     while at < samples:
@@ -54,7 +54,7 @@ def test_pieces_are_those_of_the_whole(samples: int, sizes: list[int], seed: int
 def test_louder_sound_changes_only_windows_below_its_floor() -> None:
     size = WINDOW * HOP
     rng = np.random.default_rng(1)
-    hearing = Hearing(BINS, WINDOW)
+    hearing = LiveAudio(BINS, WINDOW)
     steady = (0.1 * rng.uniform(-1, 1, 3 * size)).astype(np.float32)
     steady[size : 2 * size] *= 1e-5  # far below all that may follow
     hearing.push(steady)
@@ -70,7 +70,7 @@ def test_louder_sound_changes_only_windows_below_its_floor() -> None:
 
 
 def test_too_little_is_refused_and_more_may_come() -> None:
-    hearing = Hearing(BINS, WINDOW)
+    hearing = LiveAudio(BINS, WINDOW)
     hearing.push(np.zeros(200, np.float32))
     with pytest.raises(MediaError, match="too short"):
         hearing.finish()
@@ -80,7 +80,7 @@ def test_too_little_is_refused_and_more_may_come() -> None:
 
 @given(st.integers(201, 3 * WINDOW * HOP), st.integers(0, 2 * WINDOW * HOP), st.integers(0, 9))
 def test_one_that_is_finished_leaves_its_fork_as_it_was(early: int, more: int, seed: int) -> None:
-    whole, hearing = sound(early + more, seed), Hearing(BINS, WINDOW)
+    whole, hearing = sound(early + more, seed), LiveAudio(BINS, WINDOW)
     hearing.push(whole[:early])
     hearing.clip()
     fork = hearing.fork()

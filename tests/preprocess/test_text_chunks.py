@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.preprocess.template import Tokenizer
-from stretto.preprocess.text_chunks import Coming, Passages, Writing, divide, passages
+from stretto.preprocess.text_chunks import (
+    IncrementalEncoder,
+    Passages,
+    UnfinishedText,
+    divide,
+    passages,
+)
 from stretto.testing.qwen3_tts import write_tiny
 
 TEXT = (
@@ -40,7 +46,7 @@ def test_tokens_of_a_text_do_not_depend_on_how_it_is_written(base: Path) -> None
     ):
         wanted = tokenizer.encode(text.lstrip("\r\n"))
         for size in (1, 2, 3, 7, 100):
-            writing = Writing(tokenizer.encode)
+            writing = IncrementalEncoder(tokenizer.encode)
             got = [t for i in range(0, len(text), size) for t in writing.push(text[i : i + size])]
             assert got + writing.finish() == wanted, (text, size)
 
@@ -66,11 +72,11 @@ def rules(most: int) -> Passages:
 @pytest.mark.parametrize("most", [6, 12, 24, 50, 1000])
 def test_a_text_that_comes_is_cut_into_the_same_passages(most: int) -> None:
     async def cut(size: int) -> list[str]:
-        found = Coming(in_pieces(LONG, size), rules(most)).passages()
+        found = UnfinishedText(in_pieces(LONG, size), rules(most)).passages()
         return ["".join([piece async for piece in pieces()]) async for pieces in found]
 
     async def nothing() -> list[str]:
-        found = Coming(in_pieces("", 1), rules(most)).passages()
+        found = UnfinishedText(in_pieces("", 1), rules(most)).passages()
         return ["".join([piece async for piece in pieces()]) async for pieces in found]
 
     for size in (1, 2, 3, 7, 40, len(LONG)):
@@ -84,7 +90,7 @@ def test_who_leaves_a_passage_in_its_middle_loses_nothing() -> None:
 
     async def cut(leave: int) -> list[str]:
         heard: list[str] = []
-        async for pieces in Coming(in_pieces(LONG, 3, turns=2), rules(24)).passages():
+        async for pieces in UnfinishedText(in_pieces(LONG, 3, turns=2), rules(24)).passages():
             task = asyncio.ensure_future(anext(pieces()))
             for _ in range(leave):
                 await asyncio.sleep(0)
@@ -94,7 +100,9 @@ def test_who_leaves_a_passage_in_its_middle_loses_nothing() -> None:
         return heard
 
     async def skip() -> int:
-        return len([pieces async for pieces in Coming(in_pieces(LONG, 3), rules(24)).passages()])
+        return len(
+            [pieces async for pieces in UnfinishedText(in_pieces(LONG, 3), rules(24)).passages()]
+        )
 
     for leave in range(8):
         assert asyncio.run(cut(leave)) == [*passages(LONG, rules(24))]
@@ -138,7 +146,7 @@ def test_a_text_is_cut_sentence_by_sentence() -> None:
     ]
 
     async def come() -> list[str]:
-        return [p async for p in Coming(in_pieces(text, 7), SENTENCES).whole_passages()]
+        return [p async for p in UnfinishedText(in_pieces(text, 7), SENTENCES).whole_passages()]
 
     assert asyncio.run(come()) == found
 

@@ -38,7 +38,7 @@ def strict(tiny_dir: Path, patch: pytest.MonkeyPatch) -> Iterator[Served]:
     """Asks its hosts for numbers when they start and never again, and wants speech at an impossible
     pace from the first packet on."""
     patch.setattr(request_manager, "PING_EVERY", NEVER)
-    patch.setattr(request, "SETTLED_S", 0.0)
+    patch.setattr(request, "PACE_AFTER_S", 0.0)
     with served(tiny_dir, EngineConfig(placement="two", min_pace=1e9)) as it:
         yield it
 

@@ -51,7 +51,7 @@ def running(tiny_dir: Path) -> Iterator[Running]:
 
         async def idle() -> None:
             while (
-                pool.lane.running
+                pool.queue.running
             ):  # clients have left a moment ago, and their jobs are on their way out
                 await asyncio.sleep(0.001)
 

@@ -48,8 +48,7 @@ def census(real: Served) -> dict[str, Any]:
     async def idle() -> None:
         await until(
             lambda: (
-                not pool.calls
-                and not pool.lane.running
+                not pool.metrics()["stretto_prompts_running"]
                 and not real.running.server.service.bodies.held
             )
         )

@@ -85,7 +85,7 @@ PIPELINE = PipelineSpec(
     grammars="stretto.models.qwen3_omni.family:open_grammars",
 )
 
-PASSAGES = Passages(most=1200, least=800)
+PASSAGES = Passages(max_chars=1200, min_chars=800)
 """Of a text that is read aloud: about a minute and a half of speech, far from the frame limit."""
 
 
@@ -110,7 +110,7 @@ def read_passages(declared: Declaration) -> Passages:
     if declared.sentence:
         return Passages.by_sentence(declared.sentence, declared.normalise)
     if declared.normalise is not None:
-        return replace(PASSAGES, spoken=PASSAGES.most, normalise=declared.normalise)
+        return replace(PASSAGES, sentence=PASSAGES.max_chars, normalise=declared.normalise)
     return PASSAGES
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from stretto.errors import Bug, Busy, Invalid
 from stretto.layers.upload import to_device
-from stretto.messages.requests import Admit, Made, Working
+from stretto.messages.requests import Admit, ProductData, Working
 from stretto.models.parts import Parts
 from stretto.models.qwen3_tts.config import TtsConfig
 from stretto.models.qwen3_tts.encoder import CodecEncoder
@@ -193,7 +193,7 @@ class EnrollerStage:
             self._fail(id, "no voice can be made of this sound")
             return
         work.timings.mark(time.monotonic())
-        self._outputs.append(ToEngine(Made(id), msgspec.msgpack.encode(voice)))
+        self._outputs.append(ToEngine(ProductData(id), msgspec.msgpack.encode(voice)))
         self._outputs.append(ToEngine(work.timings.ended(id, self.name, Reason.STOP)))
 
     def _fail(self, id: RequestId, message: str) -> None:

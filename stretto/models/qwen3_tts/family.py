@@ -33,7 +33,7 @@ CODE2WAV = StageSpec(
 )
 LINKS = (LinkSpec("talker", "code2wav"),)
 NO_MEDIA = MediaTokens()
-PASSAGES = Passages(most=1200, least=800)
+PASSAGES = Passages(max_chars=1200, min_chars=800)
 """About a minute and a half of speech. The model was made to say so much at once, and not a
 book."""
 READING = ("talker", "code2wav")

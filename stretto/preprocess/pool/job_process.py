@@ -26,13 +26,13 @@ from stretto.preprocess.pool.jobs import (
     Check,
     Continue,
     Died,
-    FromWorker,
     Job,
     JobFailed,
+    JobResult,
     decode_job,
     encode,
     failed,
-    say,
+    send_answer,
 )
 from stretto.preprocess.pool.memfile import MemFile
 
@@ -47,12 +47,12 @@ BURST_S, SHARE = (
 )  # CPU time of all jobs while they are short: the most at once, and of each second
 MAX_RESULT = 1 << 30  # bytes of a memory file that a job may write
 
-Work = Callable[[Job, list[MemFile]], tuple[FromWorker, MemFile | None]]
+Work = Callable[[Job, list[MemFile]], JobResult]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Of one job that runs apart."""
+    """The limits of one job that runs apart."""
 
     cpu_s: int
     memory_mb: int
@@ -94,7 +94,7 @@ class Credit:
     at: float = 0.0
 
     def take(self) -> float:
-        """What a job that starts now has of it."""
+        """Take what a job that starts now may spend."""
         now = self.clock()
         self.left = min(BURST_S, self.left + SHARE * (now - self.at))
         self.at = now
@@ -125,8 +125,8 @@ class Children:
         self._selector.register(self.control, selectors.EVENT_READ, None)
 
     def wait(self) -> Iterator[int | None]:
-        """Until something happens: the numbers of jobs that are over, None for what the server
-        says."""
+        """Wait until something happens: yields the numbers of jobs that are over, and None if the
+        server has sent something."""
         for key, _ in self._selector.select():
             yield key.data
 
@@ -195,7 +195,9 @@ class Children:
         self.credit.give_back(taken - used)
         with answer:
             if status:
-                say(answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None)
+                send_answer(
+                    answer, Died(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), None
+                )
         if not self._running:
             self.prepare()
 
@@ -251,7 +253,7 @@ class Children:
             signal.setitimer(signal.ITIMER_PROF, SHORT_S)
         limit(self.limits)
         try:
-            result = self.work(job, [MemFile.taken(f) for f in files])
+            result = self.work(job, [MemFile.trusted(f) for f in files])
         except MemoryError:
             message = (
                 f"the request needs more than {self.limits.memory_mb:,} MiB of memory to be "
@@ -260,7 +262,7 @@ class Children:
             result = JobFailed("MediaError", message, "messages"), None
         except Exception as e:  # noqa: BLE001  else its caller would hear that the process died, and nobody why
             result = failed(e), None
-        say(socket.socket(fileno=answer), *result)
+        send_answer(socket.socket(fileno=answer), *result)
 
 
 def interactive(job: Job) -> bool:
@@ -277,7 +279,7 @@ def make_idle(pid: int) -> None:
 
 
 def limit(limits: WorkerLimits) -> None:
-    """Of this process, from now on; those that it has already still hold."""
+    """Limit this process from now on. Limits that it has already still hold."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (limits.memory_mb << 20))
@@ -286,7 +288,7 @@ def limit(limits: WorkerLimits) -> None:
     _limit(resource.RLIMIT_CORE, 0)
 
 
-def _limit(kind: int, most: int, grace: int = 0) -> None:
+def _limit(kind: int, value: int, grace: int = 0) -> None:
     _, hard = resource.getrlimit(kind)
-    last = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
-    resource.setrlimit(kind, (min(most, last), last))
+    last = value + grace if hard == resource.RLIM_INFINITY else min(value + grace, hard)
+    resource.setrlimit(kind, (min(value, last), last))

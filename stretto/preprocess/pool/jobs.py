@@ -1,9 +1,8 @@
-"""What the server asks of its prompt worker, and what comes back. Typed and small: all that is long
-lies in memory files that go along (see `memfile.py`).
+"""The messages between the server and its prompt worker. They are typed and small: all that is long
+lies in memory files whose descriptors go with them (see `memfile.py`).
 
 A job is one datagram with descriptors: the socket for its answer, and the memory files that it
-reads. An answer is one datagram, with a memory file if there is more to say; then the socket is
-closed."""
+reads. An answer is one datagram, with at most one memory file; then the socket is closed."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_DATAGRAM = 1 << 16
 MAX_FDS = 4  # that go along with a job
-MAX_WORDS = 4096  # characters of an error's message
+MAX_MESSAGE = 4096  # characters of an error's message
 
 ByteRange = tuple[int, int]
 """Bytes of a memory file: from, to."""
@@ -56,8 +55,8 @@ class Build(Wire, frozen=True, tag="build"):
 
 class Continue(Wire, frozen=True, tag="continue"):
     """Make a prompt of a session's messages and tools, both JSON. In place of media, messages have
-    parts that say their kind alone; what is known of the features (`PackedPrompt`) is in the file
-    too, the features are not."""
+    parts that name only their kind. The file also holds shapes and digests of the features
+    (`PackedPrompt`), but not the features."""
 
     messages: ByteRange
     media: ByteRange
@@ -65,8 +64,8 @@ class Continue(Wire, frozen=True, tag="continue"):
 
 
 class Read(Wire, frozen=True, tag="read"):
-    """Make a prompt of a text that is to be read aloud, and its tokens. How it is to be read stands
-    behind it."""
+    """Make a prompt of a text that is to be read aloud, and the text's tokens. Instructions, if
+    there are any, lie behind the text."""
 
     text: ByteRange
     instructions: ByteRange | None = None
@@ -75,7 +74,7 @@ class Read(Wire, frozen=True, tag="read"):
 class Divide(Wire, frozen=True, tag="divide"):
     """Divide a text into what is read aloud at once, as words if it is to be normalised."""
 
-    most: int  # characters
+    max_chars: int  # of each part
     normalise: str | None
 
 
@@ -83,7 +82,7 @@ class Outline(Wire, frozen=True, tag="outline"):
     """Cut a JSON object into its short fields and the `long` ones."""
 
     long: tuple[str, ...]
-    most: int  # bytes of all short fields
+    max_short_bytes: int  # of all short fields together
 
 
 class Cut(Wire, frozen=True, tag="cut"):
@@ -158,7 +157,7 @@ class Checked(Wire, frozen=True, tag="checked"):
 
 
 class NeedsProcess(Wire, frozen=True, tag="apart"):
-    """This takes longer than a moment: ask again, to be done apart."""
+    """This takes longer than a moment: send it again, to be done apart."""
 
 
 class JobFailed(Wire, frozen=True, tag="failed"):
@@ -176,6 +175,8 @@ class Died(Wire, frozen=True, tag="died"):
 
 
 FromWorker = Built | Divided | Outlined | Windows | Checked | NeedsProcess | JobFailed | Died
+JobResult = tuple[FromWorker, MemFile | None]
+"""An answer and its memory file. Whoever is returned one closes the file."""
 
 
 # -- the worker itself
@@ -257,19 +258,19 @@ decode_prompt = msgspec.msgpack.Decoder(PackedPrompt).decode
 
 
 def failed(error: Exception) -> JobFailed:
-    """What a job came to. Any error that is not ours is a bug of the builder's: its stack is for
-    the log alone."""
+    """The answer to a job that raised an error. One that is not ours is a bug of the builder's: its
+    stack is for the log alone."""
     if not isinstance(error, StrettoError):
         log.error("the prompt of a request cannot be built", exc_info=error)
         error = Bug("the prompt cannot be built")
     param = error.param if isinstance(error, Invalid) else None
     return JobFailed(
-        type(error).__name__, str(error)[:MAX_WORDS], param[:MAX_WORDS] if param else None
+        type(error).__name__, str(error)[:MAX_MESSAGE], param[:MAX_MESSAGE] if param else None
     )
 
 
-def say(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
-    """Send an answer. The memory file is closed here: the receiver has a descriptor of its own, if
-    it still listens."""
+def send_answer(answer: socket.socket, message: FromWorker, file: MemFile | None) -> None:
+    """Send an answer and close its memory file: the receiver, if it still listens, has a descriptor
+    of its own."""
     with file if file is not None else contextlib.nullcontext(), contextlib.suppress(OSError):
         socket.send_fds(answer, [encode(message)], [file.fd] if file is not None else [])

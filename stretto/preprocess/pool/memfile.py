@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 SMALL_BYTES = 1 << 20
-"""Freed in a fraction of a millisecond."""
+"""Files of this size are freed in a fraction of a millisecond."""
 Buffer = bytes | bytearray | memoryview
 _CLOSING: SimpleQueue[int] = SimpleQueue()
 
@@ -77,7 +77,7 @@ class MemFile:
         return file
 
     @classmethod
-    def taken(cls, fd: int) -> MemFile:
+    def trusted(cls, fd: int) -> MemFile:
         """One that the server made, which is trusted."""
         return cls(fd, os.fstat(fd).st_size)
 
@@ -115,8 +115,8 @@ class MemFile:
             self.fd = -1
 
     def close_in_thread(self) -> None:
-        """For the event loop, which has no time to free the pages of a large file. Not for a
-        process that was forked from one that has called this."""
+        """`close` for the event loop, which has no time to free the pages of a large file. Not for
+        a process that was forked from one that has called this."""
         if self.size <= SMALL_BYTES:
             self.close()
         elif self.fd >= 0:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,11 +46,11 @@ from stretto.preprocess.pool.jobs import (
     FromWorker,
     Job,
     JobFailed,
+    JobResult,
     NeedsProcess,
     Outline,
     Outlined,
     Read,
-    Stop,
     Windows,
     Work,
     decode_from_worker,
@@ -58,7 +59,7 @@ from stretto.preprocess.pool.jobs import (
 )
 from stretto.preprocess.pool.memfile import MemFile, MemFileSlice, check_room
 from stretto.preprocess.pool.threads import LONG_AT_ONCE, SHORT_CHARS, Message
-from stretto.preprocess.pool.worker_process import NotSent, WorkerProcess
+from stretto.preprocess.pool.worker_process import WorkerProcess
 from stretto.preprocess.prepared import without_features
 from stretto.preprocess.prompt import Prompt
 from stretto.preprocess.template import well_formed
@@ -69,37 +70,9 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 TRIAL = b"Hello"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
-# processes for prompts of sessions that are not long: some tens of milliseconds each
-TALKS_AT_ONCE = 4
+# processes for short prompts of sessions: some tens of milliseconds each
+SESSIONS_AT_ONCE = 4
 A = TypeVar("A", Built, Divided, Outlined, Windows)
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One job that was sent. `answer` comes at most once; `over` when nothing of it runs any more.
-    The memory file of the answer is the call's until `take` passes it on."""
-
-    number: int
-    sock: socket.socket
-    answer: asyncio.Future[FromWorker]
-    over: Callable[[], None]
-    file: MemFile | None = None
-
-    async def take(self) -> tuple[FromWorker, MemFile | None]:
-        """Wait for the answer; the caller closes the file."""
-        try:
-            answer = await self.answer
-        except asyncio.CancelledError:
-            self.drop_file()  # the answer may have come at the same moment
-            raise
-        file = self.file
-        self.file = None
-        return answer, file
-
-    def drop_file(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
 
 
 class PromptPool:
@@ -110,16 +83,17 @@ class PromptPool:
         `grammars`: the one that opens its grammar compiler, if it has any."""
         self.settings = settings
         self.worker = WorkerProcess(model, builder, settings, grammars)
-        self.lane = FairQueue(settings.workers)
-        # of sessions: text alone
-        self.talks = FairQueue(TALKS_AT_ONCE)
-        self.long_talks = FairQueue(LONG_AT_ONCE)
-        self.checks = FairQueue(
-            settings.workers
-        )  # beside the prompts: a check takes a moment, and media take longer
-        self._follows = bool(grammars)
+        self.queue = FairQueue(settings.workers)
+        # prompts of sessions, which are text alone
+        self.session_queue = FairQueue(SESSIONS_AT_ONCE)
+        self.long_session_queue = FairQueue(LONG_AT_ONCE)
+        # grammars do not wait for prompts: a check takes a moment, and media take longer
+        self.grammar_queue = FairQueue(settings.workers)
+        self._checks_grammars = bool(grammars)
         self._verdicts = GrammarVerdicts()
-        self.calls: dict[int, _Call] = {}  # by number; those that are not over
+        # jobs in processes of their own that are answered or given up and still run: whose places
+        # they have, by the socket of their answer
+        self._ending: dict[socket.socket, tuple[FairQueue, str]] = {}
         self._trial: asyncio.Task[None] | None = None
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
@@ -132,8 +106,8 @@ class PromptPool:
         if self._trial is not None:
             self._trial.cancel()
         await self.worker.close()
-        for call in list(self.calls.values()):  # their processes ended with the worker
-            self._end_call(call)
+        for answers in list(self._ending):  # their processes ended with the worker
+            self._end(answers)
 
     @property
     def trouble(self) -> str | None:
@@ -150,29 +124,28 @@ class PromptPool:
         process = self.worker.process
         return process.pid if process is not None and process.returncode is None else None
 
-    # -- what callers want
+    # -- what callers ask for
 
-    async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt:
+    async def build(self, conversation: Conversation, audio_in_video: bool = False) -> PackedPrompt:
+        body, recalled, remote = conversation.body, conversation.recalled, conversation.remote
         with ExitStack() as owned:
-            body = talk.body
             files = [body if isinstance(body, MemFile) else owned.enter_context(MemFile.of(body))]
-            if talk.recalled:
-                files.append(owned.enter_context(MemFile.of(msgspec.json.encode(talk.recalled))))
-            remote = talk.remote
+            if recalled:
+                files.append(owned.enter_context(MemFile.of(msgspec.json.encode(recalled))))
             if remote is not None:
                 files.append(remote.file)
             work = Build(
-                talk.messages,
-                talk.tools,
+                conversation.messages,
+                conversation.tools,
                 audio_in_video,
-                talk.variables,
-                talk.form,
-                talk.instructions,
-                bool(talk.recalled),
+                conversation.variables,
+                conversation.form,
+                conversation.instructions,
+                bool(recalled),
                 remote.spans if remote is not None else None,
                 remote.failures if remote is not None else {},
             )
-            return _built(*await self._do(Built, work, files, talk.sender))
+            return _to_prompt(*await self._do(Built, work, files, conversation.sender))
 
     async def build_for(
         self, sender: str, messages: Sequence[Message], tools: Any = None
@@ -181,35 +154,35 @@ class PromptPool:
         known, _ = lay_out(media, known=frozenset(p.digest for p in media.pieces()))
         parts = to_json(bare, "messages"), encode(known), to_json(tools, "tools") if tools else b""
         ends = list(accumulate(map(len, parts)))
-        asked = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
-        lane = self.long_talks if ends[2] > SHORT_CHARS else self.talks
+        work = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
+        queue = self.long_session_queue if ends[2] > SHORT_CHARS else self.session_queue
         with MemFile.of(*parts) as source:
-            built = _built(*await self._do(Built, asked, [source], sender, lane))
+            built = _to_prompt(*await self._do(Built, work, [source], sender, queue))
         if built.for_host(with_features=False).pieces() != known.pieces():
             raise errors.Bug("a prompt has other media than were asked for")
         return replace(media, ids=built.ids)
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
-        """Of a text that is to be read aloud."""
-        words, how = (well_formed(t).encode() for t in (text, instructions))
-        size = len(words)
-        work = Read((0, size), (size, size + len(how)) if how else None)
-        with MemFile.of(words + how) as source:
-            return _built(*await self._do(Built, work, [source], sender))
+        """The prompt of a text that is to be read aloud."""
+        encoded, style = (well_formed(t).encode() for t in (text, instructions))
+        size = len(encoded)
+        work = Read((0, size), (size, size + len(style)) if style else None)
+        with MemFile.of(encoded + style) as source:
+            return _to_prompt(*await self._do(Built, work, [source], sender))
 
     async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
         """A passage of a text, as the texts that the model reads at once."""
-        work = Divide(rules.spoken, rules.normalise)
+        work = Divide(rules.sentence, rules.normalise)
         with MemFile.of(well_formed(text).encode()) as source:
             divided, file = await self._do(Divided, work, [source], sender)
         with file:
             return [file.read(*span).decode() for span in divided.texts]
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object; the caller closes the file that comes back."""
-        return await self._do(Outlined, Outline(long, most), [body], sender)
+        return await self._do(Outlined, Outline(long, max_short_bytes), [body], sender)
 
     async def cut(
         self, sound: MemFile, seconds: float | None, sender: str = ""
@@ -220,19 +193,14 @@ class PromptPool:
     async def check(self, grammar: str, sender: str = "") -> None:
         """Raises `Invalid` for a grammar that cannot be compiled and followed, or not within the
         limits."""
-        if not grammar or not self._follows:  # the model's family refuses it
+        if not grammar or not self._checks_grammars:  # the model's family refuses it
             return
         data = grammar.encode("utf-8", "replace")
         digest = digest_of(data)
         wrong = self._verdicts.find(sender, digest)
         if wrong is None:
-            file = MemFile.of(data)
-            try:
+            with MemFile.of(data) as file:
                 wrong = await self._verdict(digest, file, sender)
-            except NotSent:  # the worker died a moment ago
-                wrong = await self._verdict(digest, file, sender)
-            finally:
-                file.close()
         if wrong:
             raise Invalid(wrong, "response_format")
 
@@ -240,14 +208,15 @@ class PromptPool:
         """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn,
         unless another request has brought the same one meanwhile."""
         await self.worker.wait_until_ready(PATIENCE_S)
-        await self.checks.enter(sender)
+        await self.grammar_queue.enter(sender)
         if (known := self._verdicts.find(sender, digest)) is not None:
-            self.checks.leave(sender)
+            self.grammar_queue.leave(sender)
             return known
         cpu_s, memory_mb = self.settings.grammar_cpu_s, self.settings.grammar_memory_mb
-        answer, _ = await self._placed(
-            Check(cpu_s, memory_mb), [file], lambda: self.checks.leave(sender)
-        )
+        work = Check(cpu_s, memory_mb)
+        answer, unused = await self._do_apart(work, [file], self.grammar_queue, sender)
+        if unused is not None:
+            unused.close()
         match answer:
             case Checked():
                 wrong = ""
@@ -264,12 +233,12 @@ class PromptPool:
         return wrong
 
     def metrics(self) -> Mapping[str, float]:
-        lanes = self.lane, self.talks, self.long_talks
+        queues = self.queue, self.session_queue, self.long_session_queue
         return {
-            "stretto_prompts_running": sum(lane.running for lane in lanes),
-            "stretto_prompts_waiting": sum(lane.waiting for lane in lanes),
-            "stretto_grammars_checking": self.checks.running,
-            "stretto_grammars_waiting": self.checks.waiting,
+            "stretto_prompts_running": sum(queue.running for queue in queues),
+            "stretto_prompts_waiting": sum(queue.waiting for queue in queues),
+            "stretto_grammars_checking": self.grammar_queue.running,
+            "stretto_grammars_waiting": self.grammar_queue.waiting,
             "stretto_prompt_worker_restarts_total": self.worker.restarts,
             "stretto_prompt_worker_ready": self.trouble is None,
             "stretto_prompts_killed_total": self._counts["killed"],
@@ -284,16 +253,11 @@ class PromptPool:
         work: Work,
         files: list[MemFile],
         sender: str,
-        lane: FairQueue | None = None,
+        queue: FairQueue | None = None,
     ) -> tuple[A, MemFile]:
-        """The answer, which must be of this kind and come with a memory file, which the caller
-        closes. Once more, if the worker died a moment ago and nothing was done."""
-        await self.worker.wait_until_ready(PATIENCE_S)
-        try:
-            answer, file = await self._ask(work, files, sender, lane or self.lane)
-        except NotSent:
-            await self.worker.wait_until_ready(PATIENCE_S)
-            answer, file = await self._ask(work, files, sender, lane or self.lane)
+        """The answer, which must be of this kind and come with a memory file. The caller closes
+        the file."""
+        answer, file = await self._ask(work, files, sender, queue or self.queue)
         if isinstance(answer, kind) and file is not None:
             return answer, file
         if file is not None:
@@ -304,16 +268,19 @@ class PromptPool:
         raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
     async def _ask(
-        self, work: Work, files: list[MemFile], sender: str, lane: FairQueue
-    ) -> tuple[FromWorker, MemFile | None]:
-        """The caller closes the file."""
+        self, work: Work, files: list[MemFile], sender: str, queue: FairQueue
+    ) -> JobResult:
+        """Have a short job done at once, any other in a process of its own when it is its sender's
+        turn."""
+        await self.worker.wait_until_ready(PATIENCE_S)
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
-            answer, file = await self._at_once(work, files)
+            answer, file = await self._do_at_once(work, files)
             if not isinstance(answer, NeedsProcess):
                 return answer, file
             if file is not None:
                 file.close()
-        return await self._apart(work, files, sender, lane)
+        await queue.enter(sender)
+        return await self._do_apart(work, files, queue, sender)
 
     def _doubt(self) -> None:
         """The worker failed where no client was at fault: one that can build no prompt at all is
@@ -325,7 +292,7 @@ class PromptPool:
         """Build a prompt that any worker can build."""
         with MemFile.of(TRIAL) as source:
             try:
-                answer, file = await self._at_once(Read((0, len(TRIAL))), [source])
+                answer, file = await self._do_at_once(Read((0, len(TRIAL))), [source])
             except (Busy, StageDead):
                 return  # it is being ended, or it has died
         if file is not None:
@@ -333,97 +300,64 @@ class PromptPool:
         if not isinstance(answer, Built):
             self.worker.kill("it could build no prompt any more")
 
-    async def _at_once(self, work: Work, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
-        """The caller closes the file."""
-        call = self._send(work, files, apart=False, over=lambda: None)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                return await call.take()
-        except TimeoutError:
-            self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
-            raise Busy("prompts take too long at the moment") from None
+    async def _do_at_once(self, work: Work, files: list[MemFile]) -> JobResult:
+        job = Job(next(self._numbers), work, apart=False)
+        with await self._send(job, files) as answers:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    return await _read_answer(answers)
+            except TimeoutError:
+                self.worker.kill(f"a short prompt took it over {PATIENCE_S:g} s")
+                raise Busy("prompts take too long at the moment") from None
 
-    async def _apart(
-        self, work: Work, files: list[MemFile], sender: str, lane: FairQueue
-    ) -> tuple[FromWorker, MemFile | None]:
-        """The caller closes the file."""
-        await lane.enter(sender)
-        return await self._placed(work, files, lambda: lane.leave(sender))
-
-    async def _placed(
-        self, work: Work, files: list[MemFile], leave: Callable[[], None]
-    ) -> tuple[FromWorker, MemFile | None]:
-        """In a process of its own. The place that it has is given back when nothing of it runs any
-        more. The caller closes the file."""
+    async def _do_apart(
+        self, work: Work, files: list[MemFile], queue: FairQueue, sender: str
+    ) -> JobResult:
+        """Have a job done in a process of its own. The sender has a place for it in the queue."""
+        job = Job(next(self._numbers), work, apart=True)
         try:
-            call = self._send(work, files, apart=True, over=leave)
+            answers = await self._send(job, files)
         except BaseException:
-            leave()
+            queue.leave(sender)
             raise
         try:
-            return await call.take()
+            return await _read_answer(answers)
         except asyncio.CancelledError:
             self._counts["killed"] += 1
-            self.worker.tell(Stop(call.number))
+            self.worker.stop_job(job.number)
             raise
+        finally:
+            # The place is given back when nothing of the job runs any more.
+            self._ending[answers] = queue, sender
+            asyncio.get_running_loop().add_reader(answers, self._read_end, answers)
 
-    def _send(
-        self, work: Work, files: list[MemFile], *, apart: bool, over: Callable[[], None]
-    ) -> _Call:
-        loop = asyncio.get_running_loop()
+    async def _send(self, job: Job, files: list[MemFile]) -> socket.socket:
+        """Send a job; returns the socket on which its answer comes, which the caller closes. The
+        socket ends when nothing of the job runs any more."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        call = _Call(next(self._numbers), ours, loop.create_future(), over)
         with theirs:
             try:
-                self.worker.tell(
-                    Job(call.number, work, apart), theirs.fileno(), *(f.fd for f in files)
-                )
+                fds = [theirs.fileno(), *(f.fd for f in files)]
+                await self.worker.send(job, fds, PATIENCE_S)
             except BaseException:
                 ours.close()
                 raise
-        self.calls[call.number] = call
-        loop.add_reader(ours, self._answered, call)
-        return call
+        return ours
 
-    def _answered(self, call: _Call) -> None:
-        """Something came on a job's own socket: its answer, or the end of it."""
-        try:
-            data, fds, _, _ = socket.recv_fds(call.sock, MAX_DATAGRAM, 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
+    def _read_end(self, answers: socket.socket) -> None:
+        """The end of a job that was answered or given up; or an answer that nobody waits for."""
+        data, fds = _receive(answers)
+        for fd in fds:
+            os.close(fd)
         if not data:
-            self._end_call(call)
-            return
-        answer, file = self._understood(data, fds)
-        if not call.answer.done():
-            call.file = file
-            call.answer.set_result(answer)
-        elif file is not None:  # nobody waits any more, or this is a second answer
-            file.close()
+            self._end(answers)
 
-    @staticmethod
-    def _understood(data: bytes, fds: list[int]) -> tuple[FromWorker, MemFile | None]:
-        """The caller closes the file."""
-        file: MemFile | None = None
-        try:
-            file = MemFile.received(fds[0]) if fds else None
-            return decode_from_worker(data), file
-        except (msgspec.MsgspecError, StrettoError) as e:
-            if file is not None:
-                file.close()
-            return JobFailed("Bug", f"a prompt cannot be understood: {e}"), None
-
-    def _end_call(self, call: _Call) -> None:
-        """Nothing of it runs any more."""
-        asyncio.get_running_loop().remove_reader(call.sock)
-        call.sock.close()
-        del self.calls[call.number]
-        if not call.answer.done():
-            call.answer.set_exception(StageDead("the prompt worker died"))
-        call.over()
+    def _end(self, answers: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(answers)
+        answers.close()
+        queue, sender = self._ending.pop(answers)
+        queue.leave(sender)
 
     def _raise_for(self, answer: FromWorker) -> None:
         """Raise what an answer says went wrong, if it is one that says so."""
@@ -446,8 +380,43 @@ class PromptPool:
                 )
 
 
-def _built(answer: Built, file: MemFile) -> PackedPrompt:
-    """The file is the prompt's from here on, and goes with it; without media at once."""
+async def _read_answer(answers: socket.socket) -> JobResult:
+    """Wait for a job's answer. Until the caller goes on, the answer stays in the socket: a caller
+    that is cancelled has nothing to close."""
+    await wait_readable(answers)
+    data, fds = _receive(answers)
+    if not data:
+        raise StageDead("the prompt worker died")
+    file: MemFile | None = None
+    try:
+        file = MemFile.received(fds[0]) if fds else None
+        return decode_from_worker(data), file
+    except (msgspec.MsgspecError, StrettoError) as e:
+        return JobFailed("Bug", f"a prompt cannot be understood: {e}"), file
+
+
+async def wait_readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """A datagram and its descriptors; no data: the other end is closed."""
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, MAX_DATAGRAM, 1)
+    except OSError:
+        return b"", []
+    return data, fds
+
+
+def _to_prompt(answer: Built, file: MemFile) -> PackedPrompt:
+    """The prompt that the file holds. It owns the file from here on; without media, the file is
+    closed at once."""
     try:
         prompt = decode_prompt(file.read(0, answer.header))
     except msgspec.MsgspecError as e:

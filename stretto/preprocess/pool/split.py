@@ -24,9 +24,11 @@ from stretto.preprocess.text_chunks import divide
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def do_outline(data: memoryview, long: tuple[str, ...], most: int) -> tuple[Outlined, MemFile]:
+def do_outline(
+    data: memoryview, long: tuple[str, ...], max_short_bytes: int
+) -> tuple[Outlined, MemFile]:
     """The caller closes the file."""
-    short, found = outline(data, long, most)
+    short, found = outline(data, long, max_short_bytes)
     spans, at = {}, len(short)
     for name, value in found.items():
         spans[name] = (at, at + len(value))
@@ -59,13 +61,15 @@ def _at_pauses(samples: Pcm) -> Windows:
     return Windows(windows, quiet)
 
 
-def do_divide(text: str, most: int, normalise: str | None) -> tuple[Divided, MemFile]:
+def do_divide(text: str, max_chars: int, normalise: str | None) -> tuple[Divided, MemFile]:
     """The caller closes the file."""
-    parts = [part.encode() for part in divide(text, most, normalise)]
+    parts = [part.encode() for part in divide(text, max_chars, normalise)]
     return Divided(_spans(map(len, parts))), MemFile.sealed(*parts)
 
 
-def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str, memoryview]]:
+def outline(
+    body: Json, long: Sequence[str], max_short_bytes: int
+) -> tuple[bytes, dict[str, memoryview]]:
     """A JSON object without its long fields, and these, as they stand in the body."""
     try:
         fields = read_json(body, _fields.decode)
@@ -75,8 +79,8 @@ def outline(body: Json, long: Sequence[str], most: int) -> tuple[bytes, dict[str
         raise Invalid(not_json(e)) from None
     short = {k: v for k, v in fields.items() if k not in long}
     sizes = {k: len(k) + len(memoryview(v)) for k, v in short.items()}
-    if sum(sizes.values()) > most:
+    if sum(sizes.values()) > max_short_bytes:
         name = max(sizes, key=sizes.__getitem__)
-        others = f"all fields but {', '.join(long)} may have {most:,} bytes together"
+        others = f"all fields but {', '.join(long)} may have {max_short_bytes:,} bytes together"
         raise Invalid(f"{name[:80]} is too large: {sizes[name]:,} bytes; {others}", name[:80])
     return msgspec.json.encode(short), {k: memoryview(fields[k]) for k in long if k in fields}

@@ -35,17 +35,19 @@ class Prompts(Protocol):
 
     async def close(self) -> None: ...
 
-    async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt: ...
+    async def build(
+        self, conversation: Conversation, audio_in_video: bool = False
+    ) -> PackedPrompt: ...
 
     async def build_for(
         self, sender: str, messages: Sequence[Message], tools: Any = None
     ) -> Prompt:
-        """For a session, whose media are features already. Of long texts few are done at a time,
-        senders taking turns, so that short ones never wait for them."""
+        """The prompt of a session, whose media are features already. Few long texts are built at a
+        time, senders taking turns, so that short ones never wait for them."""
         ...
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
-        """Of a text that is to be read aloud."""
+        """The prompt of a text that is to be read aloud."""
         ...
 
     async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
@@ -53,7 +55,7 @@ class Prompts(Protocol):
         ...
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object into its short fields and the `long` ones; the caller closes the
         file."""
@@ -78,7 +80,7 @@ class Prompts(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of the process that builds them, if it is another."""
+        """The process that builds them, if it is another than this one."""
         ...
 
     async def check(self, grammar: str, sender: str = "") -> None:
@@ -92,7 +94,7 @@ class Prompts(Protocol):
 class InThreads:
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
-        self.long_talks = FairQueue(LONG_AT_ONCE)
+        self.long_queue = FairQueue(LONG_AT_ONCE)
 
     async def start(self) -> None:
         """Build prompts for nobody, so that the first one finds a thread, and all that it
@@ -102,20 +104,22 @@ class InThreads:
     async def close(self) -> None:
         pass
 
-    async def build(self, talk: Conversation, audio_in_video: bool = False) -> PackedPrompt:
-        def run() -> PackedPrompt:
-            messages, tools, instructions = talk.parts()
-            given = (
-                work.read_messages(messages, talk.form, instructions, talk.recalled),
-                tools,
-                talk.recalled,
-                audio_in_video,
-                talk.variables,
-                talk.remote.media() if talk.remote is not None else NONE,
-            )
-            return pack(work.build_conversation(self.builder, *given))
+    async def build(self, conversation: Conversation, audio_in_video: bool = False) -> PackedPrompt:
+        return await asyncio.to_thread(self._build, conversation, audio_in_video)
 
-        return await asyncio.to_thread(run)
+    def _build(self, conversation: Conversation, audio_in_video: bool) -> PackedPrompt:
+        recalled, remote = conversation.recalled, conversation.remote
+        messages, tools, instructions = conversation.parts()
+        prompt = work.build_conversation(
+            self.builder,
+            work.read_messages(messages, conversation.form, instructions, recalled),
+            tools,
+            recalled,
+            audio_in_video,
+            conversation.variables,
+            remote.media() if remote is not None else NONE,
+        )
+        return pack(prompt)
 
     async def cut(
         self, sound: MemFile, seconds: float | None, sender: str = ""
@@ -134,40 +138,48 @@ class InThreads:
         *,
         allow_paths: bool = False,
     ) -> Prompt:
-        """Who is cancelled gives its place back when the thread is done with it."""
+        """A caller that is cancelled keeps its place until the thread is done with its prompt."""
         run = partial(self.builder.build, messages, tools, False, allow_paths=allow_paths)
         if num_chars(messages, tools) <= SHORT_CHARS:
             return await asyncio.to_thread(run)
-        await self.long_talks.enter(sender)
+        await self.long_queue.enter(sender)
 
         async def build() -> Prompt:
             try:
                 return await asyncio.to_thread(run)
             finally:
-                self.long_talks.leave(sender)
+                self.long_queue.leave(sender)
 
         return await asyncio.shield(build())
 
-    async def build_local(self, *given: Any, allow_paths: bool) -> PackedPrompt:
-        """Of messages that a caller of this process gave: they may hold arrays and, if allowed,
-        name files."""
+    async def build_local(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        audio_in_video: bool,
+        *,
+        allow_paths: bool,
+    ) -> PackedPrompt:
+        """The prompt of messages from a caller of this process: they may hold arrays and, if
+        allowed, name files."""
 
-        def run() -> PackedPrompt:
-            return pack(self.builder.build(*given, allow_paths=allow_paths))
+        def build() -> PackedPrompt:
+            prompt = self.builder.build(messages, tools, audio_in_video, allow_paths=allow_paths)
+            return pack(prompt)
 
-        return await asyncio.to_thread(run)
+        return await asyncio.to_thread(build)
 
     async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
-        prompt, spoken = await asyncio.to_thread(work.read_aloud, self.builder, text, instructions)
-        return pack(prompt, spoken)
+        prompt, tts_ids = await asyncio.to_thread(work.read_aloud, self.builder, text, instructions)
+        return pack(prompt, tts_ids)
 
     async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
-        return await asyncio.to_thread(divide, text, rules.spoken, rules.normalise)
+        return await asyncio.to_thread(divide, text, rules.sentence, rules.normalise)
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
     ) -> tuple[Outlined, MemFile]:
-        return await _with_file(do_outline, body.view(), long, most)
+        return await _with_file(do_outline, body.view(), long, max_short_bytes)
 
     @property
     def trouble(self) -> str | None:
@@ -185,17 +197,20 @@ class InThreads:
         return {}
 
 
-async def _with_file(work: Callable[..., tuple[T, MemFile]], *given: Any) -> tuple[T, MemFile]:
-    """What `work` makes in a thread; the caller closes the file. If the caller is cancelled, the
-    file is closed when the thread is done."""
-    made = asyncio.ensure_future(asyncio.to_thread(work, *given))
+async def _with_file(work: Callable[..., tuple[T, MemFile]], *arguments: Any) -> tuple[T, MemFile]:
+    """Run `work` in a thread; the caller closes the file. If the caller is cancelled, the file is
+    closed when the thread is done."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
-        return await asyncio.shield(made)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        made.add_done_callback(
-            lambda made: None if made.cancelled() or made.exception() else made.result()[1].close()
-        )
+        task.add_done_callback(_close_file)
         raise
+
+
+def _close_file(task: asyncio.Task[tuple[Any, MemFile]]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result()[1].close()
 
 
 def num_chars(

@@ -41,8 +41,8 @@ from stretto.preprocess.pool.jobs import (
     Continue,
     Cut,
     Divide,
-    FromWorker,
     Job,
+    JobResult,
     NeedsProcess,
     Outline,
     Read,
@@ -54,7 +54,7 @@ from stretto.preprocess.pool.jobs import (
     decode_to_worker,
     encode,
     failed,
-    say,
+    send_answer,
 )
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.split import do_cut, do_divide, do_outline
@@ -73,7 +73,7 @@ class Worker:
     children: Children
 
     def serve(self) -> None:
-        """Until the server goes."""
+        """Take jobs until the server goes."""
         self.control.send(encode(WorkerReady()))
         self.children.prepare()
         while True:
@@ -96,48 +96,39 @@ class Worker:
         # a child has descriptors of its own of what it was sent
         with contextlib.ExitStack() as owned:
             answer = owned.enter_context(socket.socket(fileno=fds[0]))
-            files = [owned.enter_context(MemFile.taken(f)) for f in fds[1:]]
-            if message.apart:
-                self._start(message, answer, files)
-            else:
-                say(answer, *self._at_once(message, files))
+            files = [owned.enter_context(MemFile.trusted(f)) for f in fds[1:]]
+            self._run(message, answer, files)
         return True
 
-    def _start(self, job: Job, answer: socket.socket, files: list[MemFile]) -> None:
+    def _run(self, job: Job, answer: socket.socket, files: list[MemFile]) -> None:
+        """Start a child for it; or do it now, which only short texts are."""
         try:
-            self.children.start(job, answer, files)
-        except OSError as e:  # no process could be started for it
-            say(answer, failed(e), None)
-
-    def _at_once(self, job: Job, files: list[MemFile]) -> tuple[FromWorker, MemFile | None]:
-        """Text that is short; media are for a process of their own. The caller closes the file."""
-        try:
-            return do(self.builder, job.work, files, only_text=True)
+            if job.apart:
+                self.children.start(job, answer, files)
+                return
+            result = do(self.builder, job.work, files, only_text=True)
         except Exception as e:  # noqa: BLE001  one request must not end the worker, and with it the prompts of others
-            return failed(e), None
+            result = failed(e), None
+        send_answer(answer, *result)
 
 
 def do_apart(
     builder: Builder, compiler: GrammarCompiler | None, job: Job, files: list[MemFile]
-) -> tuple[FromWorker, MemFile | None]:
+) -> JobResult:
     """The caller closes the file."""
     if isinstance(job.work, Check):
         return check(compiler, job.work, files[0])
     return do(builder, job.work, files, only_text=False)
 
 
-def check(
-    compiler: GrammarCompiler | None, job: Check, grammar: MemFile
-) -> tuple[FromWorker, None]:
+def check(compiler: GrammarCompiler | None, job: Check, grammar: MemFile) -> JobResult:
     if compiler is None:
         raise Bug("this model follows no grammar")
     check_apart(compiler, _text(grammar.view()), job.cpu_s, job.memory_mb)
     return Checked(), None
 
 
-def do(
-    builder: Builder, job: Work, files: list[MemFile], *, only_text: bool
-) -> tuple[FromWorker, MemFile | None]:
+def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) -> JobResult:
     """The caller closes the file."""
     data = files[0].view()
     match job:
@@ -148,21 +139,23 @@ def do(
             remote = NONE
             if job.remote is not None:
                 remote = RemoteFiles(files[-1], job.remote, job.not_fetched).media()
-            words = _part(data, job.instructions) if job.instructions is not None else None
-            messages = work.read_messages(_part(data, job.messages), job.form, words, recalled)
+            instructions = _part(data, job.instructions) if job.instructions is not None else None
+            tools = _part(data, job.tools) if job.tools is not None else None
+            messages = work.read_messages(
+                _part(data, job.messages), job.form, instructions, recalled
+            )
             if not (only_text and work.has_media(messages)):
-                tools = _part(data, job.tools) if job.tools is not None else None
                 more = recalled, job.audio_in_video, job.variables, remote
                 return pack(work.build_conversation(builder, messages, tools, *more))
         case Continue():
             return _continue(builder, job, data)
         case Read():
-            how = _text(_part(data, job.instructions)) if job.instructions is not None else ""
-            return pack(*work.read_aloud(builder, _text(_part(data, job.text)), how))
+            style = _text(_part(data, job.instructions)) if job.instructions is not None else ""
+            return pack(*work.read_aloud(builder, _text(_part(data, job.text)), style))
         case Divide():
-            return do_divide(_text(data), job.most, job.normalise)
+            return do_divide(_text(data), job.max_chars, job.normalise)
         case Outline():
-            return do_outline(data, job.long, job.most)
+            return do_outline(data, job.long, job.max_short_bytes)
         case Cut() if not only_text:
             return do_cut(data, job.seconds)
     return NeedsProcess(), None
@@ -176,8 +169,8 @@ def _continue(builder: Builder, job: Continue, data: memoryview) -> Packed:
 
 
 def warm(builder: Builder, compiler: GrammarCompiler | None) -> None:
-    """Do all kinds of work once: what that imports and computes is there then, for children of this
-    process too."""
+    """Do all kinds of work once, so that neither this process nor its children import and compute
+    anything for the first time in a request."""
     work.warm(builder)
     if compiler is not None:
         compiler.check('start: %json {"type": "object"}')
@@ -187,8 +180,7 @@ def pack(prompt: Prompt, tts_ids: tuple[int, ...] | None = None) -> Packed:
     """The caller closes the file."""
     packed, arrays = lay_out(prompt, tts_ids)
     header = encode(packed)
-    # floats must be aligned
-    gap = b"\0" * (-len(header) % 4)
+    gap = b"\0" * (-len(header) % 4)  # floats must be aligned
     file = MemFile.sealed(header, gap, *(np.ravel(a).view(np.uint8).data for a in arrays))
     return Built(len(header), len(header) + len(gap)), file
 

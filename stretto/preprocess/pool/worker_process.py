@@ -1,5 +1,5 @@
-"""The prompt worker's process (`worker.py`), as the server sees it: started, told what to do,
-started again when it dies. Used by `pool.py`, on the event loop."""
+"""The prompt worker's process (`worker.py`), as the server sees it: started, sent its jobs, started
+again when it dies. Used by `pool.py`, on the event loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from stretto.config.engine import PoolSettings
 from stretto.errors import Busy, CheckpointError, StageDead, StrettoError
 from stretto.preprocess.pool.jobs import (
     MAX_DATAGRAM,
+    Job,
     JobFailed,
     Stop,
-    ToWorker,
     WorkerReady,
     encode,
 )
@@ -41,10 +42,6 @@ RESTART_DELAYS = (0.0, 0.2, 1.0, 5.0)  # longer each time that it dies young
 YOUNG_S = 10.0
 # of workers in a row, soon after their start: after that, requests are refused at once
 PATIENT_DEATHS = 2
-
-
-class NotSent(StageDead):
-    """A job that the worker never got."""
 
 
 class WorkerProcess:
@@ -68,7 +65,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep(), name="prompt worker")
-        self._keeper.add_done_callback(self._kept)
+        self._keeper.add_done_callback(self._keeper_ended)
         await self.wait_until_ready(self._settings.start_timeout_s)
 
     async def close(self) -> None:
@@ -76,23 +73,38 @@ class WorkerProcess:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
-    def tell(self, message: ToWorker, *fds: int) -> None:
-        """`Busy`: it takes no more now. `NotSent`: it is not there."""
+    async def send(self, job: Job, fds: Sequence[int], patience_s: float) -> None:
+        """Send it a job; once more when it is up again, if it died before it got the job. `Busy`:
+        it takes no more now."""
+        if not self._try_send(job, fds):
+            await self.wait_until_ready(patience_s)
+            if not self._try_send(job, fds):
+                raise StageDead("the prompt worker has died and is being started again")
+
+    def _try_send(self, job: Job, fds: Sequence[int]) -> bool:
+        """False: the worker is gone."""
         if self._control is None:
-            if isinstance(message, Stop):
-                return  # the worker is gone, and its children with it
-            raise NotSent("the prompt worker has died and is being started again")
+            return False
         try:
-            socket.send_fds(self._control, [encode(message)], list(fds))
+            socket.send_fds(self._control, [encode(job)], fds)
         except BlockingIOError:
-            if isinstance(message, Stop):  # hundreds of messages wait: it does not take any
-                self.kill("it took no more messages")
-                return
             raise Busy("too many prompts wait to be built") from None
         except OSError:
-            self._ready.clear()  # its end will be told soon
-            if not isinstance(message, Stop):
-                raise NotSent("the prompt worker has died and is being started again") from None
+            self._ready.clear()  # the event loop sees its end soon
+            return False
+        return True
+
+    def stop_job(self, number: int) -> None:
+        """End a job that runs apart, whose answer nobody reads. If the worker is gone, so are its
+        jobs."""
+        if self._control is None:
+            return
+        try:
+            self._control.send(encode(Stop(number)))
+        except BlockingIOError:  # hundreds of messages wait: it does not take any
+            self.kill("it took no more messages")
+        except OSError:
+            self._ready.clear()  # the event loop sees its end soon
 
     @property
     def trouble(self) -> str | None:
@@ -116,8 +128,8 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
 
-    def _kept(self, keeper: asyncio.Task[None]) -> None:
-        """Whoever waits for a worker that nobody will start is told so at once."""
+    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        """If it failed, no worker will be started any more: end the waiting for one."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             log.error("no prompt worker can be started: %s", error)
             self._broken = StageDead(f"the prompt worker cannot be started: {error}")
@@ -190,7 +202,7 @@ class WorkerProcess:
             own = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, self.process.pid, min(19, own + NICENESS))
         self._control = ours
-        asyncio.get_running_loop().add_reader(ours, self._hear)
+        asyncio.get_running_loop().add_reader(ours, self._read_status)
 
     def _end(self) -> None:
         """The worker is gone, and with it all that it did."""
@@ -200,8 +212,8 @@ class WorkerProcess:
             self._control.close()
             self._control = None
 
-    def _hear(self) -> None:
-        """The worker says one word in its life: that it is ready, or why not."""
+    def _read_status(self) -> None:
+        """The worker sends one message in its life: that it is ready, or why it cannot be."""
         assert self._control is not None
         try:
             data = self._control.recv(MAX_DATAGRAM)

@@ -384,7 +384,7 @@ def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     """In OpenAI's form, which does not list the token that ends the answer."""
 
     def letters(token: TokenLogprob) -> list[int] | None:
-        return None if token.said is None else list(token.said)
+        return None if token.text_bytes is None else list(token.text_bytes)
 
     return ChoiceLogprobs(
         [
@@ -395,7 +395,7 @@ def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
                 [TopLogprob(best.token, best.logprob, letters(best)) for best in t.top],
             )
             for t in tokens
-            if t.said is not None
+            if t.text_bytes is not None
         ]
     )
 

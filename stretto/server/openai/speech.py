@@ -83,7 +83,7 @@ def speak(
     request_log.sample_rate = info.sample_rate
     name = voice_name(request.voice)
     own_voice = service.voices.find(request_log.owner, name) if name is not None else None
-    manner = SpeechStyle(
+    style = SpeechStyle(
         instructions=(request.instructions or "").strip() if info.instructions else "",
         language=request.language,
         voice=own_voice or b"",
@@ -96,7 +96,7 @@ def speak(
     return engine.speak(
         text,
         voice=voice,
-        manner=manner,
+        style=style,
         params=replace(defaults, **drop_none(given), packets=service.config.packets),
         request_id=request_log.request_id,
         owner=request_log.owner,

@@ -88,9 +88,9 @@ async def transcribe(
                 if isinstance(event, TextDelta):
                     answer.saw_text(len(event.ids))
                     new = [
-                        s.TranscriptLogprob(t.token, t.logprob, list(t.said))
+                        s.TranscriptLogprob(t.token, t.logprob, list(t.text_bytes))
                         for t in event.logprobs
-                        if t.said
+                        if t.text_bytes
                     ]
                     found += new
                     before = max(len(text), len(sent))

@@ -50,9 +50,9 @@ class StageContext:
     configure: Configure | None = None  # what the host was told that it is
 
     @property
-    def beside(self) -> tuple[tuple[str, ...], ...]:
-        """Stages of each host that will load on this card after us."""
-        return self.configure.beside if self.configure is not None else ()
+    def loading_later(self) -> tuple[tuple[str, ...], ...]:
+        """The stages of each host that will load on this card after this one."""
+        return self.configure.loading_later if self.configure is not None else ()
 
     @property
     def dtype(self) -> torch.dtype | None:

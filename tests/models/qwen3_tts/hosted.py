@@ -12,7 +12,16 @@ import numpy as np
 
 from stretto.config.engine import HostSettings
 from stretto.messages.hosts import Configure
-from stretto.messages.requests import Admit, Cancel, Codes, Ended, Failed, Made, Pcm, StepInputs
+from stretto.messages.requests import (
+    Admit,
+    Cancel,
+    Codes,
+    Ended,
+    Failed,
+    Pcm,
+    ProductData,
+    StepInputs,
+)
 from stretto.models.qwen3_tts.family import BUILD, LINKS
 from stretto.models.qwen3_tts.params import (
     MIN_FRAMES,
@@ -71,7 +80,7 @@ class Hosted:
                 answer.samples.append(np.frombuffer(blob, np.float32))
             case Ended(stage=stage, reason=reason):
                 answer.ended[stage] = reason
-            case Made():
+            case ProductData():
                 answer.made = blob
             case Failed():
                 answer.error = message

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import resource
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError, WireError
+from stretto.preprocess.pool import pool as pool_module
 from stretto.preprocess.pool import threads
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.memfile import MemFile
-from stretto.preprocess.pool.pool import PromptPool
+from stretto.preprocess.pool.pool import PromptPool, wait_readable
 from stretto.preprocess.pool.threads import InThreads
 from tests.preprocess.pool.files import descriptors, has_two_spares, until_all_are_closed
 from tests.preprocess.pool.workers import (
@@ -40,7 +42,7 @@ MANY = 300
 async def census(pool: PromptPool) -> dict[str, Any]:
     """Of this process, the worker and the children that wait for jobs, when nothing is under
     way."""
-    await until(lambda: not pool.calls and not pool.lane.running)
+    await until(lambda: not pool.metrics()["stretto_prompts_running"])
     await until(lambda: len(processes(pool, "prompt spare")) == 2 and not processes(pool))
     await asyncio.to_thread(until_all_are_closed)
     assert pool.worker.process is not None
@@ -116,18 +118,24 @@ def test_no_process_keeps_anything(roomy_dir: Path) -> None:
     with_pool(roomy_dir, test)
 
 
-def test_an_answer_that_comes_as_its_caller_leaves_is_closed(tiny_dir: Path) -> None:
+def test_an_answer_that_comes_as_its_caller_leaves_is_closed(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave_as_it_comes(answers: socket.socket) -> None:
+        await wait_readable(answers)
+        raise asyncio.CancelledError
+
     async def test(pool: PromptPool) -> None:
-        with MemFile.of(b'{"messages":[]}') as source:
-            await ended(pool.outline(source, ("messages",), 100))
+        with MemFile.of(b'{"messages":[]}') as short, MemFile.of(b" " * 20_000 + b"{}") as long:
+            await ended(pool.outline(short, ("messages",), 100))
             before = await census(pool)
-            asked = asyncio.create_task(pool.outline(source, ("messages",), 100))
-            while not any(call.answer.done() for call in pool.calls.values()):
-                await asyncio.sleep(0)
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
+            with monkeypatch.context() as patch:
+                patch.setattr(pool_module, "wait_readable", leave_as_it_comes)
+                for source in (short, long):
+                    with pytest.raises(asyncio.CancelledError):
+                        await pool.outline(source, ("messages",), 100)
             assert await census(pool) == before
+            assert pool.metrics()["stretto_prompts_killed_total"] == 1
 
     with_pool(tiny_dir, test)
 

@@ -165,7 +165,7 @@ def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir:
 
     async def test(pool: PromptPool) -> None:
         media = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "ab"]
-        await until(lambda: pool.lane.running == 2 and len(processes(pool)) == 2)
+        await until(lambda: pool.queue.running == 2 and len(processes(pool)) == 2)
         decoding = processes(pool)
         for pid in decoding:
             os.kill(pid, signal.SIGSTOP)  # they take as long as this test
@@ -319,7 +319,7 @@ def test_limits_of_time_and_memory(roomy_dir: Path) -> None:
 def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         running = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "abcd"]
-        await until(lambda: pool.lane.running == 2 and pool.lane.waiting == 2)
+        await until(lambda: pool.queue.running == 2 and pool.queue.waiting == 2)
         await until(lambda: len(processes(pool)) == 2)
         children = processes(pool)
         for pid in children:
@@ -327,8 +327,8 @@ def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await until(lambda: not pool.lane.running)  # and that is not before the processes are gone
-        assert not pool.lane.waiting
+        await until(lambda: not pool.queue.running)  # and that is not before the processes are gone
+        assert not pool.queue.waiting
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
         assert pool.metrics()["stretto_prompts_killed_total"] == 2
         assert (await pool.build(talk([{"role": "user", "content": [picture(64)]}]))).images
@@ -393,7 +393,7 @@ def test_long_work_has_the_cores_that_nobody_needs(roomy_dir: Path) -> None:
         )  # which does short texts
         long.cancel()
         await asyncio.gather(long, return_exceptions=True)
-        await until(lambda: not pool.lane.running)
+        await until(lambda: not pool.queue.running)
 
     with_pool(roomy_dir, test)
 
@@ -473,7 +473,7 @@ def test_a_child_that_starts_late_stays_idle(monkeypatch: pytest.MonkeyPatch) ->
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         long = [asyncio.create_task(pool.build(heavy(sender="a"))) for _ in range(4)]
-        await until(lambda: pool.lane.running == 1 and pool.lane.waiting == 3)
+        await until(lambda: pool.queue.running == 1 and pool.queue.waiting == 3)
         for _ in range(5):
             await pool.build(talk(HELLO, sender="a"))
         # Nor does somebody else's picture: one sender never has all places.
@@ -482,7 +482,7 @@ def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
         for t in long:
             t.cancel()
         await asyncio.gather(*long, return_exceptions=True)
-        await until(lambda: not pool.lane.running)
+        await until(lambda: not pool.queue.running)
 
     with_pool(roomy_dir, test)
 
@@ -508,7 +508,7 @@ def test_media_are_decoded_apart_however_small_their_file(tiny_dir: Path) -> Non
 def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(pool: PromptPool) -> None:
         long = asyncio.create_task(pool.build(heavy()))
-        await until(lambda: pool.lane.running == 1)
+        await until(lambda: pool.queue.running == 1)
         await until(lambda: len(processes(pool)) == 1)
         [child] = processes(pool)
         assert pool.worker.process is not None
@@ -517,7 +517,7 @@ def test_a_worker_that_dies_comes_back(roomy_dir: Path, monkeypatch: pytest.Monk
         with pytest.raises(StageDead):
             await long
         await until(lambda: not Path(f"/proc/{child}").exists())
-        await until(lambda: not pool.lane.running)
+        await until(lambda: not pool.queue.running)
         assert len((await pool.build(talk(HELLO))).ids) > 3
         assert pool.worker.process.pid != first
         # One that is stopped does not answer: it is ended, and the next one does.

@@ -50,10 +50,10 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
         await asyncio.sleep(0)  # they begin
         assert (await ask(prompts, "somebody", SHORT)).ids == (1,)
         assert builder.built == [SHORT]
-        assert prompts.long_talks.running == LONG_AT_ONCE
+        assert prompts.long_queue.running == LONG_AT_ONCE
         builder.go.set()
         assert {p.ids for p in await asyncio.gather(*long)} == {(len(LONG),)}
-        assert prompts.long_talks.running == prompts.long_talks.waiting == 0
+        assert prompts.long_queue.running == prompts.long_queue.waiting == 0
 
     asyncio.run(run())
 
@@ -68,11 +68,11 @@ def test_who_leaves_keeps_the_place_until_the_thread_is_done() -> None:
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
-        assert (prompts.long_talks.running, prompts.long_talks.waiting) == (LONG_AT_ONCE, 1)
+        assert (prompts.long_queue.running, prompts.long_queue.waiting) == (LONG_AT_ONCE, 1)
         builder.go.set()
         assert (await waiting).ids == (len(LONG),)
         assert len(builder.built) == 2
-        assert prompts.long_talks.running == 0
+        assert prompts.long_queue.running == 0
 
     asyncio.run(run())
 

@@ -89,7 +89,7 @@ def with_pool(
             return await test(pool)
         finally:
             await pool.close()
-            assert not pool.lane.running
-            assert not pool.lane.waiting
+            assert not pool.queue.running
+            assert not pool.queue.waiting
 
     return asyncio.run(run())

@@ -91,7 +91,7 @@ class Front:
                 not (
                     self.service.admission.running
                     or self.service.bodies.held
-                    or self.pool.lane.running
+                    or self.pool.queue.running
                 )
             )
         )
@@ -192,7 +192,7 @@ def test_the_loop_decodes_nothing_large(front: Front, monkeypatch: pytest.Monkey
     os.kill(front.worker, signal.SIGSTOP)
     nested = b'{"messages":[' + b"[{}]," * (1 << 18) + b"0]}"
     s = front.post(nested)
-    front.until(lambda: front.pool.lane.running == 1)
+    front.until(lambda: front.pool.queue.running == 1)
     assert front.running.ask("/live").status == 200
     assert front.running.ask("/health").status == 200
     os.kill(front.worker, signal.SIGCONT)
@@ -207,12 +207,12 @@ def test_leaving_while_the_prompt_is_prepared(front: Front) -> None:
     body = json.dumps(HEAVY).encode()
     for sent in (body, body + b" " * ON_THE_LOOP):
         s = front.post(sent)
-        front.until(lambda: front.pool.lane.running == 1 and front.service.admission.running == 1)
+        front.until(lambda: front.pool.queue.running == 1 and front.service.admission.running == 1)
         s.close()
         front.nothing_is_held()
     # In the queue, behind others of the same sender: they leave too, the last one first.
     sockets = [front.post(body) for _ in range(2)]
-    front.until(lambda: front.pool.lane.waiting == 1)
+    front.until(lambda: front.pool.queue.waiting == 1)
     for s in reversed(sockets):
         s.close()
     front.nothing_is_held()

@@ -223,7 +223,7 @@ def test_a_check_ends_when_its_client_leaves(real_server: Running) -> None:
     )
 
     async def running(count: int) -> None:
-        while pool.checks.running != count:
+        while pool.grammar_queue.running != count:
             await asyncio.sleep(0.001)
 
     try:

@@ -420,9 +420,9 @@ def reading(tab: Tab, server: ScriptedServer) -> None:
     tab.until(DONE)
     asked = server.requests[-1]
     assert asked["text"].startswith("Read this.")
-    manner = asked["manner"]
-    assert (manner.instructions, manner.language) == ("warmly", "english")
-    assert manner.voice == b"a voice"
+    style = asked["style"]
+    assert (style.instructions, style.language) == ("warmly", "english")
+    assert style.voice == b"a voice"
     assert tab.stats()["turns"][0]["packets"] == len(server.script.packets)
 
 
