@@ -188,7 +188,7 @@ async def refuse_links(host: ScriptedHost) -> None:
         for listen in listens[refused:]:
             host.say(LinkDown(LINK, listen.generation, "no room"))
         refused = len(listens)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
 
 
 def test_hosts_that_live_are_restarted_if_their_link_cannot_be_made_again() -> None:
@@ -210,13 +210,13 @@ def test_hosts_that_live_are_restarted_if_their_link_cannot_be_made_again() -> N
 
             for count in (4, 5):  # hosts of code2wav that take its place
                 while len(p.hosts) < count:
-                    await asyncio.sleep(0.001)
+                    await asyncio.sleep(0.1)
                 assert not p.hosts[TALKER].killed
                 host = p.hosts[count - 1]
                 await refuse_links(host)
                 host.mark_dead()
             while len(p.hosts) < 7:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.1)
             assert p.hosts[TALKER].killed
             assert sorted(host.number for host in p.hosts[5:]) == [TALKER, VOCODER]
             assert p.hosts[0].state == "ready", "the thinker answers in text all the while"
