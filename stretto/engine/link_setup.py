@@ -25,6 +25,14 @@ LINK_DELAYS = (0.05, 0.2, 0.5, 1.0)
 """Pauses between tries to make a link."""
 
 
+class LinkRefused(StageDead):
+    """All tries to make a link failed, though both its hosts live."""
+
+    def __init__(self, link: LinkSpec, reason: str | None) -> None:
+        super().__init__(f"link {link.name} cannot be made: {reason}")
+        self.link = link
+
+
 class LinkSetup:
     def __init__(
         self,
@@ -86,7 +94,7 @@ class LinkSetup:
     async def join(self) -> None:
         """Make the links that are down and whose hosts are up, the last first, so that a stage has
         somewhere to send before it is sent anything. One at a time: two restarts that made the same
-        link would undo each other's."""
+        link would undo each other's. Raises `LinkRefused`."""
         async with self._joining:
             for link in reversed(self.between.values()):
                 for delay in LINK_DELAYS:
@@ -95,7 +103,7 @@ class LinkSetup:
                     log.warning("link %s: %s", link.name, self._refused)
                     await asyncio.sleep(delay)
                 else:
-                    raise StageDead(f"link {link.name} cannot be made: {self._refused}")
+                    raise LinkRefused(link, self._refused)
 
     async def mend(self) -> None:
         """A link broke though both ends may live. If one died, its restart makes the link; else we

@@ -27,7 +27,7 @@ from stretto.engine.host_handle import (
     StateChanges,
     Unusable,
 )
-from stretto.engine.link_setup import LinkSetup
+from stretto.engine.link_setup import LinkRefused, LinkSetup
 from stretto.engine.local_host import LocalLauncher
 from stretto.errors import StageDead, WireError
 from stretto.family import PipelineSpec
@@ -196,7 +196,7 @@ class Supervisor:
             case _:
                 lost = self.links.apply(message)
                 if lost is not None:
-                    self._task(self.links.mend())
+                    self._task(self._mend())
                 return lost
         return None
 
@@ -299,8 +299,12 @@ class Supervisor:
             await self.changes.wait(lambda: host.state != "starting")
             await self.links.join()
             host.ping(0)
-        except StageDead:
+        except StageDead as e:
             host.kill()  # its death begins the next try
+            if isinstance(e, LinkRefused) and self._deaths[index] > 1:
+                # a new host did not help: the fault may be at the other end
+                for stage in (e.link.sender, e.link.receiver):
+                    self.host_of[stage].mark_dead(str(e))
             raise
         if host.state == "ready":
             self._deaths[index] = 0
@@ -308,6 +312,14 @@ class Supervisor:
             self._losses.pop(index, None)
             away = time.monotonic() - self._loss_at.pop(index, time.monotonic())
             log.warning("host %s is back after %.1f s", host.name, away)
+
+    async def _mend(self) -> None:
+        """A link broke. If its hosts live and it cannot be made anew, the receiving host is started
+        again: what that had of the link's requests is lost already."""
+        try:
+            await self.links.mend()
+        except LinkRefused as e:
+            self.host_of[e.link.receiver].mark_dead(str(e))
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -12,13 +12,14 @@ from stretto.engine import link_setup as linking
 from stretto.engine.host_handle import HostMessage, StagesLost
 from stretto.engine.pipeline import Pipeline
 from stretto.errors import WireError
-from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening
+from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening, Ready
 from stretto.messages.requests import PREFIX, decode_to_host, encode
 from stretto.models.qwen3_omni.family import PIPELINE
 from stretto.types import SECRET_BYTES
 from tests.engine.common import run
-from tests.engine.scripted import ScriptedLauncher, read_reports, rest
+from tests.engine.scripted import ScriptedHost, ScriptedLauncher, read_reports, rest
 from tests.pipeline import PROCESSES, STAGES
+from tests.virtual import Virtual, run_virtual
 
 LINK = "talker>code2wav"
 TALKER, VOCODER = 1, 2
@@ -175,6 +176,53 @@ def test_each_generation_of_each_link_has_a_secret_of_its_own() -> None:
         assert len(set(told)) == len(told)
 
     play(work)
+
+
+async def refuse_links(host: ScriptedHost) -> None:
+    """Load, and listen for no link, until it is killed."""
+    refused = 0
+    while not host.killed:
+        if host.state == "starting" and host.started:
+            host.say(Ready(("code2wav",), 0.0))
+        listens = [m for m in host.heard() if isinstance(m, Listen)]
+        for listen in listens[refused:]:
+            host.say(LinkDown(LINK, listen.generation, "no room"))
+        refused = len(listens)
+        await asyncio.sleep(0.1)
+
+
+def test_hosts_that_live_are_restarted_if_their_link_cannot_be_made_again() -> None:
+    """The receiving one first, whose requests are lost already; then both."""
+
+    async def work(_: Virtual) -> None:
+        p = Play()
+        supervisor = p.pipeline.supervisor
+        async with read_reports(p.pipeline) as p.reports:
+            joining = asyncio.create_task(supervisor.links.join())
+            generation = await p.make(1)
+            await joining
+            supervisor.started = True
+
+            p.hosts[TALKER].say(LinkDown(LINK, generation, "it broke"))
+            await refuse_links(p.hosts[VOCODER])
+            assert "link talker>code2wav cannot be made: no room" in p.hosts[VOCODER].reason
+            assert p.hosts[TALKER].state == "ready"
+
+            for count in (4, 5):  # hosts of code2wav that take its place
+                while len(p.hosts) < count:
+                    await asyncio.sleep(0.1)
+                assert not p.hosts[TALKER].killed
+                host = p.hosts[count - 1]
+                await refuse_links(host)
+                host.mark_dead()
+            while len(p.hosts) < 7:
+                await asyncio.sleep(0.1)
+            assert p.hosts[TALKER].killed
+            assert sorted(host.number for host in p.hosts[5:]) == [TALKER, VOCODER]
+            assert p.hosts[0].state == "ready", "the thinker answers in text all the while"
+            await p.pipeline.close()
+
+    run_virtual(work)
 
 
 def is_about(message: object, kind: type[Listen] | type[Connect], link: str) -> bool:
