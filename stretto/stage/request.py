@@ -161,7 +161,6 @@ class RequestSpec:
     # tokens
     max_new: int
     stop_ids: frozenset[int] = frozenset()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
     # lower goes first
     priority: int = 0
     # Each decode step consumes a step input, such as a token of the text of another stage: the j-th

@@ -144,7 +144,6 @@ class Desk:
         )
         spec = RequestSpec(
             RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}),
-            sampling=options.text,
             needs_payload=options.speak,
         )  # fmt: skip
         self.stage.submit(
@@ -165,8 +164,7 @@ class Desk:
                 given.media.append(torch.from_numpy(media).to(self.models.talker.device))
         eos = self.models.config.talker.codec.eos
         spec = RequestSpec(
-            RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0,
-            paced=True,
+            RequestId(id), options.max_frames + 1, frozenset({eos}), paced=True,
             cache_output=False, cache_root=str(plan.speaker).encode(),
         )  # fmt: skip
         self.stage.submit(

@@ -103,7 +103,6 @@ class SpeechStage(CoreStage[StageCore]):
             id,
             self._longest(p.max_frames + 1, plan.length),
             frozenset({self.model.frames.eos}),
-            sampling=state.code0,
             priority=a.priority,
             paced=True,
             last_on_device=True,

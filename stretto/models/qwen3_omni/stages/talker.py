@@ -65,7 +65,6 @@ class TalkerStage(SpeechStage):
         spec = RequestSpec(
             id,
             1,
-            sampling=state.code0,
             priority=a.priority,
             cache_output=False,
             cache_root=plan.root,

@@ -132,7 +132,6 @@ class ThinkerStage(CoreStage[StageCore]):
             a.request,
             params.max_tokens,
             frozenset({c.tokens.im_end}),
-            sampling=sampling,
             priority=a.priority,
             needs_payload=params.speak,
             guide=guide_of(params, grammar),
