@@ -18,7 +18,7 @@ from typing import Any
 
 from stretto.observe.recorder import Recorder
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.media_rows import MediaOutput, PayloadStore
+from stretto.stage.media_rows import MediaOutput, cached_media, media_of_block
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.runner.logprobs import Scored
 from stretto.stage.runner.runner import Runner
@@ -57,7 +57,6 @@ class StageCore(StepQueue[Step, CoreOutput]):
         name: str,
         scheduler: Scheduler,
         runner: Runner,
-        store: PayloadStore | None = None,
         waiter: Waiter | None = None,
         timer: LaunchTimer | None = None,
         recorder: Recorder | None = None,
@@ -67,8 +66,6 @@ class StageCore(StepQueue[Step, CoreOutput]):
         super().__init__(name, depth, timer, waiter, recorder, runner.stream)
         self.scheduler = scheduler
         self.runner = runner
-        # an empty one is False
-        self.store = store if store is not None else PayloadStore()
         # the launch that is due waits because of `hold_ns`
         self._held_for_prefill = False
         # until they are over and nothing of them is in flight
@@ -159,7 +156,7 @@ class StageCore(StepQueue[Step, CoreOutput]):
         since_ns = self._queued_ns.pop(request.id, None)
         if since_ns is not None:
             self.stats.queue.observe((start_ns - since_ns) / 1e9)
-        media = self.store.found(join, self.runner.joined)
+        media = cached_media(join, self.runner.joined)
         if media is not None:
             self._media[request.id].append(media)
             confirmed = Confirmed(request.cursor.confirmed)
@@ -197,9 +194,10 @@ class StageCore(StepQueue[Step, CoreOutput]):
             places = step.side_rows.places[index]
             media = MediaOutput(places, step.side_rows.rows[index], step.side_rows_at)
             self._media[id].append(media)
-        if outcome.published:
-            attach = self.scheduler.pool.attach
-            self.store.keep(outcome.published, self._media[id], self.runner.joined, attach)
+        for block in outcome.published:
+            rows = media_of_block(block, self._media[id], self.runner.joined)
+            if rows is not None:
+                self.scheduler.pool.attach(block.block, block.key, rows)
         return media
 
     def _describe(self, step: Step) -> str:

@@ -18,7 +18,6 @@ from stretto.models.qwen3_omni.thinker import ThinkerAdapter, ThinkerInput
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.media_rows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
@@ -70,8 +69,7 @@ class Desk:
             self.device = Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS))
             self.device.drive(runner)
             timer = LaunchTimer((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
-        store = PayloadStore()
-        self.stage = StageCore(kind, Scheduler(config, store.drop), runner, store, timer=timer)
+        self.stage = StageCore(kind, Scheduler(config), runner, timer=timer)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, list[list[int]]] = defaultdict(list)
         self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)

@@ -22,7 +22,6 @@ from stretto.stage.host.channel import Channel
 from stretto.stage.host.memory_plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.host.stats import record_codec, record_stage
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.media_rows import PayloadStore
 from stretto.stage.runner.adapter import ModelAdapter
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs, sizes_for
 from stretto.stage.runner.runner import Runner
@@ -110,7 +109,6 @@ class StageContext:
                 capture(runner.stream)
         # On a CPU a step is done when its launch is, and all stages of the host wait for it.
         usual, lone = (256, 256) if self.device.type == "cpu" else (1024, 2560)
-        store = PayloadStore()
         scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=blocks,
@@ -124,14 +122,13 @@ class StageContext:
                 overlap_depth=s.overlap_depth,
                 prefix_cache=s.prefix_cache,
                 mixed=s.mixed_steps and (mixed or graphs is None),
-            ),
-            store.drop,
+            )
         )
         # On a CPU a step is done when its launch is, so there is nothing to wait for.
         hold = self.device.type == "cuda" and self.switches.just_in_time
         sizes = graphs.sizes if graphs is not None else SIZES
         timer = LaunchTimer(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
-        core = StageCore(name, scheduler, runner, store, self.waiter(name), timer, self.recorder)
+        core = StageCore(name, scheduler, runner, self.waiter(name), timer, self.recorder)
         record_stage(self.recorder, core)
         return core
 

@@ -2,7 +2,7 @@
 torch."""
 
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowJoin, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, prefix_keys
+from stretto.stage.scheduler.blocks import BlockPool, prefix_keys
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 
@@ -10,7 +10,6 @@ __all__ = [
     "Batch",
     "BlockPool",
     "Outcome",
-    "PayloadHandle",
     "Published",
     "RowJoin",
     "RowSpan",

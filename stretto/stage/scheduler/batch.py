@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stretto.errors import StrettoError
 from stretto.stage.request import BlockId, Confirmed, Reason, RowId, StageRequest
-from stretto.stage.scheduler.blocks import PayloadHandle
 from stretto.types import RequestId
 
 
@@ -56,10 +55,9 @@ class RowJoin(NamedTuple):
     filled: int
     # Rows [reused_from, filled) came from the prefix cache and were never launched for this
     # request: their output is confirmed, and their payload, where they have one and the request
-    # needs it, is in `payloads` as (block index, handle). The handles stay good as long as the
-    # request holds its blocks. Often an empty range.
+    # needs it, is in `payloads`, block by block. Often an empty range.
     reused_from: int
-    payloads: tuple[tuple[int, PayloadHandle], ...]
+    payloads: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NewType
+from typing import Any
 
 from stretto.errors import Bug
 from stretto.stage.request import BlockId, Salt, StageRequest
-
-PayloadHandle = NewType("PayloadHandle", int)
-"""Names what the stage keeps beside a cached block (the accept-layer rows of its media), so that a
-later request that finds the block can send those rows on without computing them."""
 
 _DIGEST_SIZE = 16
 
@@ -81,19 +77,17 @@ def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
 
 
 class BlockPool:
-    def __init__(
-        self, num_blocks: int, on_drop: Callable[[PayloadHandle], None] | None = None
-    ) -> None:
-        """`on_drop` is told each payload handle whose block can no longer be found."""
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._on_drop = on_drop
         self.free = [BlockId(i) for i in reversed(range(num_blocks))]
         # oldest first
         self.cached: OrderedDict[BlockId, None] = OrderedDict()
         self.refs = [0] * num_blocks
         self.keys: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, BlockId] = {}
-        self.payloads: dict[BlockId, PayloadHandle] = {}
+        # What a stage keeps with a block that can be found (the accept-layer rows of its media), so
+        # that a later request can send those rows on without computing them.
+        self.payloads: dict[BlockId, Any] = {}
 
     @property
     def num_available(self) -> int:
@@ -160,16 +154,11 @@ class BlockPool:
         self.index[key], self.keys[block] = block, key
         return True
 
-    def attach(self, block: BlockId, key: bytes, payload: PayloadHandle) -> bool:
-        """Keeps a payload with a published block. False if the block has been evicted or replaced
-        since, or has a payload already: then the caller keeps the handle."""
-        if self.keys[block] != key or block in self.payloads:
-            return False
-        self.payloads[block] = payload
-        return True
-
-    def payload(self, block: BlockId) -> PayloadHandle | None:
-        return self.payloads.get(block)
+    def attach(self, block: BlockId, key: bytes, payload: Any) -> None:
+        """Keeps a payload with a published block, unless the block has been evicted or replaced
+        since, or has a payload already."""
+        if self.keys[block] == key:
+            self.payloads.setdefault(block, payload)
 
     def _forget(self, block: BlockId) -> None:
         key = self.keys[block]
@@ -177,9 +166,7 @@ class BlockPool:
             raise Bug(f"block {block} is not findable")
         del self.index[key]
         self.keys[block] = None
-        payload = self.payloads.pop(block, None)
+        self.payloads.pop(block, None)
         if self.refs[block] == 0:
             del self.cached[block]
             self.free.append(block)
-        if payload is not None and self._on_drop is not None:
-            self._on_drop(payload)

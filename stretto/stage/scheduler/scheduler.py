@@ -7,13 +7,13 @@ nothing imports torch."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.errors import Bug, Busy, Gone, Invalid, StrettoError, TooLong
 from stretto.stage.request import OPAQUE, BlockId, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle
+from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.prefix import publish, search
 from stretto.stage.scheduler.queues import aged_first, by_order, split
@@ -25,12 +25,9 @@ Rows = int | Sequence[int]
 
 
 class Scheduler:
-    def __init__(
-        self, config: SchedulerConfig, on_drop: Callable[[PayloadHandle], None] | None = None
-    ) -> None:
-        """`on_drop` is told each payload handle that the prefix cache no longer needs."""
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, on_drop)
+        self.pool = BlockPool(config.num_blocks)
         self.table = RequestTable(config, self.pool)
         self._size = config.block_size
         self.in_flight: deque[Batch] = deque()

@@ -386,11 +386,11 @@ def test_a_cached_prefix_without_its_payload_is_computed_again() -> None:
     driver.submit("speech", rows, media=media, max_new=1, needs_payload=True)
     assert spans(driver.launch()) == {"speech": (0, 12)}
     driver.drain()
-    assert driver.payloads, "kept for the next"
+    assert driver.scheduler.pool.payloads, "kept for the next"
     driver.submit("more speech", rows, media=media, max_new=1, needs_payload=True)
     assert spans(driver.launch()) == {"more speech": (8, 12)}
     (join,) = joins(driver, "more speech")
-    assert [index for index, _ in join.payloads] == [0, 1]
+    assert [list(rows) for rows in join.payloads] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     driver.drain()
     driver.submit("more text", rows, media=media, max_new=1)
     assert spans(driver.launch()) == {"more text": (8, 12)}
