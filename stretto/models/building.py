@@ -197,20 +197,17 @@ class HostBuilder(Generic[S]):
         priority: int = 0,
         mixed: bool = True,
         prompts: PrefillGraphs | None = None,
-        capture: Callable[[torch.cuda.Stream], None] = lambda stream: None,
     ) -> StageCore:
         """The core of a stage that writes token by token. `prompts`: passes over prompts, captured
-        after the decode steps, whose warm-ups must not find them; `capture`: what else is."""
-
-        def capture_all(stream: torch.cuda.Stream) -> None:
-            if prompts is not None:
-                self.context.progress(name, "capturing prompts")
-                prompts.capture(stream)
-            capture(stream)
-
-        return self.context.autoregressive(
-            name, adapter, self.blocks[name], priority=priority, mixed=mixed, capture=capture_all
+        after the decode steps, whose warm-ups must not find them."""
+        core = self.context.autoregressive(
+            name, adapter, self.blocks[name], priority=priority, mixed=mixed
         )
+        if prompts is not None and self.context.graphs:
+            assert core.stream is not None
+            self.context.progress(name, "capturing prompts")
+            prompts.capture(core.stream)
+        return core
 
     def finish_compiling(self, stage: str) -> None:
         """Wait until kernels are compiled, and the memory of those who did it is back. A stage

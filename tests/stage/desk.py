@@ -24,6 +24,7 @@ from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.types import RequestId, Span
+from tests.media import encode_media
 from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
@@ -136,7 +137,7 @@ class Desk:
         plan = talker_prompt(prompt, c) if options.speak else None
         capture = np.array(media_places(plan), dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
-            media = self.models.thinker.encode(prompt)
+            media = encode_media(self.models.thinker, prompt)
         given = ThinkerInput(
             positions, first, options.text, [media] if media else [], capture, tuple(bias)
         )

@@ -22,11 +22,9 @@ from stretto.kernels.triton import MAX_ROWS
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
-from stretto.models.parts import run_through
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
-from stretto.preprocess.prompt import Prompt
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import (
@@ -123,41 +121,6 @@ class Thinker(nn.Module):
 
     def cache(self, num_blocks: int, block_size: int = 16) -> KVCache:
         return self.model.cache(num_blocks, block_size, self.device, self.dtype)
-
-    def encode(self, prompt: Prompt) -> MediaRows | None:
-        """Run the encoders over all of a prompt's media. None if it has none."""
-        if not prompt.has_media:
-            return None
-        tokens, device, dtype = self.config.tokens, self.device, self.dtype
-        ids = np.asarray(prompt.ids)
-        media, visual = (
-            np.flatnonzero(np.isin(ids, tokens.media_pads)),
-            np.flatnonzero(np.isin(ids, tokens.media_pads[1:])),
-        )
-        hidden = self.config.thinker.text.hidden_size
-        rows = torch.zeros(len(media), hidden, device=device, dtype=dtype)
-        levels = len(self.config.thinker.vision.deepstack_layers)
-        deep = torch.zeros(levels, len(visual), hidden, device=device, dtype=dtype)
-
-        def among(pad: int, places: npt.NDArray[np.int64]) -> torch.Tensor:
-            """Which of `places` hold this pad."""
-            return to_device(np.flatnonzero(ids[places] == pad), device, torch.int64)
-
-        heard: list[torch.Tensor] = []
-        for clip in prompt.audios:
-            heard.append(
-                self.audio_tower.encode(to_device(clip.mel, device, torch.float32).to(dtype))
-            )
-        if heard:
-            rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat(heard))
-        for pad, pictures in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
-            if pictures:
-                seen = run_through(
-                    self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures])
-                )
-                rows.index_copy_(0, among(pad, media), seen.main)
-                deep.index_copy_(1, among(pad, visual), torch.stack(list(seen.deep)))
-        return MediaRows(torch.from_numpy(media), rows, torch.from_numpy(visual), deep)
 
     def embed(self, ids: torch.Tensor, media: MediaRows | None = None) -> torch.Tensor:
         """Input rows of a run of ids; `media` holds the encoder rows that fall into the run."""

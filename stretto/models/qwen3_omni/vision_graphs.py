@@ -2,8 +2,8 @@
 
 Some three hundred launches for a small image would take the host longer than the device needs for
 them. One frame goes into static buffers with zeros behind it, up to the graph's size; its number of
-patches says which keys count. Owned by the encoder, captured once at start; run on the thinker
-stage's thread and stream alone."""
+patches says which keys count. Owned by the thinker stage's `Encoders`, captured once at
+start; run on that stage's thread and stream alone."""
 
 from __future__ import annotations
 

@@ -93,20 +93,16 @@ class StageContext:
         *,
         priority: int = 0,
         mixed: bool = True,
-        capture: Callable[[torch.cuda.Stream], None] | None = None,
     ) -> StageCore:
         """The core of a stage around one model: scheduler, runner, captured steps. `priority` of
         its stream on a device that it shares: lower goes first. `mixed`: captured steps may hold
-        prompts and answers together. `capture` is for what else is captured, behind the decode
-        steps."""
+        prompts and answers together."""
         s = self.settings
         graphs = DecodeGraphs(adapter, sizes_for(s.max_rows)) if self.graphs else None
         runner = Runner(adapter, graphs, priority)
         if graphs is not None and runner.stream is not None:
             self.progress(name, "capturing graphs")
             graphs.capture(runner.stream)
-            if capture is not None:
-                capture(runner.stream)
         # On a CPU a step is done when its launch is, and all stages of the host wait for it.
         usual, lone = (256, 256) if self.device.type == "cpu" else (1024, 2560)
         scheduler = Scheduler(

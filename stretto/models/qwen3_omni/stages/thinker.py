@@ -73,7 +73,12 @@ class ThinkerStage(CoreStage[StageCore]):
     sends: Mapping[str, type[Payload]] = {LINK: ThinkerRows}
 
     def __init__(
-        self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic
+        self,
+        core: StageCore,
+        model: Thinker,
+        encoders: Encoders,
+        context: StageContext,
+        clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(core, clock)
         self.model = model
@@ -82,7 +87,7 @@ class ThinkerStage(CoreStage[StageCore]):
         grammars = Grammars(partial(open_grammars, Path(context.model)))
         self.compiling = Compiling(grammars, context.wake, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
-        self.encoders = Encoders(model, core, context)
+        self.encoders = encoders
 
     def __len__(self) -> int:
         return len(self.requests) + len(self.compiling.waiting)
