@@ -19,7 +19,7 @@ from stretto.models.speech.adapter import FrameInput
 from stretto.models.speech.pacing import CHECK_INTERVAL_S, FrameTiming, PacketPacing, select_due
 from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
-from stretto.models.speech.prefill_priority import DecodeHold
+from stretto.models.speech.prefill_priority import hold_ns
 from stretto.models.speech.talker import FrameTalker
 from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.prompt import Prompt
@@ -92,7 +92,7 @@ class SpeechStage(CoreStage[StageCore]):
         self.frame_timing = make_timing(FRAME_S, opening_s)
         self._frames_added = False  # since the last check
         self._last_check = 0.0
-        self._hold = DecodeHold(prefill, clock, core.clock) if prefill is not None else None
+        self.prefill = prefill
 
     def admit(self, a: Admit, params: Any, prompt: Prompt) -> None:
         id, p = a.request, params
@@ -169,10 +169,12 @@ class SpeechStage(CoreStage[StageCore]):
         return self.take_outputs()
 
     def launch(self) -> bool:
-        hold = None
-        if self._hold is not None and self.core.has_room:
-            hold = self._hold.until_ns(self.requests.values(), self.frame_timing)
-        return self.core.launch(hold)
+        until_ns = None
+        if self.prefill is not None and self.prefill.prefill_in_flight and self.core.has_room:
+            paced = ((speech.request, speech.pace) for speech in self.requests.values())
+            if wait_ns := hold_ns(paced, self.frame_timing, self.clock()):
+                until_ns = self.core.clock() + wait_ns
+        return self.core.launch(until_ns)
 
     def _send_due(self, now: float) -> None:
         """Frames leave step by step rather than request by request, so that the vocoder gets them
