@@ -24,11 +24,10 @@ from stretto.models.speech.talker import FrameTalker
 from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
-from stretto.stage.stage import Output, ToEngine, Transfer
+from stretto.stage.stage import CoreStage, Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 

@@ -13,10 +13,9 @@ from stretto.models.speech.params import VocoderParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker_stage import FRAME_S, LINK
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
-from stretto.stage.stage import ToEngine, Transfer
+from stretto.stage.stage import CoreStage, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.stage.vocoder import Primer, VocoderCore, VocoderOutput
 from stretto.types import Mark, RequestId

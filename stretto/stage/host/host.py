@@ -39,8 +39,6 @@ from stretto.stage.links.links import Links
 from stretto.stage.stage import (
     Output,
     Stage,
-    TakesFeatures,
-    TakesStepInputs,
     Transfer,
 )
 from stretto.stage.timings import failed
@@ -225,10 +223,7 @@ class Host:
             case Cancel(request=id):
                 self._cancel(id)
             case StepInputs(request=id, stage=stage, ids=ids, last=last):
-                reader: object = self.stages.get(stage)
-                if not isinstance(reader, TakesStepInputs):
-                    raise WireError(f"{stage!r} takes no step inputs here")
-                reader.take_step_inputs(id, ids, last)
+                self._stage(stage).take_step_inputs(id, ids, last)
             case Finish(request=id, stage=stage):
                 if stage in self.stages:
                     self.stages[stage].finish(id)
@@ -273,13 +268,15 @@ class Host:
                 self.channel.post(answer)
 
     def _supply(self, m: MediaData, blob: Bytes) -> None:
-        stage: object = self.stages.get(m.stage)
         try:
-            if not isinstance(stage, TakesFeatures):
-                raise WireError(f"features for {m.stage!r}, which asks for none")
-            stage.supply(m.request, unpack_pieces(m.pieces, blob))
+            self._stage(m.stage).supply(m.request, unpack_pieces(m.pieces, blob))
         except StrettoError as e:
             self._fail(m.request, m.stage, e)
+
+    def _stage(self, name: str) -> Stage:
+        if name not in self.stages:
+            raise WireError(f"there is no stage {name!r} here")
+        return self.stages[name]
 
     def _cancel(self, id: RequestId) -> None:
         for stage in self.stages.values():

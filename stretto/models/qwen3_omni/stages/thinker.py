@@ -30,14 +30,13 @@ from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.prompt import Piece, Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.guide import Grammars
 from stretto.stage.host.context import StageContext
 from stretto.stage.media_rows import MediaOutput
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
-from stretto.stage.stage import Output, ToEngine, Transfer
+from stretto.stage.stage import CoreStage, Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
