@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NewType
 
 from stretto.errors import Bug, StrettoError
-from stretto.types import RequestId, SamplingParams, Span
+from stretto.types import RequestId, Span
 
 if TYPE_CHECKING:
     from stretto.stage.guide import Guide

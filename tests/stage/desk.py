@@ -176,9 +176,9 @@ class Desk:
         request = RequestId(id)
         given = self.stage.scheduler.request(request).input
         if token is None:
-            given.text_ended = True
-            if given.text:
-                self.stage.scheduler.end_step_inputs(request)
+            state.text_ended = True
+            if state.text:
+                self.stage.scheduler.append_step_inputs(request, 0, last=True)
             else:
                 self.stage.cancel(request)  # nothing to say
             return

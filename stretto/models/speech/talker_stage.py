@@ -116,9 +116,7 @@ class SpeechStage(CoreStage[StageCore]):
             request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace
         )
         if p.spoken is not None:
-            self._text(id, state, p.spoken)
-            if not p.live:
-                self._end_text(id, state)
+            self.add_text(id, state, p.spoken, last=not p.live)
 
     def _longest(self, picks: int, prompt: int) -> int:
         """As many of these picks as there is room for behind a prompt of so many rows."""
@@ -148,9 +146,7 @@ class SpeechStage(CoreStage[StageCore]):
             state = speech.request.input
             if state.text_ended:
                 raise Invalid("text after its end", "input")
-            self._text(id, state, tokens)
-            if last:
-                self._end_text(id, state)
+            self.add_text(id, state, tokens, last)
         except StrettoError as e:
             self._fail(id, e)
 
@@ -203,24 +199,23 @@ class SpeechStage(CoreStage[StageCore]):
         if mark is Mark.MORE:
             self.core.scheduler.set_deadline(id, speech.pace.deadline)
 
-    def _text(self, id: RequestId, state: Any, tokens: Sequence[int]) -> None:
-        more = len(tokens)
-        if more and not state.text:  # the first is part of the prompt, and its end
+    def add_text(self, id: RequestId, state: Any, tokens: Sequence[int], last: bool) -> None:
+        """The next tokens of a request's text; `last`: no more will come."""
+        if tokens and not state.text:  # the first is part of the prompt, and its end
             state.text.append(tokens[0])
             self.core.scheduler.append_rows(id, self.last_row(state), last=True)
-            tokens, more = tokens[1:], more - 1
-        if more:
-            state.text.extend(tokens)
-            self.core.scheduler.append_step_inputs(id, more)
-
-    def _end_text(self, id: RequestId, state: Any) -> None:
-        state.text_ended = True
-        if self.requests[id].prefill_only:
-            return  # it ends when all its rows are in
+            tokens = tokens[1:]
+        state.text.extend(tokens)
+        if last:
+            state.text_ended = True
         if state.text:
-            self.core.scheduler.end_step_inputs(id)
-            return
-        # Nothing to say: the talker never runs, and silence is the answer.
+            if tokens or last:
+                self.core.scheduler.append_step_inputs(id, len(tokens), last=last)
+        elif last and not self.requests[id].prefill_only:
+            self._end_silent(id)
+
+    def _end_silent(self, id: RequestId) -> None:
+        """There is no text: the talker never runs, and silence is the answer."""
         self.core.cancel(id)
         self.outputs.append(Transfer(LINK, id, None, Mark.REQUEST_END))
         self.outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))

@@ -69,7 +69,6 @@ class Allocation:
         request.row = row
         request.was_admitted = True
         request.num_cached += cursor.filled - self.joined[-1].reused_from
-        request.refresh_limit()
         self.by_row[row] = request
 
     def release_row(self, request: StageRequest) -> None:

@@ -91,12 +91,8 @@ class Scheduler:
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
         request = StageRequest(spec, self._arrivals, adapter_input, since=self.table.step)
         request.refresh_order(self.config.max_preemptions)
-        ids = self._fitting(request, prompt, closed)
-        request.cursor.append(request.add_input(ids, salts))
         request.missing = missing
-        if closed:
-            self._close_prompt(request)
-        request.refresh_limit()
+        self._add_rows(request, prompt, salts, closed)
         self._arrivals += 1
         self.table.add(request)
         return request
@@ -109,11 +105,7 @@ class Scheduler:
         request = self.request(id)
         if request.closed:
             raise Bug(f"{id}: rows for a closed prompt")
-        ids = self._fitting(request, rows, last)
-        request.cursor.append(request.add_input(ids, salts))
-        if last:
-            self._close_prompt(request)
-        request.refresh_limit()
+        self._add_rows(request, rows, salts, last)
         self.table.update_state(request)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
@@ -121,7 +113,6 @@ class Scheduler:
         computed until it comes, unless the prefix cache has them: then it need not come at all."""
         request = self.request(id)
         request.missing = missing
-        request.refresh_limit()
         self.table.update_state(request)
 
     def num_found(self, id: RequestId) -> int:
@@ -132,23 +123,14 @@ class Scheduler:
             return request.cursor.filled
         return len(search(self.pool, request, self._size)) * self._size
 
-    def append_step_inputs(self, id: RequestId, count: int = 1) -> None:
-        """`count` more step inputs arrived for a paced request: as many more decode steps may
-        run."""
+    def append_step_inputs(self, id: RequestId, count: int = 1, *, last: bool = False) -> None:
+        """`count` more step inputs arrived for a paced request: as many more decode steps may run.
+        `last`: no more will come, and it runs without."""
         request = self.request(id)
         if not request.spec.paced or request.step_inputs_ended:
             raise Bug(f"{id}: step inputs that nobody waits for")
         request.num_step_inputs += count
-        request.refresh_limit()
-        self.table.update_state(request)
-
-    def end_step_inputs(self, id: RequestId) -> None:
-        """No more step inputs: a paced request runs without."""
-        request = self.request(id)
-        if not request.spec.paced:
-            raise Bug(f"{id}: the end of step inputs that nobody waits for")
-        request.step_inputs_ended = True
-        request.refresh_limit()
+        request.step_inputs_ended = last
         self.table.update_state(request)
 
     def cancel(self, id: RequestId) -> bool:
@@ -377,11 +359,13 @@ class Scheduler:
 
     # -- input, checked before anything changes
 
-    def _fitting(self, request: StageRequest, rows: Rows, closing: bool) -> Sequence[int]:
-        """The ids of new input rows, if the request can ever be served with them."""
+    def _add_rows(
+        self, request: StageRequest, rows: Rows, salts: Sequence[Salt], last: bool
+    ) -> None:
+        """New rows of a prompt, if the request can ever be served with them. `last` closes it."""
         ids = [OPAQUE] * rows if isinstance(rows, int) else rows
         prompt, max_new = len(request.ids) + len(ids), request.spec.max_new
-        if closing and not prompt:
+        if last and not prompt:
             raise Invalid("the prompt is empty", param="prompt")
         if prompt + max_new > self.config.max_context:
             limit = self.config.max_context
@@ -394,7 +378,9 @@ class Scheduler:
                 f"{prompt + max_new} tokens can never fit this stage's {self.config.num_blocks} KV "
                 f"blocks"
             )
-        return ids
+        request.cursor.append(request.add_input(ids, salts))
+        if last:
+            self._close_prompt(request)
 
     def _close_prompt(self, request: StageRequest) -> None:
         cursor = request.cursor

@@ -80,7 +80,7 @@ def workload(driver: Driver, seed: int = 0) -> dict[str, list[int]]:
                 if request.num_step_inputs < 6:
                     driver.text(id, 1 + request.num_step_inputs)
                 else:
-                    driver.scheduler.end_step_inputs(RequestId(id))
+                    driver.scheduler.append_step_inputs(RequestId(id), 0, last=True)
         if (driver.launch() is None or rng.random() < 0.4) and driver.flying:
             driver.retire()
     driver.drain()
@@ -488,7 +488,7 @@ def test_a_prompt_may_close_after_all_its_rows_have_run(depth: int, rows: int, p
         driver.scheduler.append_rows(RequestId("a"), 0, last=True)
         assert request.state is State.RUNNING
         if paced:
-            driver.scheduler.end_step_inputs(RequestId("a"))
+            driver.scheduler.append_step_inputs(RequestId("a"), 0, last=True)
         driver.drain()
         driver.check_idle()
 
@@ -508,7 +508,7 @@ def test_a_paced_decode_waits_for_its_text_and_runs_free_after_the_end() -> None
     for _ in range(4):
         turn(driver)
     assert (talker.state, talker.cursor.launched) == (State.STARVED, 5)
-    driver.scheduler.end_step_inputs(RequestId("talker"))
+    driver.scheduler.append_step_inputs(RequestId("talker"), 0, last=True)
     driver.drain()
     driver.check_idle()
     with_other = [batch for batch in driver.batches if "other" in spans(batch)]
@@ -524,7 +524,7 @@ def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
     )
     for id in ("second", "third"):
         driver.submit(id, [4, 5], max_new=12, stop_ids=NEVER, paced=True, cache_output=False)
-        driver.scheduler.end_step_inputs(RequestId(id))
+        driver.scheduler.append_step_inputs(RequestId(id), 0, last=True)
     while len(driver.live) > 1:
         batch = driver.launch()
         assert batch is not None or driver.flying, "a batch waited"
@@ -534,7 +534,7 @@ def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
             driver.retire()
     assert driver.live["first"].state is State.STARVED
     driver.text("first", 6)
-    driver.scheduler.end_step_inputs(RequestId("first"))
+    driver.scheduler.append_step_inputs(RequestId("first"), 0, last=True)
     driver.drain()
     driver.check_idle()
 
