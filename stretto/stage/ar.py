@@ -38,17 +38,14 @@ class CoreOutput:
     request: StageRequest
     confirmed: Confirmed
     # newly confirmed; column 0 of `row`
-    token: int | None
+    token: int | None = None
     # all columns of the token; empty without a token
-    row: Sequence[int]
-    media: MediaOutput | None
+    row: Sequence[int] = ()
+    media: MediaOutput | None = None
     # the request ended here
-    reason: Reason | None
+    reason: Reason | None = None
     # of the token, if the request asks
     logprobs: Scored | None = None
-
-
-_NO_ROW: list[int] = []
 
 
 class StageCore(StepQueue[Step, CoreOutput]):
@@ -160,29 +157,23 @@ class StageCore(StepQueue[Step, CoreOutput]):
         if media is not None:
             self._media[request.id].append(media)
             confirmed = Confirmed(request.cursor.confirmed)
-            self._outputs.append(CoreOutput(request, confirmed, None, (), media, None))
+            self._outputs.append(CoreOutput(request, confirmed, media=media))
 
     def _retire(self, step: Step) -> None:
-        result, columns = self.runner.retire(step)
-        rows = {index: at for at, index in enumerate(step.sampling)}
         self.stats.failed += step.error is not None
-        for outcome in self.scheduler.retire(step.batch, result):
-            request, token = outcome.request, outcome.token
-            media = None
-            if step.side_rows.rows or outcome.published:
-                media = self._media_of(step, outcome)
-            row = _NO_ROW
-            logprobs = None
-            if token is not None:
-                at = rows[outcome.at]
-                row = columns[at]
-                self.stats.tokens += 1
-                self.runner.adapter.confirm(request, row)
-                if step.logprobs is not None:
-                    logprobs = step.logprobs.of(at)
-            self._outputs.append(
-                CoreOutput(request, outcome.confirmed, token, row, media, outcome.reason, logprobs)
+        for outcome in self.scheduler.retire(step.batch, self.runner.retire(step)):
+            output = CoreOutput(
+                outcome.request, outcome.confirmed, row=outcome.row, reason=outcome.reason
             )
+            if step.side_rows.rows or outcome.published:
+                output.media = self._media_of(step, outcome)
+            if outcome.row:
+                output.token = outcome.row[0]
+                self.stats.tokens += 1
+                self.runner.adapter.confirm(outcome.request, outcome.row)
+                if step.logprobs is not None:
+                    output.logprobs = step.logprobs.of(step.sampling.index(outcome.at))
+            self._outputs.append(output)
         for span in step.batch.spans:
             self._remove_if_done(span.request)
 

@@ -160,7 +160,7 @@ class FakeRunner:
 
     def retire(self, step: FakeStep) -> StepResult:
         assert self._flying.popleft() is step
-        return StepResult(step.tokens)
+        return StepResult([[token] for token in step.tokens])
 
 
 class OrderCheck:
@@ -375,8 +375,8 @@ class Driver:
         assert all(position >= start for position in payload), "rows offered a second time"
         assert set(payload) >= set(range(start, outcome.confirmed)), "rows lost"
         story.values.extend(payload[p] for p in range(start, outcome.confirmed))
-        if outcome.token is not None:
-            story.answer.append(outcome.token)
+        if outcome.row:
+            story.answer.append(outcome.row[0])
         for block in outcome.published:
             rows = {at: story.values[at] for at in range(block.start, block.stop)}
             self.scheduler.pool.attach(block.block, block.key, rows)

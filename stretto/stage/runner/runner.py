@@ -24,6 +24,7 @@ from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.logprobs import StepLogprobs, score
 from stretto.stage.runner.step import Step
+from stretto.types import RequestId
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
 
 DRAWS = 1
@@ -88,19 +89,18 @@ class Runner:
             except RuntimeError as e:
                 return self._failed(batch, StageDead(f"a step failed to launch: {e}"))
 
-    def retire(self, step: Step) -> tuple[StepResult, list[list[int]]]:
-        """The tokens of a step that is done, once; and what its sampling spans picked, all columns
-        of it."""
+    def retire(self, step: Step) -> StepResult:
+        """What the spans of a step picked that is done."""
         if step.error is not None:
-            return StepResult.failed(step.batch, step.error), []
-        tokens, errors = [0] * len(step.batch.spans), {}
-        rows: list[list[int]] = step.host.tolist()
-        for i, row in zip(step.sampling, rows, strict=True):
+            return StepResult.failed(step.batch, step.error)
+        rows: list[Sequence[int]] = [()] * len(step.batch.spans)
+        errors: dict[RequestId, StrettoError] = {}
+        for i, row in zip(step.sampling, step.host.tolist(), strict=True):
             if row[0] < 0:
                 id = step.batch.spans[i].request.id
                 errors[id] = StageDead(f"{id}: the model's output is not a number")
-            tokens[i] = row[0]
-        return StepResult(tokens, errors), rows
+            rows[i] = row
+        return StepResult(rows, errors)
 
     def _failed(self, batch: Batch, error: StrettoError) -> Step:
         none = torch.empty(0, self.adapter.columns, dtype=torch.int64)

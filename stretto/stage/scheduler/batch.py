@@ -92,15 +92,16 @@ class Batch:
 class StepResult:
     """What the host learned from one step."""
 
-    # one per span, in order; ignored where the span does not sample
-    tokens: Sequence[int]
+    # What each span picked, in their order: all columns, of which the first is its token. Ignored
+    # where the span does not sample.
+    rows: Sequence[Sequence[int]]
     # these requests fail, the others stand
     errors: Mapping[RequestId, StrettoError] = field(default_factory=dict)
 
     @classmethod
     def failed(cls, batch: Batch, error: StrettoError) -> StepResult:
         """The whole step failed."""
-        return cls([0] * len(batch.spans), {span.request.id: error for span in batch.spans})
+        return cls([()] * len(batch.spans), {span.request.id: error for span in batch.spans})
 
 
 class Published(NamedTuple):
@@ -121,8 +122,8 @@ class Outcome(NamedTuple):
     at: int
     # rows; as many as before if the span only computed rows again
     confirmed: Confirmed
-    # newly certain token `confirmed`; None if the span did not sample
-    token: int | None
+    # newly certain: all columns of token `confirmed`; empty if the span did not sample
+    row: Sequence[int]
     # why the request ended with this step
     reason: Reason | None
     published: tuple[Published, ...]

@@ -128,7 +128,7 @@ class Scheduler:
         `last`: no more will come, and it runs without."""
         request = self.request(id)
         if not request.spec.paced or request.step_inputs_ended:
-            raise Bug(f"{id}: step inputs that nobody waits for")
+            raise Bug(f"{id}: step inputs that it does not wait for")
         request.num_step_inputs += count
         request.step_inputs_ended = last
         self.table.update_state(request)
@@ -206,13 +206,11 @@ class Scheduler:
         """Takes in the results of the oldest batch in flight."""
         if not self.in_flight or self.in_flight[0] is not batch:
             raise Bug(f"step {batch.step} retired out of order")
-        if len(result.tokens) != len(batch.spans):
-            raise Bug(
-                f"step {batch.step}: {len(result.tokens)} tokens for {len(batch.spans)} spans"
-            )
+        if len(result.rows) != len(batch.spans):
+            raise Bug(f"step {batch.step}: {len(result.rows)} rows for {len(batch.spans)} spans")
         self.in_flight.popleft()
         outcomes = []
-        for index, (span, token) in enumerate(zip(batch.spans, result.tokens)):
+        for index, (span, row) in enumerate(zip(batch.spans, result.rows)):
             request = span.request
             request.in_flight -= 1
             if span.epoch != request.epoch:
@@ -221,7 +219,7 @@ class Scheduler:
             if result.errors and request.id in result.errors:
                 outcomes.append(self._fail_span(request, index, result.errors[request.id]))
             else:
-                outcomes.append(self._confirm(request, index, span, token))
+                outcomes.append(self._confirm(request, index, span, row))
         self.table.allocation.retire(batch.step)
         return outcomes
 
@@ -329,11 +327,13 @@ class Scheduler:
 
     # -- the ends of things
 
-    def _confirm(self, request: StageRequest, index: int, span: RowSpan, token: int) -> Outcome:
+    def _confirm(
+        self, request: StageRequest, index: int, span: RowSpan, row: Sequence[int]
+    ) -> Outcome:
         confirmed = request.cursor.confirm(span.stop)
         reason = None
         if span.samples:
-            reason = request.add_token(token)
+            reason = request.add_token(row[0])
             request.proven = True
         published: tuple[Published, ...] = ()
         next_full = (request.published + 1) * self._size
@@ -346,16 +346,14 @@ class Scheduler:
             published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
             self.table.end(request, reason)
-        return Outcome(
-            request, index, confirmed, token if span.samples else None, reason, published
-        )
+        return Outcome(request, index, confirmed, row if span.samples else (), reason, published)
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
         # nothing new
         confirmed = request.cursor.confirm(0)
         request.error = error
         self.table.end(request, Reason.FAILED)
-        return Outcome(request, index, confirmed, None, Reason.FAILED, ())
+        return Outcome(request, index, confirmed, (), Reason.FAILED, ())
 
     # -- input, checked before anything changes
 

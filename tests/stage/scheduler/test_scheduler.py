@@ -163,8 +163,7 @@ def test_a_stop_is_seen_one_step_late_and_the_surplus_goes_nowhere() -> None:
     driver.scheduler.cancel(RequestId("a"))
     driver.live.pop("a")
     driver.drain()
-    stop = first.token
-    assert stop is not None
+    (stop,) = first.row
 
     driver = Driver(config(overlap_depth=2))
     request = driver.submit("a", [1, 2, 3], max_new=50, stop_ids=frozenset({stop}))
@@ -422,7 +421,7 @@ def test_a_talker_block_with_media_depends_on_what_the_thinker_saw() -> None:
         scheduler.submit(spec, [*user, 9], salts=salts if media else [])
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.retire(batch, StepResult([1]))
+        scheduler.retire(batch, StepResult([[1]]))
         return batch.spans[0].start, batch.spans[0].stop
 
     assert talk("a", [1, 2], media=True) == (0, 9)
@@ -730,9 +729,9 @@ def test_a_failed_step_fails_its_requests_and_no_others() -> None:
     driver.launch()
     error = Bug("the device said no")
     outcomes = driver.retire(error)
-    assert [(o.request.id, o.reason, o.token) for o in outcomes] == [
-        ("a", Reason.FAILED, None),
-        ("b", Reason.FAILED, None),
+    assert [(o.request.id, o.reason, list(o.row)) for o in outcomes] == [
+        ("a", Reason.FAILED, []),
+        ("b", Reason.FAILED, []),
     ]
     assert (a.error, b.error) == (error, error)
     driver.drain()
