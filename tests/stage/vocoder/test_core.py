@@ -131,7 +131,7 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
             stage.push(RequestId(f"{round}.{i}"), codes(models, 5, i).to(stage.device))
         for _ in range(round):
             poll_core(stage, ears)
-        heard = {k: len(v) for k, v in ears.parts.items()}
+        sound = {k: len(v) for k, v in ears.parts.items()}
         for i in (0, 2, 5):
             assert stage.cancel(RequestId(f"{round}.{i}"))
             assert not stage.cancel(RequestId(f"{round}.{i}"))
@@ -139,7 +139,7 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
             stage.push(RequestId(f"{round}.{i}"), codes(models, 0, 0), Reason.STOP)
         run(stage, ears)
         for i in (0, 2, 5):
-            assert len(ears.parts[f"{round}.{i}"]) == heard.get(f"{round}.{i}", 0)
+            assert len(ears.parts[f"{round}.{i}"]) == sound.get(f"{round}.{i}", 0)
         for i in (1, 3, 4):
             want = models.code2wav.decode(codes(models, 5, i).to(stage.device)).cpu().numpy()
             np.testing.assert_allclose(ears.heard(f"{round}.{i}"), want, atol=1e-5)
@@ -198,10 +198,10 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
     schedule = stage.schedule
 
     def watched():
-        parts = schedule()
-        if parts:
-            taken.append({s.request: n for s, n in parts})
-        return parts
+        batch = schedule()
+        if batch is not None:
+            taken.append({stream.request: n for stream, _, n in batch.parts})
+        return batch
 
     stage.schedule = watched
     for id, frames, deadline in (
@@ -372,9 +372,9 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
         for id in list(live):
             if rng.random() < 0.05:
                 leaving.add(id)
-                heard = len(ears.parts[id])
+                sound = len(ears.parts[id])
                 assert stage.cancel(RequestId(id))
-                ears.parts[id] = ears.parts[id][:heard]
+                ears.parts[id] = ears.parts[id][:sound]
                 live.remove(id)
             elif rng.random() < 0.5:
                 n = min(len(frames[id]) - fed[id], int(rng.integers(0, 4)))
