@@ -342,7 +342,7 @@ class ZmqListener(_ZmqSocket):
         of_peer = [frames for frames in messages if self._is_peer(frames)]
         # After the messages: the peer may have sent its hello and left since the last poll.
         self._handle_events(events)
-        self.pending.shut_down(everyone=bool(self._peer))
+        self.pending.shut_down(all_pending=bool(self._peer))
         return of_peer
 
     def _handle_events(self, events: Sequence[tuple[int, int]]) -> None:

@@ -35,8 +35,8 @@ def rope_positions(
     at, nxt = 0, 0.0
     vision = np.flatnonzero((flat == tokens.image_pad) | (flat == tokens.video_pad))
     while at < len(flat):
-        ahead = vision[np.searchsorted(vision, at) :]
-        stop = int(ahead[0]) if len(ahead) else len(flat)
+        pads_left = vision[np.searchsorted(vision, at) :]
+        stop = int(pads_left[0]) if len(pads_left) else len(flat)
         merged = audio_in_video and stop < len(flat) and _opens_merged(flat, stop, tokens)
         if merged:  # the block starts right after its two markers, with audio or video
             while flat[stop - 1] == tokens.audio_pad:

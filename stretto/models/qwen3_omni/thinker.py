@@ -143,24 +143,25 @@ class Thinker(nn.Module):
         Returns the final-normed rows, and the accept layer's residual stream at the rows named by
         `capture`."""
         taken: list[torch.Tensor] = []
-        wanted = None if capture is None else torch.as_tensor(capture, device=x.device)
-        if wanted is not None and self.accept_layer == 0:
-            taken.append(x[wanted])
+        captured_rows = None if capture is None else torch.as_tensor(capture, device=x.device)
+        if captured_rows is not None and self.accept_layer == 0:
+            taken.append(x[captured_rows])
 
         def after(layer: int, stream: torch.Tensor) -> torch.Tensor:
             if (
-                wanted is not None
+                captured_rows is not None
                 and layer + 1 == self.accept_layer < self.config.thinker.text.num_layers
             ):
-                taken.append(stream[wanted])  # before this layer's DeepStack addition
+                taken.append(stream[captured_rows])  # before this layer's DeepStack addition
             if deep is not None and layer < len(deep.levels):
                 stream = stream.index_add(0, deep.rows, deep.levels[layer])
             return stream
 
-        watch = after if wanted is not None or deep is not None else None
+        watch = after if captured_rows is not None or deep is not None else None
         hidden: torch.Tensor = self.model(x, positions, PagedPass(cache, paging), watch)
-        if wanted is not None and not taken:  # the last state a model reports is the normed one
-            taken.append(hidden[wanted])
+        if captured_rows is not None and not taken:
+            # the last state a model reports is the normed one
+            taken.append(hidden[captured_rows])
         return hidden, taken[0] if taken else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,7 @@ class ThinkerInput:
     first_decode: float  # rotary position of the first generated token
     sampling: SamplingParams = GREEDY
     media: list[MediaRows] = field(default_factory=list)  # of the pieces that are encoded by now
-    # sorted prompt positions whose accept-layer rows are wanted
+    # sorted prompt positions whose accept-layer rows the talker needs
     capture: npt.NDArray[np.int64] | None = None
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
@@ -275,8 +276,8 @@ class ThinkerAdapter:
             deep = Deep(
                 to_device(places, device, torch.int64), torch.cat([m.deep for _, m in visual], 1)
             )
-        wanted = [row + r for _, row, e in extras for r in e.capture]
-        capture = to_device(wanted, device, torch.int64) if wanted else None
+        captured_rows = [row + r for _, row, e in extras for r in e.capture]
+        capture = to_device(captured_rows, device, torch.int64) if captured_rows else None
         found = (
             None
             if self.prompts is None or deep is not None

@@ -46,10 +46,10 @@ class StageContext:
     recorder: Recorder = field(default_factory=Recorder)
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
-    configure: Configure | None = None  # what the host was told that it is
+    configure: Configure | None = None  # the host's stages, links and settings
 
     @property
-    def beside(self) -> tuple[tuple[str, ...], ...]:
+    def later_hosts(self) -> tuple[tuple[str, ...], ...]:
         """Stages of each host that will load on this card after us."""
         return self.configure.beside if self.configure is not None else ()
 

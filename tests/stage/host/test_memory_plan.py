@@ -196,7 +196,7 @@ def test_a_host_knows_its_card_and_whether_it_is_all(
         Reports(),
         configure=told,
     )
-    assert it.beside == (("c",),)
+    assert it.later_hosts == (("c",),)
     with pytest.raises(DoesNotFit, match=words):
         it.fit([StagePlan("a", 30 * GIB, 0), StagePlan("b", 20 * GIB, 0)])
 
