@@ -113,7 +113,7 @@ def test_small_pools_are_alike(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
-def test_a_process_runs_all_that_it_is_told(
+def test_a_process_runs_all_its_tasks(
     stage: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU there is nothing to compile, but the same steps can be run."""
@@ -243,7 +243,7 @@ def test_the_processes_have_the_experts_of_the_host(
 
 
 @pytest.mark.parametrize("experts", ["full", "float8"])
-def test_a_process_builds_the_experts_it_is_told(
+def test_a_process_builds_experts_of_the_jobs_format(
     experts: Literal["full", "float8"], tiny_dir: Path
 ) -> None:
     adapter: Any = small_stage(

@@ -138,7 +138,7 @@ class Desk:
         capture = np.array(media_places(plan), dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
             media = encode_media(self.models.thinker, prompt)
-        given = ThinkerInput(
+        state = ThinkerInput(
             positions, first, options.text, [media] if media else [], capture, tuple(bias)
         )
         spec = RequestSpec(
@@ -146,7 +146,7 @@ class Desk:
             needs_payload=options.speak,
         )  # fmt: skip
         self.stage.submit(
-            replace(spec, **changes), given, prompt.ids, salts=salts(prompt, c.tokens.media_pads)
+            replace(spec, **changes), state, prompt.ids, salts=salts(prompt, c.tokens.media_pads)
         )
 
     # -- the talker
@@ -157,24 +157,24 @@ class Desk:
         """Announce a request whose text is still to come. `media`: the thinker's accept-layer rows,
         in order."""
         plan = talker_prompt(prompt, self.models.config, options.voice)
-        given = TalkerInput(plan, options.code0, options.residual)
+        state = TalkerInput(plan, options.code0, options.residual)
         if media is not None and len(media):
             with self.stage.runner.on_stream():
-                given.media.append(torch.from_numpy(media).to(self.models.talker.device))
+                state.media.append(torch.from_numpy(media).to(self.models.talker.device))
         eos = self.models.config.talker.codec.eos
         spec = RequestSpec(
             RequestId(id), options.max_frames + 1, frozenset({eos}), paced=True,
             cache_output=False, cache_root=str(plan.speaker).encode(),
         )  # fmt: skip
         self.stage.submit(
-            replace(spec, **changes), given, len(plan) - 1, closed=False, missing=given.missing
+            replace(spec, **changes), state, len(plan) - 1, closed=False, missing=state.missing
         )
-        return given
+        return state
 
     def feed(self, id: str, token: int | None) -> None:
         """One more text token; None: the text has ended."""
         request = RequestId(id)
-        given = self.stage.scheduler.request(request).input
+        state = self.stage.scheduler.request(request).input
         if token is None:
             state.text_ended = True
             if state.text:
@@ -182,8 +182,8 @@ class Desk:
             else:
                 self.stage.cancel(request)  # nothing to say
             return
-        given.text.append(token)
-        if len(given.text) == 1:
+        state.text.append(token)
+        if len(state.text) == 1:
             self.stage.scheduler.append_rows(request, 1, last=True)
         else:
             self.stage.scheduler.append_step_inputs(request)

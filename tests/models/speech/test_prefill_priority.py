@@ -89,7 +89,7 @@ def test_a_frame_that_was_held_back_does_not_count_as_slow() -> None:
     assert timing.slowest_s == pytest.approx(0.09), "one that began afterwards counts"
 
 
-class Polite(Timed):
+class Holding(Timed):
     """A stage that gives way until a moment that the test sets."""
 
     def __init__(self, models: Models) -> None:
@@ -113,8 +113,8 @@ class Polite(Timed):
 
 
 @pytest.fixture
-def polite(models: Models) -> Polite:
-    desk = Polite(models)
+def holding(models: Models) -> Holding:
+    desk = Holding(models)
     desk.text("old", 0, 20)
     while len(desk.tokens["old"]) < 5:
         desk.go()
@@ -122,28 +122,28 @@ def polite(models: Models) -> Polite:
     return desk
 
 
-def test_a_held_launch_is_woken_when_it_is_due(polite: Polite) -> None:
-    stage, launches = polite.stage, polite.device.launches
-    polite.until = due = polite.clock.now + 30 * MS
+def test_a_held_launch_is_woken_when_it_is_due(holding: Holding) -> None:
+    stage, launches = holding.stage, holding.device.launches
+    holding.until = due = holding.clock.now + 30 * MS
     before = len(launches)
-    while polite.clock.now < due:
-        polite.go()
+    while holding.clock.now < due:
+        holding.go()
     assert len(launches) == before
-    polite.go()
-    assert launches[before].at == due + polite.device.launch_ns
+    holding.go()
+    assert launches[before].at == due + holding.device.launch_ns
     assert (stage.stats.held_for_prefill, stage.stats.held, stage.stats.late) == (1, 0, 0)
-    polite.finish()
-    assert len(polite.tokens["old"]) == 20
+    holding.finish()
+    assert len(holding.tokens["old"]) == 20
 
 
-def test_a_prompt_of_its_own_is_not_held_back(polite: Polite) -> None:
-    polite.until = polite.clock.now + 1000 * MS
-    assert not polite.round()
-    polite.text("new", 1, 3)
-    assert polite.round()
-    assert RequestId("new") in {s.request.id for s in polite.device.launches[-1].batch.spans}
-    polite.until = None
-    polite.finish()
+def test_a_prompt_of_its_own_is_not_held_back(holding: Holding) -> None:
+    holding.until = holding.clock.now + 1000 * MS
+    assert not holding.round()
+    holding.text("new", 1, 3)
+    assert holding.round()
+    assert RequestId("new") in {s.request.id for s in holding.device.launches[-1].batch.spans}
+    holding.until = None
+    holding.finish()
 
 
 def test_a_step_with_a_prompt_counts_as_prefill_in_flight(models: Models) -> None:

@@ -86,7 +86,7 @@ def test_prefix_keys_see_everything_before_their_end_only() -> None:
     assert between[1] != two
 
 
-def test_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_start() -> None:
+def test_eviction_is_by_last_use_and_from_the_end_of_a_prefix() -> None:
     pool = BlockPool(4)
     one, two = pool.take(2), pool.take(2)
     for i, block in enumerate(one + two):

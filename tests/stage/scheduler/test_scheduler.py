@@ -189,7 +189,7 @@ def test_length_needs_no_surplus() -> None:
     assert [spans(batch) for batch in driver.batches] == [{"a": (0, 3)}, {"a": (3, 4)}]
 
 
-def test_the_depth_is_kept_and_steps_retire_in_order() -> None:
+def test_the_depth_is_a_limit_and_steps_retire_in_order() -> None:
     driver = Driver(config(overlap_depth=2))
     driver.submit("a", [1, 2, 3], max_new=9, stop_ids=NEVER)
     assert driver.launch()
@@ -203,7 +203,7 @@ def test_the_depth_is_kept_and_steps_retire_in_order() -> None:
 # -- budget
 
 
-def test_decodes_go_first_and_prefill_is_bounded_beside_them() -> None:
+def test_decodes_go_first_and_bound_the_prefill() -> None:
     driver = Driver(config())
     driver.submit("long", [1] * 150, max_new=2)
     assert spans(driver.launch()) == {"long": (0, 64)}  # nobody answers: the whole budget
@@ -357,7 +357,7 @@ def test_at_least_the_last_prompt_row_is_computed() -> None:
     driver.check_idle()
 
 
-def test_a_reuse_that_no_batch_told_of_is_told_again() -> None:
+def test_a_reuse_that_was_in_no_batch_is_reported_again() -> None:
     driver = Driver(config(num_blocks=8, max_rows=2, patience=0, overlap_depth=1))
     driver.submit("seed", [1] * 9, max_new=1)
     driver.drain()
@@ -453,7 +453,7 @@ def test_rows_without_ids_are_never_shared() -> None:
 # -- input over time
 
 
-def test_an_open_prompt_starves_only_its_request_and_is_computed_as_it_comes() -> None:
+def test_an_open_prompt_starves_only_its_own_request() -> None:
     driver = Driver(config(overlap_depth=1))
     talk = driver.submit("talk", [1], max_new=30, stop_ids=NEVER)
     slow = driver.submit("slow", closed=False, max_new=2, stop_ids=NEVER)
@@ -681,7 +681,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     driver.check_idle()
 
 
-def test_two_that_found_their_beginning_do_not_take_the_rest_from_each_other_for_ever() -> None:
+def test_two_with_a_cached_prefix_do_not_preempt_each_other_for_ever() -> None:
     """Each is seated on what the cache has, lacks input right behind it, and does not fit beside
     the other. Making one batch must end; and as their input comes, both are answered."""
     driver = Driver(config(num_blocks=3, overlap_depth=1))
