@@ -54,9 +54,8 @@ def encrypt(socket: zmq.Socket[Any], key: bytes, *, listens: bool = False) -> No
 @dataclass(slots=True)
 class PendingConnections:
     clock: Callable[[], float] = time.monotonic
-    _since: dict[int, tuple[float, object]] = field(
-        default_factory=dict
-    )  # by descriptor: when and from which address
+    # by descriptor: when and from which address
+    _since: dict[int, tuple[float, object]] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:

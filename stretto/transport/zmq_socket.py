@@ -307,9 +307,8 @@ class ZmqListener(_ZmqSocket):
         not."""
         host = self._options.host
         try:
-            self.socket.setsockopt(
-                zmq.ROUTER_MANDATORY, 1
-            )  # a send to a peer that left is an error, not a loss
+            # a send to a peer that left is an error, not a loss
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             encrypt(self.socket, key_of(self._secret, f"receiver {nonce}"), listens=True)
             self.socket.ipv6 = ":" in host
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")

@@ -50,9 +50,8 @@ each other."""
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionRows:
     main: torch.Tensor  # [patches / merge**2, out]
-    deep: tuple[
-        torch.Tensor, ...
-    ]  # as main: level l is added to the thinker's hidden state after its layer l
+    # as main: level l is added to the thinker's hidden state after its layer l
+    deep: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)

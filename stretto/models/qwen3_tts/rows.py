@@ -58,9 +58,8 @@ class SpeechPrompt:
     opening: int  # rows before the layouts differ
     texts: list[int]  # of the rows that are known by now: text ids
     codecs: list[int]  # and codec parts
-    words: list[int] = field(
-        default_factory=list
-    )  # that came and have no row yet, or will have none
+    # that came and have no row yet, or will have none
+    words: list[int] = field(default_factory=list)
     ended: bool = False  # no more will come
     complete: bool = False  # all rows are known but the last
     placed: int = 0  # words that have a row of the prompt

@@ -180,9 +180,8 @@ class Transformer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    taps: (
-        torch.Tensor
-    )  # [7, channels]: the depthwise weight, for kernels that have channels side by side
+    # [7, channels]: the depthwise weight, for kernels that have channels side by side
+    taps: torch.Tensor
 
     def __init__(self, channels: int, layout: TailLayout, rate: int) -> None:
         super().__init__()
@@ -443,9 +442,8 @@ class Vocoder(nn.Module):
         # Columns not yet written come out negative, and what a padding query sees does not matter
         # as long as it stays finite: hence the lowest finite number and not -inf.
         end = (part.frames + lengths)[:, None]
-        stored = (
-            end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns
-        )  # [slots, columns]
+        # [slots, columns]
+        stored = end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns
         age = position[:, :, None] - stored[:, None]
         seen = (stored[:, None] >= 0) & (age >= 0) & (age < self.config.window)
         bias = torch.full(

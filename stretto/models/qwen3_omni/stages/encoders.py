@@ -96,9 +96,8 @@ class Encoded(NamedTuple):
 
     requests: Sequence[RequestId]  # of which a part was encoded
     reports: Sequence[Working | MediaRequest]
-    failures: Sequence[
-        tuple[RequestId, StrettoError]
-    ]  # requests whose media cannot be encoded, and why
+    # requests whose media cannot be encoded, and why
+    failures: Sequence[tuple[RequestId, StrettoError]]
 
 
 class Encoders:
