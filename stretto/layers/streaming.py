@@ -115,10 +115,8 @@ class Push:
         if usable(x):
             from stretto.kernels.triton.snake import join
 
-            curve, silent = (
-                None if act is None else act.curve,
-                None if silence is None else silence.rows,
-            )
+            curve = None if act is None else act.curve
+            silent = None if silence is None else silence.rows
             return join(stored, ends, x, curve, silent)
         buffer = x.new_empty(x.shape[0], rows + x.shape[1], x.shape[2])
         buffer[:, :rows] = stored

@@ -103,10 +103,8 @@ def _merged(
     block[:, is_video], block[:, ~is_video] = video, sound
     tail = 1  # tokens after the interleaving ran out of one of the two form one piece
     if video.shape[1] and sound.shape[1]:
-        last_video, last_sound = (
-            int(np.flatnonzero(is_video)[-1]),
-            int(np.flatnonzero(~is_video)[-1]),
-        )
+        last_video = int(np.flatnonzero(is_video)[-1])
+        last_sound = int(np.flatnonzero(~is_video)[-1])
         tail = max(1, size - 1 - min(last_video, last_sound))
     else:
         tail = size

@@ -68,10 +68,8 @@ class StageContext:
 
     def fit(self, plans: Sequence[StagePlan]) -> int:
         """Refuse stages that do not fit; else the bytes that are free for them."""
-        share, others = (
-            self.settings.memory_share,
-            self.configure is not None and self.configure.others,
-        )
+        share = self.settings.memory_share
+        others = self.configure is not None and self.configure.others
         free, reserve = free_memory(self.device, share), RESERVE[self.device.type]
         check(plans, free, reserve, str(self.device), card_memory(self.device, share), others)
         self.memory.update({p.stage: p.total for p in plans})

@@ -147,10 +147,8 @@ class BiasColumns:
     def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
         """Each token once."""
         if bias:
-            ids, values = (
-                np.array([i for i, _ in bias]),
-                np.array([v for _, v in bias], dtype=np.float32),
-            )
+            ids = np.array([i for i, _ in bias])
+            values = np.array([v for _, v in bias], dtype=np.float32)
             self.ids[row, : len(bias)] = to_device(ids, self.ids.device, torch.int64)
             self.values[row, : len(bias)] = to_device(values, self.values.device, torch.float32)
         if bias or row in self._used:
