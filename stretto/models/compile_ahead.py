@@ -63,7 +63,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """What one process does, as it is told on its command line."""
+    """What one process does; its command line holds it as JSON."""
 
     adapter: str  # "module:function" that builds it
     model: str

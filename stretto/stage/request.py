@@ -143,7 +143,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Salt:
-    """Rows whose content the token ids do not tell (media), and a digest of that content.
+    """Rows whose content token ids do not describe (media), and a digest of that content.
 
     Where the stage encodes media itself, the digest is the media's. A stage that is given another
     one's rows uses that stage's `prefix_keys` up to their end: the rows depend on text that it
@@ -171,7 +171,7 @@ class RequestSpec:
     last_on_device: bool = False
     # media rows taken from the cache are useless without their kept payload
     needs_payload: bool = False
-    # generated rows are told by their token ids (not so where a row is a frame of codes)
+    # token ids describe generated rows (not so where a row is a frame of codes)
     cache_output: bool = True
     # picks what this allows; each step waits for the one before to be certain
     guide: Guide | None = None
@@ -243,7 +243,7 @@ class StageRequest:
 
     # Prefix cache
     salts: list[Salt] = field(default_factory=list)
-    # rows below this are told by ids and salts
+    # ids and salts describe rows below this
     keyable: int = 0
     # of full blocks: (chained key, has media rows)
     keys: list[tuple[bytes, bool]] = field(default_factory=list)

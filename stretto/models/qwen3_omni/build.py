@@ -29,8 +29,8 @@ from stretto.stage.host.memory_plan import StagePlan
 from stretto.stage.vocoder import CodecConfig
 
 PRIORITIES = {"thinker": 0, "talker": -1}
-"""Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is
--2.)"""
+"""Priorities of the stages' CUDA streams on a device that they share: a later stage goes first.
+(The vocoder's is -2.)"""
 POOL_HINT = "--kv-blocks {}=N or --max-model-len"
 
 

@@ -60,7 +60,7 @@ class PromptPlan:
     """Of a request's prompt, when the request arrives."""
 
     state: FrameInput[Any]
-    rows: list[int]  # what tells them, for the prefix cache
+    rows: list[int]  # their ids for the prefix cache
     root: bytes
     salts: Sequence[Salt] = ()
     missing: Sequence[Span] = ()  # rows whose input is still to come
@@ -133,7 +133,7 @@ class SpeechStage(CoreStage[StageCore]):
         raise NotImplementedError
 
     def last_row(self, state: Any) -> list[int]:
-        """What tells the prompt's last row, with the first text token in it."""
+        """The prompt's last row, which holds the first text token, as ids for the prefix cache."""
         raise NotImplementedError
 
     def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:

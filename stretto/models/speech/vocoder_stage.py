@@ -38,7 +38,7 @@ class VocoderStage(CoreStage[VocoderCore]):
         self.requests[a.request] = StageTimings(self.clock())
 
     def primer(self, params: VocoderParams) -> Primer | None:
-        """What a request's stream has heard before its first frame."""
+        """What a request's stream starts with."""
         return None
 
     def cancel(self, id: RequestId) -> None:

@@ -66,7 +66,7 @@ def poll_groups(stages: Sequence[Stage]) -> tuple[list[Stage], list[Stage], list
 
 
 class Host:
-    """The stages of this process and their links. `load` makes them; what they say goes to the
+    """The stages of this process and their links. `load` makes them; their reports go to the
     `channel`."""
 
     def __init__(
@@ -310,10 +310,10 @@ def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
 
 
 def take_messages(host: Host, channel: Channel) -> None:
-    """Hand what the engine says to the loop: until it goes, or says so, or the loop has died.
-    On the main thread. A request that the loop has no room for is refused; `Busy` for any other
-    message: one that is lost would leave a request or a link behind for good, so the host cannot
-    go on."""
+    """Post the engine's messages to the loop, until the engine has gone or sends `Quit`, or the
+    loop has died. On the main thread. A request that the loop has no room for is refused; `Busy`
+    for any other message: one that is lost would leave a request or a link behind for good, so the
+    host cannot go on."""
     while (item := channel.read()) is not None and host.loop.failure is None:
         message, blob = item
         if isinstance(message, Quit):

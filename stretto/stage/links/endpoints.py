@@ -1,5 +1,5 @@
-"""The ends of links that are in a host: made when the engine says so, checked in each round,
-removed again.
+"""This host's ends of links to other hosts: made and removed by messages of the engine, checked for
+faults in each round.
 
 Couriers do the waiting. Links between stages of one host are none of these: the host hands their
 payloads over. Called by the host; on the loop thread."""

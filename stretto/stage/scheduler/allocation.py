@@ -112,8 +112,8 @@ class Allocation:
                 self.free_rows.append(row)
 
     def _undo_join(self, request: StageRequest, row: RowId) -> bool:
-        """Takes back a join that no batch has told the runner of. What it reused from the cache
-        goes too, or the payload of those rows would be taken for published."""
+        """Takes back a join that was in no batch yet. What it reused from the cache goes too, or
+        the payload of those rows would be taken for published."""
         join = next((join for join in self.joined if join.row == row), None)
         if join is None:
             return False

@@ -21,7 +21,7 @@ from stretto.stage.scheduler.requests import RequestTable
 from stretto.types import RequestId, Span
 
 Rows = int | Sequence[int]
-"""Input rows: their token ids, or only their number when no id tells them."""
+"""Input rows: their token ids or, where no ids describe them, their number."""
 
 
 class Scheduler:

@@ -1,4 +1,4 @@
-"""What vocoder streams have heard before their first frame: a cloned voice's clip, say. Used by
+"""How vocoder streams start: with nothing, or behind a primer, a cloned voice's clip. Used by
 `core.py`, on the loop thread, on the stage's CUDA stream."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from stretto.stage.vocoder.streams import Primer, Stream
 
 
 class Primers:
-    """The vocoder's `state` in the slots of streams that begin, and what is kept of it behind
-    primers."""
+    """Begins streams in the vocoder's `state`, and stores the states behind primers."""
 
     def __init__(self, state: Any, max_states: int) -> None:
         self._state = state
@@ -25,7 +24,8 @@ class Primers:
         return primer.key in self.states
 
     def begin(self, stream: Stream, slot: int) -> None:
-        """A stream takes a slot, where it has heard its primer already or will hear it first."""
+        """A stream takes a slot: behind its primer if the state there is stored, else the primer is
+        decoded first."""
         primer = stream.primer
         if primer is None or (stream.pending and stream.pending[0] is primer.codes):
             self._state.reset(slot)
