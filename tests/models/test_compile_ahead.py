@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.kernels.triton.compile_ahead import Marker, Workers
 from stretto.messages.hosts import Loading
 from stretto.models import building
@@ -297,12 +297,10 @@ def test_a_process_that_dies_fails_no_host(
     tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = Reports()
-    cpu, switches = torch.device("cpu"), OverlapSwitches()
     context = StageContext(
         str(tiny_dir),
         HostSettings(),
-        cpu,
-        switches,
+        torch.device("cpu"),
         lambda: None,
         told,
     )

@@ -140,7 +140,7 @@ def build_talker(b: HostBuilder[Source], source: Source) -> TalkerStage:
     words = prefill = None
     if isinstance(thinker, ThinkerStage):
         words = thinker.model.model.embed_tokens.weight.data
-        prefill = thinker.core if c.switches.prefill_priority else None
+        prefill = thinker.core if s.switches.prefill_priority else None
     talker = source.talker(words)
     b.finish_compiling("talker")
     cache = talker.cache(b.blocks["talker"] + 1, s.block_size)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.errors import Bug
 from stretto.messages.hosts import Configure, Loading
 from stretto.observe.recorder import Recorder
@@ -38,7 +38,6 @@ class StageContext:
     model: str  # directory
     settings: HostSettings
     device: torch.device
-    switches: OverlapSwitches
     wake: Callable[[], None]  # wakes the loop
     channel: Channel  # to the engine
     num_requests: Callable[[], int] = lambda: 0  # that any stage of the host holds something for
@@ -119,7 +118,7 @@ class StageContext:
             )
         )
         # On a CPU a step is done when its launch is, so there is nothing to wait for.
-        hold = self.device.type == "cuda" and self.switches.just_in_time
+        hold = self.device.type == "cuda" and self.settings.switches.just_in_time
         sizes = graphs.sizes if graphs is not None else SIZES
         timer = LaunchTimer(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
         core = StageCore(name, scheduler, runner, self.waiter(name), timer, self.recorder)

@@ -78,7 +78,6 @@ class Host:
         self.configure = configure
         self.channel = channel
         self.device = torch.device(settings.device)
-        self.switches = settings.switches
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self.wakeup = Wakeup()
@@ -87,7 +86,6 @@ class Host:
             configure.model,
             settings,
             self.device,
-            self.switches,
             self.wakeup.wake,
             channel,
             self.num_requests,
@@ -258,7 +256,7 @@ class Host:
 
     def _set_up_link(self, message: Listen | Connect | Unlink) -> None:
         try:
-            answer = self.endpoints.handle(message, self.switches)
+            answer = self.endpoints.handle(message)
         except StrettoError as e:
             if isinstance(message, Unlink):
                 raise

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Listen
 from stretto.stage.links.endpoints import LinkEndpoint, LinkEndpoints, RequestFault
@@ -59,26 +59,22 @@ def test_both_ends_get_the_secret_and_the_generation() -> None:
     ends = ends_with(options_seen)
     endpoint = Endpoint("asked", "a-b", "here", 7, "", 1, 1)
     with pytest.raises(Stop):
-        ends.listen(Listen(LINK, "asked", 7, SECRET), OverlapSwitches())
+        ends.listen(Listen(LINK, "asked", 7, SECRET))
     with pytest.raises(Stop):
-        ends.connect(
-            Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET), OverlapSwitches()
-        )
+        ends.connect(Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET))
     assert [(o.secret, o.generation) for o in options_seen.options] == [(SECRET, 7)] * 2
 
 
 @pytest.mark.parametrize("endpoint", [b"", b"\xc1", b"\x93", b"\x81\xa1x\x01"], ids=repr)
 def test_nonsense_from_another_host_is_an_error_of_the_link(endpoint: bytes) -> None:
     with pytest.raises(WireError, match="not an endpoint"):
-        ends_with(RecordingConnector(Stop())).connect(
-            Connect(LINK, "asked", endpoint, 1, SECRET), OverlapSwitches()
-        )
+        ends_with(RecordingConnector(Stop())).connect(Connect(LINK, "asked", endpoint, 1, SECRET))
 
 
 def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> None:
     with pytest.raises(StrettoError, match="Too many open files"):
         ends_with(RecordingConnector(OSError(24, "Too many open files"))).listen(
-            Listen(LINK, "asked", 1, SECRET), OverlapSwitches()
+            Listen(LINK, "asked", 1, SECRET)
         )
 
 
