@@ -63,7 +63,7 @@ class VocoderStage(CoreStage[VocoderCore]):
             now = self.clock()
             timings.mark(now)
             rate = self.core.model.config.samples_per_frame / FRAME_S
-            if o.reason is None and id in self.core:
+            if o.reason is None:
                 self.core.set_deadline(id, timings.marks[0] + (o.start + len(o.samples)) / rate)
             self.outputs.append(ToEngine(Pcm(id, o.start, o.frames), o.samples.tobytes()))
         if o.reason is not None:

@@ -128,7 +128,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with
         it. They are best on the host: a step takes the frames of all its streams to the device in
         one copy."""
-        stream = self._stream(id)
+        stream = self._streams.get(id)
+        if stream is None:
+            raise Gone(f"stream {id} is not here (any more)")
         if stream.ended is not None:
             raise Bug(f"stream {id}: frames after its end")
         if stream.num_pending + len(codes) > self.config.max_pending:
@@ -153,10 +155,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         """What waits here is bounded: it is made though the listener is slow."""
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
-        self._stream(id).deadline = deadline
-
-    def __contains__(self, id: RequestId) -> bool:
-        return id in self._streams
+        """When the sound of a stream that has left runs out. The stream may be over."""
+        if id in self._streams:
+            self._streams[id].deadline = deadline
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -293,12 +294,6 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self._outputs.append(
             VocoderOutput(stream.request, max(0, start), samples, max(0, frames), reason, error)
         )
-
-    def _stream(self, id: RequestId) -> Stream:
-        try:
-            return self._streams[id]
-        except KeyError:
-            raise Gone(f"stream {id} is not here (any more)") from None
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Whatever touches frames on the device happens on the stage's own stream."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto.stage.vocoder.model import SlotState
 from stretto.stage.vocoder.streams import Primer, Stream
 
 
 class Primers:
     """Begins streams in the vocoder's `state`, and stores the states behind primers."""
 
-    def __init__(self, state: Any, max_states: int) -> None:
+    def __init__(self, state: SlotState, max_states: int) -> None:
         self._state = state
         self.max_states = max_states
         # by the primer's key, the least lately used first
