@@ -116,8 +116,11 @@ class Runner:
         )
         adapter.rows.write_guides(batch.spans)
         decodes = batch.decode_only and all(span.from_device for span in batch.spans)
-        order = range(len(batch.spans)) if decodes else pass_order(batch.spans)
-        spans = [batch.spans[i] for i in order]
+        order: Sequence[int] = range(len(batch.spans))
+        spans: Sequence[RowSpan] = batch.spans
+        if not decodes:
+            order = pass_order(batch.spans)
+            spans = [batch.spans[i] for i in order]
         samples = [i for i, span in enumerate(spans) if span.samples]
         flags = 0
         for i in samples:
