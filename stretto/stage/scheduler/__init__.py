@@ -2,8 +2,9 @@
 torch."""
 
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowJoin, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, prefix_keys
+from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
+from stretto.stage.scheduler.prefix import prefix_keys
 from stretto.stage.scheduler.scheduler import Scheduler
 
 __all__ = [

@@ -8,7 +8,8 @@ from hypothesis import given
 
 from stretto.errors import Bug
 from stretto.stage.request import OPAQUE, BlockId, RequestSpec, Salt, StageRequest
-from stretto.stage.scheduler.blocks import BlockPool, chain_keys, prefix_keys
+from stretto.stage.scheduler.blocks import BlockPool
+from stretto.stage.scheduler.prefix import chain_keys, prefix_keys
 from stretto.types import RequestId, Span
 from tests.stage.invariants import check_pool
 from tests.stage.pools import clear_cache, num_held

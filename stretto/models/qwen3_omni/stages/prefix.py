@@ -12,7 +12,7 @@ from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
 from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.models.qwen3_omni.talker import TalkerInput
 from stretto.stage.request import Salt
-from stretto.stage.scheduler.blocks import prefix_keys
+from stretto.stage.scheduler.prefix import prefix_keys
 from stretto.types import Span
 
 OPENING_ID = 1 << 40
