@@ -31,13 +31,9 @@ PENALTY = 2
 LOGPROBS = 4
 
 
-def pass_order(spans: Sequence[RowSpan]) -> list[int]:
+def pass_order(span: RowSpan) -> tuple[bool, bool]:
     """Spans of one position first, of these the ones whose input is on the device."""
-
-    def key(i: int) -> tuple[bool, bool]:
-        return spans[i].stop - spans[i].start != 1, not spans[i].from_device
-
-    return sorted(range(len(spans)), key=key)
+    return span.stop - span.start != 1, not span.from_device
 
 
 class Runner:
@@ -119,7 +115,7 @@ class Runner:
         order: Sequence[int] = range(len(batch.spans))
         spans: Sequence[RowSpan] = batch.spans
         if not decodes:
-            order = pass_order(batch.spans)
+            order = sorted(order, key=lambda i: pass_order(batch.spans[i]))
             spans = [batch.spans[i] for i in order]
         samples = [i for i, span in enumerate(spans) if span.samples]
         flags = 0
@@ -161,11 +157,7 @@ class Runner:
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
     def _mixed(
-        self,
-        spans: Sequence[RowSpan],
-        order: Sequence[int],
-        samples: list[int],
-        mode: SamplingMode,
+        self, spans: Sequence[RowSpan], order: Sequence[int], samples: list[int], mode: SamplingMode
     ) -> tuple[Picked, SideRows]:
         """`spans` in the order of the pass, with their places in the batch; `samples`: which of
         them sample."""
