@@ -30,6 +30,7 @@ from stretto.models.speech.talker import FrameRows
 from stretto.models.speech.vocoder import VocoderStream
 from stretto.preprocess.prompt import Prompt
 from stretto.types import GREEDY, SamplingParams, stage_seed
+from tests.media import encode_media
 
 Finish = Literal["stop", "length"]
 CODE0 = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
@@ -244,7 +245,7 @@ class Solo:
             prompt.videos,
             prompt.audio_in_video,
         )
-        media = self.models.thinker.encode(prompt)
+        media = encode_media(self.models.thinker, prompt)
         capture = media_places(plan) if plan else []
         return ThinkerVoice(prompt, options, positions, first_decode, media, capture, blocks)
 

@@ -39,7 +39,7 @@ def stage_by_stage(host: OneHost) -> AbstractContextManager[Any]:
     return swapped(
         [
             (scheduler, "schedule", lambda: schedule() if host.over("thinker") else None),
-            (codec, "schedule", lambda: frames() if host.over("talker") else []),
+            (codec, "schedule", lambda: frames() if host.over("talker") else None),
         ]
     )
 

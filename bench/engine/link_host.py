@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stretto.config.engine import OverlapSwitches
 from stretto.messages.hosts import Connect, Listen, Unlink
 from stretto.stage.host import process
 from stretto.stage.links.endpoints import LinkEndpoints
@@ -24,13 +23,12 @@ SWITCHES = ("payload_stream", "async_h2d", "async_d2h", "zero_copy_encode")
 handle = LinkEndpoints.handle
 
 
-def switched(
-    endpoints: LinkEndpoints, message: Listen | Connect | Unlink, switches: OverlapSwitches
-) -> Any:
+def switched(endpoints: LinkEndpoints, message: Listen | Connect | Unlink) -> Any:
     off = json.loads(Path(os.environ[FILE]).read_text(encoding="utf-8"))
-    return handle(
-        endpoints, message, replace(switches, **{name: name not in off for name in SWITCHES})
-    )
+    settings = endpoints.settings
+    switches = replace(settings.switches, **{name: name not in off for name in SWITCHES})
+    endpoints.settings = replace(settings, switches=switches)
+    return handle(endpoints, message)
 
 
 if __name__ == "__main__":

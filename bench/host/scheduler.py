@@ -76,7 +76,7 @@ def measure(case: str, rows: int, steps: int, depth: int) -> dict[str, float | i
         if len(flying) < depth:
             continue
         oldest = flying.popleft()
-        result = StepResult([7] * len(oldest.spans))
+        result = StepResult([[7]] * len(oldest.spans))
         before = time.perf_counter()
         scheduler.retire(oldest, result)
         after = time.perf_counter()

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
@@ -34,14 +33,15 @@ from bench.harness.env import describe
 from bench.harness.results import parser, write
 from bench.kernels.cases import Candidates
 from bench.steps.decode import seated
-from stretto.kernels.triton import sampling, tuning
-from stretto.kernels.triton.descent import Descent, Pair, Table, TrialFailed
+from stretto.kernels.triton import tuning
+from stretto.kernels.triton.descent import Descent, Table, TrialFailed
 from stretto.layers.decoder import Decoder
 from stretto.layers.fused import FusedLayers
 from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Source
 from stretto.models.qwen3_omni.talker import Talker
 from stretto.models.qwen3_omni.thinker import Thinker, ThinkerAdapter
+from stretto.models.tune_steps import EventTimer, Run, StepTrials, failing
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.testing.qwen3_omni import released_config, tiny_config
@@ -53,7 +53,6 @@ SHALLOW = 2
 INPUTS = 16  # different ones, so that steps choose different experts
 # of them, for the output: a single row may choose another expert or code by rounding alone
 CHECKED = 5
-WARM = 4  # replays before those that count
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +104,27 @@ def decoders(model: Thinker | Talker) -> list[Decoder]:
     )
 
 
-class WholeStep:
-    """A adapter with seated rows whose step can be run, checked and timed with any launch
-    parameters."""
+class HostTimer:
+    """The host's clock, where there is no GPU and a step is done when its launch is."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, start: float, stop: float) -> float:
+        return (stop - start) * 1e3
+
+
+class WholeStep(StepTrials):
+    """The step of a model of the released sizes, with all its rows in use."""
 
     def __init__(self, what: What, replays: int = 30, compilers: Compilers | None = None) -> None:
-        self.what, self.replays, self.compilers = what, replays, compilers
         torch.manual_seed(1)
+        self.what = what
+        self.compilers = compilers
         self.model = what.model()
         self.adapter, self.mode = seated(self.model, what.batch, what.context, sampled=False)
-        self.stream = torch.cuda.Stream() if what.device == "cuda" else None
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
+        timer = EventTimer() if what.device == "cuda" else HostTimer()
+        super().__init__(self.adapter.rows, timer, replays)
         self.host = np.zeros((3, what.batch), np.int64)  # rows, positions, values
         self.host[0], self.host[1] = np.arange(what.batch), what.context - 1
         self.place = (
@@ -126,39 +134,34 @@ class WholeStep:
         )
         with self.on_stream():
             self.device_inputs = torch.from_numpy(self.host).to(what.device)
-            self.given = [self._given() for _ in range(INPUTS)]
-        self._base: tuple[Table, Callable[[], object]] | None = None
-        self._reference: list[torch.Tensor] | None = None
+            self.inputs = [self._random_inputs() for _ in range(INPUTS)]
 
-    def _given(self) -> torch.Tensor:
+    def _random_inputs(self) -> torch.Tensor:
         shape = self.place[: self.what.batch].shape
         if isinstance(self.adapter, ThinkerAdapter):
             return torch.randint(0, 150_000 if not self.what.tiny else 1000, shape).to(self.place)
         return torch.randn(shape).mul(0.02).to(self.place)
 
-    def on_stream(self) -> Any:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    def set_inputs(self, i: int) -> None:
+        self.place[: self.what.batch].copy_(self.inputs[i % INPUTS])
 
-    def restore(self, i: int) -> None:
-        """Replace what the last step left by the i-th input."""
-        self.place[: self.what.batch].copy_(self.given[i % INPUTS])
+    def run(self) -> None:
+        decode_step(self.adapter, *self.device_inputs, self.mode)
 
-    def run(self) -> torch.Tensor:
-        return decode_step(self.adapter, *self.device_inputs, self.mode).tokens
+    def capture(self, stream: torch.cuda.Stream) -> Run:
+        graphs = DecodeGraphs(self.adapter, sizes=(self.what.batch,), modes=[self.mode])
+        graphs.capture(stream)
+        return lambda: graphs.replay(self.host, self.mode)
 
-    def finish(self) -> None:
-        """Wait for what was launched; errors show here."""
-        if self.stream is not None:
-            self.stream.synchronize()
+    def checked(self) -> AbstractContextManager[None]:
+        """A few layers only: each further layer adds to the rounding error."""
+        return shallow(self.model)
 
-    def questions(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
-        with tuning.instead(changes) as asked, self.on_stream(), shallow(self.model):
-            self.restore(0)
-            self.run()
-            self.finish()
-        return dict(asked)
+    @property
+    def num_checked(self) -> int:
+        return CHECKED
 
-    def ahead(self, tables: Sequence[Table]) -> list[str | None]:
+    def precompile(self, tables: Sequence[Table]) -> list[str | None]:
         if self.compilers is not None:
             try:
                 return self.compilers.try_all(tables)
@@ -168,89 +171,7 @@ class WholeStep:
                     flush=True,
                 )
                 self.compilers = None
-        return [None] * len(tables)
-
-    def outputs(self, changes: Table) -> list[torch.Tensor]:
-        """Logits of all picks, of a few layers only: each further layer adds to the rounding
-        error."""
-        heard: list[torch.Tensor] = []
-        with tuning.instead(changes), self.on_stream(), shallow(self.model), overheard(heard):
-            for i in range(CHECKED):
-                self.restore(i)
-                self.adapter.rows.seen.zero_()  # picks are penalised for what was picked before
-                self.run()
-            self.finish()
-        return heard
-
-    def error(self, changes: Table) -> float:
-        if self._reference is None:
-            self._reference = self.outputs({})
-        with failing():
-            found = self.outputs(changes)
-            errors = [
-                ((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).cpu()
-                for a, b in zip(found, self._reference, strict=True)
-            ]
-        return float(torch.cat(errors).quantile(0.5))
-
-    def captured(self, changes: Table) -> Callable[[], object]:
-        """A step with these parameters, to be run again and again."""
-        if self.stream is None:
-
-            def eager() -> None:
-                with tuning.instead(changes):
-                    self.run()
-
-            return eager
-        graphs = DecodeGraphs(self.adapter, sizes=(self.what.batch,), modes=[self.mode])
-        with tuning.instead(changes):
-            graphs.capture(self.stream)
-        return lambda: graphs.replay(self.host, self.mode)
-
-    def pair(self, base: Table, changes: Table) -> Pair:
-        """In turns, so that neither has the quieter time, and with the same inputs."""
-        if self._base is None or self._base[0] != base:
-            self._base = None  # its memory goes before new memory comes
-            self._base = dict(base), self.captured(base)
-        with failing():
-            runs = self._base[1], self.captured(changes)
-            marks: tuple[list[Any], list[Any]] = ([], [])
-            with self.on_stream():
-                for i in range(WARM + self.replays):
-                    for side in (0, 1) if i % 2 == 0 else (1, 0):
-                        self.restore(i)
-                        start = self._now()
-                        runs[side]()
-                        marks[side].append((start, self._now()))
-                self.finish()
-        mine, other = ([_between(*m) for m in side[WARM:]] for side in marks)
-        ratios = [b / a for a, b in zip(mine, other, strict=True)]
-        return Pair(
-            statistics.median(mine), statistics.median(other), 1 - statistics.median(ratios)
-        )
-
-    def _now(self) -> torch.cuda.Event | float:
-        if self.stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
-    """Milliseconds."""
-    if isinstance(start, float) or isinstance(stop, float):
-        return (float(stop) - float(start)) * 1e3
-    return float(start.elapsed_time(stop))
-
-
-@contextmanager
-def failing() -> Iterator[None]:
-    """A candidate may ask for more than the device has, or for tiles that do not compile."""
-    try:
-        yield
-    except Exception as e:
-        raise TrialFailed(f"{type(e).__name__}: {e}"[:200]) from e
+        return super().precompile(tables)
 
 
 @contextmanager
@@ -263,22 +184,6 @@ def shallow(model: Thinker | Talker) -> Iterator[None]:
         yield
     finally:
         fused.layers = layers
-
-
-@contextmanager
-def overheard(heard: list[torch.Tensor]) -> Iterator[None]:
-    """Copies of all logits that are picked from: every pick checks them first."""
-    check = sampling.check_picks
-
-    def listen(logits: torch.Tensor, *rest: torch.Tensor) -> None:
-        heard.append(logits.clone())
-        check(logits, *rest)
-
-    sampling.check_picks = listen
-    try:
-        yield
-    finally:
-        sampling.check_picks = check
 
 
 _mine: WholeStep | None = None  # in a process that compiles; None after its device went bad
@@ -412,7 +317,7 @@ def tuned(given: Sequence[str]) -> Descent:
         descent = Descent(
             step,
             Candidates(what.batch, what.tiny, args.per_kernel),
-            wanted=lambda name: name.startswith(prefixes),
+            selects=lambda name: name.startswith(prefixes),
             late=lambda: time.perf_counter() - begin > args.limit,
         )
 

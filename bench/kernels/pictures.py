@@ -78,12 +78,10 @@ class Bench:
         grids, each = [(1, *size)] * case.count, torch.split(patches, case.patches)
 
         def plain() -> VisionRows:
-            encoder.use_graphs(None)
             return encoder.encode(patches, grids)
 
         def captured() -> list[VisionRows]:
-            encoder.use_graphs(self.graphs)
-            return [encoder.encode(one, [(1, *size)]) for one in each]
+            return [encoder.encode(one, [(1, *size)], self.graphs.run) for one in each]
 
         found: dict[str, Any] = {
             "images": case.text,

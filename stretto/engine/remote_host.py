@@ -345,7 +345,7 @@ class _Wire:
         self._peer = who.bytes
         self._peer_fd = frame.get(zmq.SRCFD)
         self._pending.remove(self._peer_fd)
-        self._pending.shut_down(everyone=True)
+        self._pending.shut_down(all_pending=True)
         self._host.greeted(hello)
 
     def _refuse(self, frame: zmq.Frame) -> None:
@@ -381,7 +381,7 @@ class _Wire:
         return bool(events & zmq.POLLIN)
 
     def _watch_pending(self) -> None:
-        self._pending.shut_down(everyone=bool(self._peer))
+        self._pending.shut_down(all_pending=bool(self._peer))
         if self._pending:
             self._soon = self._loop.call_later(self._pending.time_left() + RETRY_S, self._poll)
 

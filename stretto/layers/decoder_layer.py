@@ -115,10 +115,8 @@ class SelfAttention(nn.Module):
         self.gains: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        q, k = (
-            self.q_norm.weight.expand(self.heads, -1),
-            self.k_norm.weight.expand(self.kv_heads, -1),
-        )
+        q = self.q_norm.weight.expand(self.heads, -1)
+        k = self.k_norm.weight.expand(self.kv_heads, -1)
         self.gains = torch.cat((q, k))
 
     def forward(

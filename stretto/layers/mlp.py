@@ -118,10 +118,8 @@ def _expert_targets(
 
 
 def _quantized(wide: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
-    weight, scale = (
-        torch.empty_like(wide, dtype=FLOAT8),
-        wide.new_empty(wide.shape[:-1], dtype=torch.float32),
-    )
+    weight = torch.empty_like(wide, dtype=FLOAT8)
+    scale = wide.new_empty(wide.shape[:-1], dtype=torch.float32)
     quantize(wide, weight, scale)
     return nn.Parameter(weight, requires_grad=False), scale
 

@@ -156,10 +156,8 @@ class HostLayer:
         a, m = layer.self_attn, layer.mlp
         assert a.gains is not None
         assert isinstance(m, DenseMLP | MoeMLP)
-        before, behind = (
-            layer.input_layernorm.weight.numpy(),
-            layer.post_attention_layernorm.weight.numpy(),
-        )
+        before = layer.input_layernorm.weight.numpy()
+        behind = layer.post_attention_layernorm.weight.numpy()
         mlp = dense(m.gate_up.weight, m.down_proj.weight) if isinstance(m, DenseMLP) else mixture(m)
         eps = layer.input_layernorm.eps
         return cls(

@@ -111,17 +111,15 @@ class Push:
         self, tail: Tail, x: torch.Tensor, act: Snake | None = None, silence: Silence | None = None
     ) -> torch.Tensor:
         """`[tail | act(x)]` as one buffer, with the tail moved on in the state."""
-        held, ends, rows = self.tails[tail.index], self.ends[tail.index], tail.num_rows
+        stored, ends, rows = self.tails[tail.index], self.ends[tail.index], tail.num_rows
         if usable(x):
             from stretto.kernels.triton.snake import join
 
-            curve, silent = (
-                None if act is None else act.curve,
-                None if silence is None else silence.rows,
-            )
-            return join(held, ends, x, curve, silent)
+            curve = None if act is None else act.curve
+            silent = None if silence is None else silence.rows
+            return join(stored, ends, x, curve, silent)
         buffer = x.new_empty(x.shape[0], rows + x.shape[1], x.shape[2])
-        buffer[:, :rows] = held
+        buffer[:, :rows] = stored
         fresh = buffer[:, rows:]
         if act is None:
             fresh.copy_(x)
@@ -129,7 +127,7 @@ class Push:
             act.into(x, fresh)
         if silence is not None:
             fresh[:, : silence.most].masked_fill_(silence.mask()[:, : x.shape[1]], 0)
-        torch.gather(buffer, 1, ends.expand(-1, -1, x.shape[2]), out=held)
+        torch.gather(buffer, 1, ends.expand(-1, -1, x.shape[2]), out=stored)
         return buffer
 
     def advance(self, tail: Tail, buffer: torch.Tensor) -> None:

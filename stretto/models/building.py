@@ -93,15 +93,15 @@ class FamilyBuild(Generic[S]):
         s: HostSettings,
         dtype: torch.dtype,
         device: torch.device,
-        beside: Sequence[Sequence[str]] = (),
+        later_hosts: Sequence[Sequence[str]] = (),
     ) -> dict[str, int]:
-        """Blocks of each stage's pool. Hosts that will load on the same card (`beside`, the stages
-        of each) find as many blocks as these stages do."""
+        """Blocks of each stage's pool. Hosts that will load on the same card after this one
+        (`later_hosts`, the stages of each) find as many blocks as these stages do."""
         if device.type != "cuda":
             return {**self.cpu_blocks, **s.blocks}
-        everyone = [*stages, *(stage for host in beside for stage in host)]
-        room = room_for_pools(device, 1 + len(beside), s.memory_share)
-        return self.share_room(config, everyone, s, dtype, room)
+        all_stages = [*stages, *(stage for host in later_hosts for stage in host)]
+        room = room_for_pools(device, 1 + len(later_hosts), s.memory_share)
+        return self.share_room(config, all_stages, s, dtype, room)
 
     def share_room(
         self, config: Any, stages: Sequence[str], s: HostSettings, dtype: torch.dtype, room: int
@@ -109,10 +109,10 @@ class FamilyBuild(Generic[S]):
         """The same where pools of open size share so many bytes with all the rest. A request takes
         about as many rows in each stage, so all pools have as many blocks."""
         pools = self.cpu_blocks
-        wanting = [stage for stage in stages if stage in pools and stage not in s.blocks]
+        open_pools = [stage for stage in stages if stage in pools and stage not in s.blocks]
         blocks = share_out(
             lambda open_: self.plan(config, stages, s, {**s.blocks, **open_}, dtype),
-            wanting,
+            open_pools,
             s,
             room,
         )
@@ -197,20 +197,17 @@ class HostBuilder(Generic[S]):
         priority: int = 0,
         mixed: bool = True,
         prompts: PrefillGraphs | None = None,
-        capture: Callable[[torch.cuda.Stream], None] = lambda stream: None,
     ) -> StageCore:
         """The core of a stage that writes token by token. `prompts`: passes over prompts, captured
-        after the decode steps, whose warm-ups must not find them; `capture`: what else is."""
-
-        def capture_all(stream: torch.cuda.Stream) -> None:
-            if prompts is not None:
-                self.context.progress(name, "capturing prompts")
-                prompts.capture(stream)
-            capture(stream)
-
-        return self.context.autoregressive(
-            name, adapter, self.blocks[name], priority=priority, mixed=mixed, capture=capture_all
+        after the decode steps, whose warm-ups must not find them."""
+        core = self.context.autoregressive(
+            name, adapter, self.blocks[name], priority=priority, mixed=mixed
         )
+        if prompts is not None and self.context.graphs:
+            assert core.stream is not None
+            self.context.progress(name, "capturing prompts")
+            prompts.capture(core.stream)
+        return core
 
     def finish_compiling(self, stage: str) -> None:
         """Wait until kernels are compiled, and the memory of those who did it is back. A stage

@@ -63,7 +63,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """What one process does, as it is told on its command line."""
+    """What one process does; its command line holds it as JSON."""
 
     adapter: str  # "module:function" that builds it
     model: str
@@ -209,18 +209,18 @@ def start(
 ) -> CompileProcesses | None:
     """Start processes that compile what these stages need. None if there is nothing to compile, if
     that was done before, or if there is too little room."""
-    wanted = [stage for stage in stages if stage in family.stages]
-    if not wanted or not s.warm or not s.graphs:
+    compiled = [stage for stage in stages if stage in family.stages]
+    if not compiled or not s.warm or not s.graphs:
         return None
     if not has_kernels(family.decoders(config), dtype, s.device):
         return None
     decode = sizes_for(s.max_rows)
     tasks = [
         task
-        for stage in wanted
+        for stage in compiled
         for task in tasks_of(stage, decode, prefill_graphs.SIZES, family.costs.get(stage, COSTS))
     ]
-    marker = _marker(config, s, [blocks[stage] for stage in wanted], dtype, tasks)
+    marker = _marker(config, s, [blocks[stage] for stage in compiled], dtype, tasks)
     # The other stages' hosts may be loading on this device now.
     hosts = 1 if len(stages) == family.num_stages else family.hosts
     workers = num_workers(len(os.sched_getaffinity(0)), room.free // hosts, family.process_bytes)

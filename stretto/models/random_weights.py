@@ -68,10 +68,9 @@ def spread(name: str, shape: Shape) -> tuple[float, float]:
     elif name.endswith(("alpha", "beta")):
         std = 0.3
     elif len(shape) == 1 and name.endswith("weight"):  # norms
-        mean, std = (
-            (2.0 if name.endswith("q_norm.weight") else 1.0),
-            0.2,
-        )  # queries: attention that picks
+        # queries: attention that picks
+        mean = 2.0 if name.endswith("q_norm.weight") else 1.0
+        std = 0.2
     elif "embed_tokens" in name:
         std = 0.5  # an answer depends more on all that was said than on the last word
     elif "codec_embedding" in name:

@@ -15,14 +15,14 @@ from stretto.kernels.triton import tuning
 from stretto.kernels.triton.candidates import candidates
 from stretto.kernels.triton.descent import Descent, Table
 from stretto.models.compile_ahead import CompileAhead
-from stretto.models.tune_steps import EventTimer, StepTrials, Timer, TunedStage
+from stretto.models.tune_steps import EventTimer, StageTrials, Timer, TunedStage
 
 
 @dataclass(slots=True, eq=False)
 class TuneSearch:
     """Steps of all stages and numbers of rows, one after the other."""
 
-    ahead: CompileAhead
+    compile_ahead: CompileAhead
     model: str
     steps: Sequence[tuple[str, int]]  # stage, rows
     context: int
@@ -32,7 +32,7 @@ class TuneSearch:
     kernels: tuple[str, ...]
     out: Path | None  # instead of the cache folder's
     timer: Timer | None  # instead of the device's
-    say: Callable[[str], None]
+    show: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     replays: int = 30
 
@@ -44,7 +44,7 @@ class TuneSearch:
             until = self.clock() + left / (len(self.steps) - i)
             found |= self.step(stage, rows, until)
         faster = f"{len(found)} kernels are faster now" if found else "nothing was found faster"
-        self.say(f"{faster}; {self.file} has {'them' if found else 'what it had'}")
+        self.show(f"{faster}; {self.file} has {'them' if found else 'what it had'}")
         return found
 
     @property
@@ -54,16 +54,16 @@ class TuneSearch:
     def step(self, stage: str, rows: int, until: float) -> Table:
         """What is faster for one step, saved."""
         what = TunedStage(
-            self.ahead, self.model, stage, self.device, rows, self.context, self.layers
+            self.compile_ahead, self.model, stage, self.device, rows, self.context, self.layers
         )
         name = f"{stage}, {rows} row{'s' * (rows > 1)}"
-        self.say(f"{name}: building")
+        self.show(f"{name}: building")
         with torch.inference_mode():
-            trials = StepTrials(what, self.timer or EventTimer(), self.replays)
+            trials = StageTrials(what, self.timer or EventTimer(), self.replays)
             descent = Descent(
                 trials,
                 candidates,
-                wanted=lambda kernel: kernel.startswith(self.kernels),
+                selects=lambda kernel: kernel.startswith(self.kernels),
                 late=lambda: self.clock() > until,
             )
             descent.round(lambda kernel, tried: self.report(name, kernel, tried))
@@ -72,6 +72,6 @@ class TuneSearch:
         return descent.changes
 
     def report(self, step: str, kernel: str, tried: Sequence[Mapping[str, Any]]) -> None:
-        kept = [row for row in tried if row.get("adopted")]
-        for row in kept:
-            self.say(f"{step}: {kernel} {row['gain']:+.1%} of the step with {row['config']}")
+        adopted = [row for row in tried if row.get("adopted")]
+        for row in adopted:
+            self.show(f"{step}: {kernel} {row['gain']:+.1%} of the step with {row['config']}")

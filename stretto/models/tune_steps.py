@@ -1,12 +1,14 @@
 """Decode steps with other launch parameters, timed: what `stretto tune` searches.
 
 A step is a stage's own, at full width with fewer layers and random weights, its rows at a given
-position with different inputs each, as a captured graph. Two ways to launch it run in turns, so
-that neither has the quieter time. One thread, one stream."""
+position with different inputs each, as a captured graph. Two versions of it run in turns, so that
+neither has the quieter time. One thread, one stream. `bench/kernels/in_step.py` times steps of its
+own by the same rules."""
 
 from __future__ import annotations
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from stretto.models.compile_ahead import CompileAhead, CompileJob, StageModel, T
 from stretto.stage.request import BlockId
 from stretto.stage.runner.adapter import decode_step
 from stretto.stage.runner.columns import SamplingMode
+from stretto.stage.runner.rows import DeviceRows
 
 BLOCK = 16
 INPUTS = 8
@@ -56,7 +59,7 @@ class EventTimer:
 class TunedStage:
     """A stage of a checkpoint whose steps are tuned."""
 
-    ahead: CompileAhead
+    compile_ahead: CompileAhead
     model: str
     name: str
     device: str
@@ -70,7 +73,7 @@ class TunedStage:
 
     def build(self) -> StageModel:
         job = CompileJob(
-            adapter=self.ahead.adapter,
+            adapter=self.compile_ahead.adapter,
             model=self.model,
             device=self.device,
             dtype="bfloat16" if self.device.startswith("cuda") else "float32",
@@ -79,38 +82,47 @@ class TunedStage:
             block_size=BLOCK,
             blocks=self.rows * self.row_blocks + 1,
             tasks=(Task(self.name, "decode", (self.rows,)),),
-            formats=dict(self.ahead.formats(self.ahead.read(self.model))),
+            formats=dict(self.compile_ahead.formats(self.compile_ahead.read(self.model))),
             layers=self.layers,
         )
         stage: StageModel = load(job.adapter)(job)
         return stage
 
 
-class StepTrials:
-    """One stage's step, to be run, checked and timed with any launch parameters: a
-    `descent.TrialStep`."""
+class StepTrials(ABC):
+    """One step, to be run, checked and timed with any launch parameters: a `descent.TrialStep`.
+    Where its model comes from and how it is captured is a subclass's."""
 
-    def __init__(self, what: TunedStage, timer: Timer, replays: int = 30) -> None:
-        self.what, self.timer, self.replays = what, timer, replays
-        self.stage = what.build()
-        cuda = what.device.startswith("cuda")
+    def __init__(self, rows: DeviceRows, timer: Timer, replays: int) -> None:
+        """`rows`: of the step's adapter, on the device where it runs."""
+        self.rows = rows
+        self.timer = timer
+        self.replays = replays
+        cuda = rows.device.type == "cuda"
         self.stream = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-        with self.on_stream():
-            self._seat()
         self._base: tuple[Table, Run] | None = None
         self._reference: list[torch.Tensor] | None = None
 
-    def _seat(self) -> None:
-        """Blocks and a position for each row."""
-        rows, width, device = self.what.rows, self.what.row_blocks, self.what.device
-        for row in range(rows):
-            blocks = [BlockId(i) for i in range(row * width, (row + 1) * width)]
-            self.stage.adapter.rows.join(row, blocks, 0.0, ())
-        self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self.inputs[0] = torch.arange(rows, device=device)
-        self.inputs[1] = self.what.context - 1
+    @abstractmethod
+    def set_inputs(self, i: int) -> None:
+        """Replace what the last step left by the i-th inputs."""
+
+    @abstractmethod
+    def run(self) -> object: ...
+
+    @abstractmethod
+    def capture(self, stream: torch.cuda.Stream) -> Run: ...
+
+    def checked(self) -> AbstractContextManager[Any]:
+        """Holds while the step's questions and outputs are looked at."""
+        return nullcontext()
+
+    @property
+    def num_checked(self) -> int:
+        """Inputs whose outputs are compared."""
+        return 1
 
     def on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -120,32 +132,26 @@ class StepTrials:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def scatter(self, i: int) -> None:
-        torch.manual_seed(i % INPUTS)
-        self.stage.scatter(self.what.rows)
-
-    def run(self) -> None:
-        rows, positions, values = self.inputs
-        decode_step(self.stage.adapter, rows, positions, values, MODE)
-
     def questions(self, changes: Table) -> dict[str, tuning.TuningQuestion]:
-        with tuning.instead(changes) as asked, self.on_stream():
-            self.scatter(0)
+        with tuning.instead(changes) as questions, self.on_stream(), self.checked():
+            self.set_inputs(0)
             self.run()
             self.finish()
-        return dict(asked)
+        return dict(questions)
 
-    def ahead(self, tables: Sequence[Table]) -> list[str | None]:
+    def precompile(self, tables: Sequence[Table]) -> list[str | None]:
         """Each is compiled when it is tried."""
         return [None] * len(tables)
 
     def outputs(self, changes: Table) -> list[torch.Tensor]:
         """The logits of all picks."""
         found: list[torch.Tensor] = []
-        with tuning.instead(changes), self.on_stream(), listening(found):
-            self.scatter(0)
-            self.stage.adapter.rows.seen.zero_()  # picks are penalised for what was picked before
-            self.run()
+        with tuning.instead(changes), self.on_stream(), self.checked(), listening(found):
+            for i in range(self.num_checked):
+                self.set_inputs(i)
+                # picks are penalised for what was picked before
+                self.rows.seen.zero_()
+                self.run()
             self.finish()
         return found
 
@@ -169,14 +175,11 @@ class StepTrials:
                     self.run()
 
             return eager
-        graph = torch.cuda.CUDAGraph()
-        with tuning.instead(changes), torch.cuda.stream(self.stream):
-            self.run()
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.run()
-        return graph.replay
+        with tuning.instead(changes):
+            return self.capture(self.stream)
 
     def pair(self, base: Table, changes: Table) -> Pair:
+        """In turns, so that neither has the quieter time, and with the same inputs."""
         if self._base is None or self._base[0] != base:
             self._base = None  # its memory goes before new memory comes
             self._base = dict(base), self.captured(base)
@@ -186,14 +189,52 @@ class StepTrials:
             with self.on_stream():
                 for i in range(WARM + self.replays):
                     for side in (0, 1) if i % 2 == 0 else (1, 0):
-                        self.scatter(i)
+                        self.set_inputs(i)
                         start = self.timer.mark()
                         runs[side]()
                         marks[side].append((start, self.timer.mark()))
                 self.finish()
-        mine, other = ([self.timer.between(*m) for m in side[WARM:]] for side in marks)
-        gain = 1 - statistics.median(b / a for a, b in zip(mine, other, strict=True))
-        return Pair(statistics.median(mine), statistics.median(other), gain)
+        base_ms, changed_ms = ([self.timer.between(*m) for m in side[WARM:]] for side in marks)
+        ratios = [b / a for a, b in zip(base_ms, changed_ms, strict=True)]
+        gain = 1 - statistics.median(ratios)
+        return Pair(statistics.median(base_ms), statistics.median(changed_ms), gain)
+
+
+class StageTrials(StepTrials):
+    """The step of a checkpoint's stage."""
+
+    def __init__(self, what: TunedStage, timer: Timer, replays: int = 30) -> None:
+        self.what = what
+        self.stage = what.build()
+        super().__init__(self.stage.adapter.rows, timer, replays)
+        with self.on_stream():
+            self._fill_rows()
+
+    def _fill_rows(self) -> None:
+        """Blocks and a position for each row."""
+        rows, width, device = self.what.rows, self.what.row_blocks, self.what.device
+        for row in range(rows):
+            blocks = [BlockId(i) for i in range(row * width, (row + 1) * width)]
+            self.rows.join(row, blocks, 0.0, ())
+        self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.inputs[0] = torch.arange(rows, device=device)
+        self.inputs[1] = self.what.context - 1
+
+    def set_inputs(self, i: int) -> None:
+        torch.manual_seed(i % INPUTS)
+        self.stage.scatter(self.what.rows)
+
+    def run(self) -> None:
+        rows, positions, values = self.inputs
+        decode_step(self.stage.adapter, rows, positions, values, MODE)
+
+    def capture(self, stream: torch.cuda.Stream) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self.run()
+            with torch.cuda.graph(graph, stream=stream):
+                self.run()
+        return graph.replay
 
 
 @contextmanager

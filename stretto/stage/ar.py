@@ -18,7 +18,7 @@ from typing import Any
 
 from stretto.observe.recorder import Recorder
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.media_rows import MediaOutput, PayloadStore
+from stretto.stage.media_rows import MediaOutput, cached_media, media_of_block
 from stretto.stage.request import Confirmed, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.runner.logprobs import Scored
 from stretto.stage.runner.runner import Runner
@@ -38,17 +38,14 @@ class CoreOutput:
     request: StageRequest
     confirmed: Confirmed
     # newly confirmed; column 0 of `row`
-    token: int | None
+    token: int | None = None
     # all columns of the token; empty without a token
-    row: Sequence[int]
-    media: MediaOutput | None
+    row: Sequence[int] = ()
+    media: MediaOutput | None = None
     # the request ended here
-    reason: Reason | None
+    reason: Reason | None = None
     # of the token, if the request asks
     logprobs: Scored | None = None
-
-
-_NO_ROW: list[int] = []
 
 
 class StageCore(StepQueue[Step, CoreOutput]):
@@ -57,7 +54,6 @@ class StageCore(StepQueue[Step, CoreOutput]):
         name: str,
         scheduler: Scheduler,
         runner: Runner,
-        store: PayloadStore | None = None,
         waiter: Waiter | None = None,
         timer: LaunchTimer | None = None,
         recorder: Recorder | None = None,
@@ -67,8 +63,6 @@ class StageCore(StepQueue[Step, CoreOutput]):
         super().__init__(name, depth, timer, waiter, recorder, runner.stream)
         self.scheduler = scheduler
         self.runner = runner
-        # an empty one is False
-        self.store = store if store is not None else PayloadStore()
         # the launch that is due waits because of `hold_ns`
         self._held_for_prefill = False
         # until they are over and nothing of them is in flight
@@ -159,33 +153,27 @@ class StageCore(StepQueue[Step, CoreOutput]):
         since_ns = self._queued_ns.pop(request.id, None)
         if since_ns is not None:
             self.stats.queue.observe((start_ns - since_ns) / 1e9)
-        media = self.store.found(join, self.runner.joined)
+        media = cached_media(join, self.runner.joined)
         if media is not None:
             self._media[request.id].append(media)
             confirmed = Confirmed(request.cursor.confirmed)
-            self._outputs.append(CoreOutput(request, confirmed, None, (), media, None))
+            self._outputs.append(CoreOutput(request, confirmed, media=media))
 
     def _retire(self, step: Step) -> None:
-        result, columns = self.runner.retire(step)
-        rows = {index: at for at, index in enumerate(step.sampling)}
         self.stats.failed += step.error is not None
-        for outcome in self.scheduler.retire(step.batch, result):
-            request, token = outcome.request, outcome.token
-            media = None
-            if step.side_rows.rows or outcome.published:
-                media = self._media_of(step, outcome)
-            row = _NO_ROW
-            logprobs = None
-            if token is not None:
-                at = rows[outcome.at]
-                row = columns[at]
-                self.stats.tokens += 1
-                self.runner.adapter.confirm(request, row)
-                if step.logprobs is not None:
-                    logprobs = step.logprobs.of(at)
-            self._outputs.append(
-                CoreOutput(request, outcome.confirmed, token, row, media, outcome.reason, logprobs)
+        for outcome in self.scheduler.retire(step.batch, self.runner.retire(step)):
+            output = CoreOutput(
+                outcome.request, outcome.confirmed, row=outcome.row, reason=outcome.reason
             )
+            if step.side_rows.rows or outcome.published:
+                output.media = self._media_of(step, outcome)
+            if outcome.row:
+                output.token = outcome.row[0]
+                self.stats.tokens += 1
+                self.runner.adapter.confirm(outcome.request, outcome.row)
+                if step.logprobs is not None:
+                    output.logprobs = step.logprobs.of(step.sampling.index(outcome.at))
+            self._outputs.append(output)
         for span in step.batch.spans:
             self._remove_if_done(span.request)
 
@@ -197,9 +185,10 @@ class StageCore(StepQueue[Step, CoreOutput]):
             places = step.side_rows.places[index]
             media = MediaOutput(places, step.side_rows.rows[index], step.side_rows_at)
             self._media[id].append(media)
-        if outcome.published:
-            attach = self.scheduler.pool.attach
-            self.store.keep(outcome.published, self._media[id], self.runner.joined, attach)
+        for block in outcome.published:
+            rows = media_of_block(block, self._media[id], self.runner.joined)
+            if rows is not None:
+                self.scheduler.pool.attach(block.block, block.key, rows)
         return media
 
     def _describe(self, step: Step) -> str:

@@ -142,7 +142,7 @@ class Grammars:
                 work.guide.set_exception(Bug("the grammar cannot be compiled"))
 
     def _next(self) -> _Compile | None:
-        """The next in turn, which nobody can cancel any more. None: it is closed."""
+        """The next in turn, which cannot be cancelled any more. None: it is closed."""
         with self._changed:
             while True:
                 while not self._waiting and not self._closed:

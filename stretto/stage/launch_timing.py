@@ -1,6 +1,6 @@
 """When a stage should launch its next step: late enough that a prompt can still get in front of it,
-early enough that the device never waits. One `LaunchTimer` per stage, told of every launch and
-retirement on the loop thread; pure but for its clock, and no torch.
+early enough that the device never waits. One `LaunchTimer` per stage, whose core reports every
+launch and retirement to it, on the loop thread; it reads nothing but its clock. Imports no torch.
 
 A second step in flight keeps the device busy while the host looks at the first one's tokens.
 Launched when the first has just begun, it lies in the queue for a whole step, and whatever arrives
@@ -25,7 +25,7 @@ from stretto.stage.host.loop import TICK_NS
 
 WINDOW = 16
 MIN_TIMES = 4
-"""How many of the last times tell what is usual, and how many there must be at least."""
+"""Recent times that count, and how many there must be at least."""
 
 
 @dataclass(slots=True, eq=False)

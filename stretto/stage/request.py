@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NewType
 
 from stretto.errors import Bug, StrettoError
-from stretto.types import RequestId, SamplingParams, Span
+from stretto.types import RequestId, Span
 
 if TYPE_CHECKING:
     from stretto.stage.guide import Guide
@@ -143,7 +143,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Salt:
-    """Rows whose content the token ids do not tell (media), and a digest of that content.
+    """Rows whose content token ids do not describe (media), and a digest of that content.
 
     Where the stage encodes media itself, the digest is the media's. A stage that is given another
     one's rows uses that stage's `prefix_keys` up to their end: the rows depend on text that it
@@ -161,7 +161,6 @@ class RequestSpec:
     # tokens
     max_new: int
     stop_ids: frozenset[int] = frozenset()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
     # lower goes first
     priority: int = 0
     # Each decode step consumes a step input, such as a token of the text of another stage: the j-th
@@ -172,7 +171,7 @@ class RequestSpec:
     last_on_device: bool = False
     # media rows taken from the cache are useless without their kept payload
     needs_payload: bool = False
-    # generated rows are told by their token ids (not so where a row is a frame of codes)
+    # token ids describe generated rows (not so where a row is a frame of codes)
     cache_output: bool = True
     # picks what this allows; each step waits for the one before to be certain
     guide: Guide | None = None
@@ -244,7 +243,7 @@ class StageRequest:
 
     # Prefix cache
     salts: list[Salt] = field(default_factory=list)
-    # rows below this are told by ids and salts
+    # ids and salts describe rows below this
     keyable: int = 0
     # of full blocks: (chained key, has media rows)
     keys: list[tuple[bytes, bool]] = field(default_factory=list)

@@ -6,17 +6,21 @@ reports to the engine. Nothing in a stage waits. All on the loop thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
 
+from stretto.errors import Bug, WireError
 from stretto.messages.requests import Admit, FromHost
 from stretto.preprocess.prompt import Piece, Prompt
 from stretto.stage.links.copies import adopt
 from stretto.stage.payload import Payload
+from stretto.stage.steps import StepQueue
 from stretto.types import Mark, RequestId
 
 
@@ -51,91 +55,112 @@ class ToEngine:
 Output = Transfer | ToEngine
 
 
-class Stage(Protocol):
+class Stage(ABC):
     """One stage of a host. A request uses a link of a stage if both of the link's stages are on the
-    request's way."""
+    request's path."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    # what it needs to know of a request
+    params: type[msgspec.Struct]
+    # links that end here, and what comes by them
+    receives: Mapping[str, type[Payload]] = {}
+    # links that begin here, and what goes by them
+    sends: Mapping[str, type[Payload]] = {}
+    # it is polled in little time, so that it may be polled several times in a round
+    cheap: bool = False
+    # where its steps run, on a GPU
+    stream: torch.cuda.Stream | None = None
 
-    @property
-    def params(self) -> type[msgspec.Struct]:
-        """What it needs to know of a request."""
-        ...
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        # that `poll` returns next
+        self.outputs: list[Output] = []
 
-    @property
-    def receives(self) -> Mapping[str, type[Payload]]:
-        """Links that end here, and what comes by them."""
-        ...
-
-    @property
-    def sends(self) -> Mapping[str, type[Payload]]:
-        """Links that begin here, and what goes by them."""
-        ...
-
-    @property
-    def cheap(self) -> bool:
-        """It is polled in little time, so that it may be polled several times in a round."""
-        ...
+    @abstractmethod
+    def __len__(self) -> int:
+        """Requests that it holds anything for."""
 
     @property
     def due_ns(self) -> int | None:
         """When it must be polled again though nothing wakes the loop, by the loop's clock; at least
         a tick from now."""
-        ...
+        return None
 
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """Where its steps run, on a GPU."""
-        ...
-
-    def __len__(self) -> int:
-        """Requests that it holds anything for."""
-        ...
-
+    @abstractmethod
     def admit(self, a: Admit, params: Any, prompt: Prompt) -> None:
         """A request is coming. `params` are of this stage's type. Keeps nothing of one that it
         refuses."""
-        ...
 
     def accept(self, transfer: Transfer) -> None:
         """Rows from the stage before, in order. They may be of a request that is over."""
-        ...
+        raise Bug(f"no link ends at {self.name}")
 
+    def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
+        """Tokens that the steps of a request consume and that come while it runs, such as a text
+        that is read aloud while it is written."""
+        raise WireError(f"{self.name!r} takes no step inputs")
+
+    def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
+        """Features that did not come with a request and that the stage has requested
+        (`MediaRequest`). The request may be over."""
+        raise WireError(f"features for {self.name!r}, which requests none")
+
+    @abstractmethod
     def cancel(self, id: RequestId) -> None:
         """End a request wherever it is; nothing more is returned of it."""
-        ...
 
-    def finish(self, id: RequestId) -> None:
+    def finish(self, id: RequestId) -> None:  # noqa: B027  most stages end with their input
         """What a request has made here is all there shall be: it ends in good order."""
-        ...
 
+    @abstractmethod
     def throttle(self, id: RequestId, on: bool) -> None:
         """A request's listener is slow, or its link is full: make no more for now, or go on."""
-        ...
 
+    @abstractmethod
     def poll(self) -> Sequence[Output]:
         """Look at what the device has done; what became certain since the last call, in order."""
-        ...
 
+    def take_outputs(self) -> list[Output]:
+        outputs = self.outputs
+        self.outputs = []
+        return outputs
+
+    @abstractmethod
     def launch(self) -> bool:
         """Give the device more to do, if there is something. True: it was given, or `poll` has
         something to return. On a CPU this does the work."""
-        ...
 
 
-@runtime_checkable
-class TakesFeatures(Protocol):
-    """A stage that asks for features that did not come with a request (`MediaRequest`)."""
-
-    def supply(self, id: RequestId, pieces: Sequence[Piece]) -> None:
-        """They are here; the request may be over."""
-        ...
+CoreT = TypeVar("CoreT", bound=StepQueue[Any, Any])
 
 
-@runtime_checkable
-class TakesStepInputs(Protocol):
-    """A stage whose steps consume tokens that come while the request runs, such as a text that is
-    read aloud while it is written."""
+class CoreStage(Stage, Generic[CoreT]):
+    """A stage whose steps are those of a core (`ar.py`, `vocoder/core.py`). A family's stage adds
+    how it admits a request, and what it makes of the core's outputs."""
 
-    def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None: ...
+    def __init__(self, core: CoreT, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self.core = core
+        self.stream = core.stream
+
+    def __len__(self) -> int:
+        return len(self.core)
+
+    @property
+    def due_ns(self) -> int | None:
+        return self.core.due_ns
+
+    def throttle(self, id: RequestId, on: bool) -> None:
+        self.core.throttle(id, on)
+
+    def poll(self) -> Sequence[Output]:
+        for confirmed in self.core.poll():
+            self.take(confirmed)
+        return self.take_outputs()
+
+    def launch(self) -> bool:
+        return self.core.launch() or bool(self.outputs)
+
+    @abstractmethod
+    def take(self, confirmed: Any) -> None:
+        """An output of the core: append to `outputs` what comes of it. Its request may be over."""

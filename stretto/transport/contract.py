@@ -83,9 +83,8 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Z
 class Dtype(StrEnum):
     """Element types that may cross a link; the value is torch's own name."""
 
-    __hash__ = (
-        str.__hash__
-    )  # an enum's own is Python code, and these are looked up with every chunk
+    # an enum's own is Python code, and these are looked up with every chunk
+    __hash__ = str.__hash__
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"

@@ -80,12 +80,10 @@ class LinkMetrics:
     link: str
     chunks: int = 0
     bytes: int = 0  # of payload
-    put: Histogram = field(
-        default_factory=Histogram
-    )  # from the first attempt to the end of the put, credits included
-    take: Histogram = field(
-        default_factory=Histogram
-    )  # from a chunk's arrival to its hand-over, upload included
+    # from the first attempt to the end of the put, credits included
+    put: Histogram = field(default_factory=Histogram)
+    # from a chunk's arrival to its hand-over, upload included
+    take: Histogram = field(default_factory=Histogram)
     queue: Histogram = field(default_factory=Histogram)  # between stage loop and courier
     # Of chunks with rows on a GPU: from the start of their copy until it was found to be done.
     # Sending: device to host, and the sending behind it; receiving: host to device.
@@ -156,9 +154,8 @@ class Outgoing:
         self._sender = sender
         self._stream = stream
         self._async_d2h = async_d2h
-        self._pending: deque[tuple[float, int, RequestId, bool]] = (
-            deque()
-        )  # put, but not sent: since when, bytes, ...
+        # put, but not sent: since when, bytes, ...
+        self._pending: deque[tuple[float, int, RequestId, bool]] = deque()
         self._wake = wake
         self._clock = clock
         self._queue: BoundedQueue[tuple[float, Chunk]] = BoundedQueue(capacity)
@@ -276,9 +273,8 @@ class Outgoing:
         except (PeerDead, LinkClosed) as error:
             chunk.release()
             raise type(error)(error.message, link=self.metrics.link, request=request) from error
-        self._progress(
-            wait=False
-        )  # outside: an error here may be about another chunk, and this one is the sender's
+        # outside: an error here may be about another chunk, and this one is the sender's
+        self._progress(wait=False)
 
     def _put(self, chunk: Chunk) -> None:
         metrics = self.metrics
@@ -363,9 +359,8 @@ class Incoming:
         self._purged = PurgedRequests()
         self._closing = False
         self._polled = clock()
-        self._thread = threading.Thread(
-            target=self._run, name=f"stretto-in-{link}", daemon=True
-        )  # as in Outgoing
+        # as in Outgoing
+        self._thread = threading.Thread(target=self._run, name=f"stretto-in-{link}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

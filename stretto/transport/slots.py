@@ -398,9 +398,8 @@ class SlotReceiver(_End):
         self._slots = endpoint.slots
         self.transport = transport
         self._arrived: deque[tuple[int, wire.Page, int]] = deque()  # seq, memory and size
-        self._held: dict[
-            int, int
-        ] = {}  # seq -> slot, from arrival to release; popping makes a second release harmless
+        # from arrival to release; popping makes a second release harmless
+        self._slot_by_seq: dict[int, int] = {}
         self._purged = PurgedRequests()
         self._next = 0
 
@@ -444,17 +443,17 @@ class SlotReceiver(_End):
             self._finish(EndState.DEAD, str(hangup))
 
     def _accept(self, arrivals: Sequence[tuple[LinkMessage, wire.Page]]) -> None:
-        held = self._held
+        slot_by_seq = self._slot_by_seq
         for message, page in arrivals:
             kind, slot, seq, size, generation = message
             if (
                 seq == self._next
                 and kind == _CHUNK
                 and generation == self._generation
-                and len(held) < self._slots
+                and len(slot_by_seq) < self._slots
             ):
                 self._next = seq + 1
-                held[seq] = slot
+                slot_by_seq[seq] = slot
                 self._arrived.append((seq, page, size))
             else:
                 self._handle_other(message)
@@ -468,13 +467,13 @@ class SlotReceiver(_End):
             )
         if kind == _CLOSE:
             self._finish(EndState.CLOSED_THERE)
-        elif kind == _CHUNK and len(self._held) >= self._slots:
+        elif kind == _CHUNK and len(self._slot_by_seq) >= self._slots:
             raise Hangup("the peer sent more chunks than it has credits")
         else:
             raise Hangup(f"the peer sent kind {kind} seq {seq} where chunk {self._next} was due")
 
     def give_back(self, seq: int, kind: int) -> None:
-        if (slot := self._held.pop(seq, None)) is None:
+        if (slot := self._slot_by_seq.pop(seq, None)) is None:
             return
         try:
             self.transport.reply(kind, slot, seq)
@@ -491,7 +490,7 @@ class SlotReceiver(_End):
 
     def credits(self) -> int:
         self._poll()
-        return self.endpoint.slots - len(self._held)
+        return self.endpoint.slots - len(self._slot_by_seq)
 
     def purge(self, request: RequestId) -> None:
         self._purged.purge(request)

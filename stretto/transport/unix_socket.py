@@ -44,9 +44,8 @@ class MessageSocket:
         self._view = memoryview(self._buffer)
         self._rest = 0  # bytes of an incomplete message at the start of the buffer
         self._timeout = -1.0  # the socket's own
-        self._sending = (
-            threading.Lock()
-        )  # keeps the descriptor from being closed, and reused, during a send
+        # keeps the descriptor from being closed, and reused, during a send
+        self._sending = threading.Lock()
 
     def send_chunk(self, slot: int, seq: int, size: int) -> None:
         """For the courier only, which holds the end's mutex: nobody closes the descriptor

@@ -54,9 +54,8 @@ def encrypt(socket: zmq.Socket[Any], key: bytes, *, listens: bool = False) -> No
 @dataclass(slots=True)
 class PendingConnections:
     clock: Callable[[], float] = time.monotonic
-    _since: dict[int, tuple[float, object]] = field(
-        default_factory=dict
-    )  # by descriptor: when and from which address
+    # by descriptor: when and from which address
+    _since: dict[int, tuple[float, object]] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
@@ -85,12 +84,12 @@ class PendingConnections:
         since = next((since for since, _ in self._since.values()), None)
         return float("inf") if since is None else max(since + HELLO_S - self.clock(), 0.0)
 
-    def shut_down(self, everyone: bool = False) -> None:
+    def shut_down(self, all_pending: bool = False) -> None:
         """Shut down those that were refused, that have been silent for too long, and the oldest of
         too many."""
         for fd, (since, address) in list(self._since.items()):
             late = self.clock() - since >= HELLO_S
-            if everyone or late or len(self._since) > MAX_PENDING or fd in self._refused:
+            if all_pending or late or len(self._since) > MAX_PENDING or fd in self._refused:
                 self.remove(fd)
                 with suppress(OSError), _borrowed(fd) as connection:  # it was closed by its peer
                     if connection.getpeername() == address:

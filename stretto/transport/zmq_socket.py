@@ -307,9 +307,8 @@ class ZmqListener(_ZmqSocket):
         not."""
         host = self._options.host
         try:
-            self.socket.setsockopt(
-                zmq.ROUTER_MANDATORY, 1
-            )  # a send to a peer that left is an error, not a loss
+            # a send to a peer that left is an error, not a loss
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             encrypt(self.socket, key_of(self._secret, f"receiver {nonce}"), listens=True)
             self.socket.ipv6 = ":" in host
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
@@ -342,7 +341,7 @@ class ZmqListener(_ZmqSocket):
         of_peer = [frames for frames in messages if self._is_peer(frames)]
         # After the messages: the peer may have sent its hello and left since the last poll.
         self._handle_events(events)
-        self.pending.shut_down(everyone=bool(self._peer))
+        self.pending.shut_down(all_pending=bool(self._peer))
         return of_peer
 
     def _handle_events(self, events: Sequence[tuple[int, int]]) -> None:

@@ -54,7 +54,7 @@ def state(host: OneHost) -> list[object]:
     """What rows change."""
     stages = [stage.core for stage in host.host.stages.values()]
     runners = host.runners()
-    kept: list[object] = [host.host.switches, host.codec().config, host.codec().graphs]
+    kept: list[object] = [host.host.context.settings, host.codec().config, host.codec().graphs]
     kept += [(s.scheduler.config, s.timer.on) for s in stages if s is not host.codec()]
     kept.append(host.host.loop.driven)
     kept += [(r.graphs, r.adapter.fused, r.adapter.prompts) for r in runners]

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.engine import link_host, links
 from bench.harness.results import read
-from stretto.config.engine import OverlapSwitches
+from stretto.config.engine import HostSettings, OverlapSwitches
 
 
 def test_links_are_laid_with_what_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     laid: list[OverlapSwitches] = []
-    monkeypatch.setattr(link_host, "handle", lambda end, message, switches: laid.append(switches))
+    monkeypatch.setattr(
+        link_host, "handle", lambda ends, message: laid.append(ends.settings.switches)
+    )
     monkeypatch.setenv(link_host.FILE, str(tmp_path / "off.json"))
-    endpoints: Any = None
+    endpoints: Any = SimpleNamespace(settings=HostSettings())
     message: Any = None
     for off in ([], ["async_h2d"], list(links.SWITCHES)):
         (tmp_path / "off.json").write_text(json.dumps(off))
-        link_host.switched(endpoints, message, OverlapSwitches())
+        link_host.switched(endpoints, message)
     on = [{name for name in links.SWITCHES if getattr(each, name)} for each in laid]
     assert on == [set(links.SWITCHES), {*links.SWITCHES} - {"async_h2d"}, set()]
     assert all(each.just_in_time for each in laid), "what is not of links stays"

@@ -20,7 +20,6 @@ from stretto.kernels.reference.paged import KVCache, Paging
 from stretto.messages.requests import Admit, Pcm, Text
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
@@ -28,7 +27,7 @@ from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import SamplingMode
 from stretto.stage.runner.rows import DeviceRows
 from stretto.stage.scheduler.batch import RowJoin
-from stretto.stage.stage import Output, Stage, ToEngine, Transfer
+from stretto.stage.stage import CoreStage, Output, Stage, ToEngine, Transfer
 from stretto.stage.timings import StageTimings, failed
 from stretto.stage.vocoder import VocoderCore, VocoderOutput
 from stretto.types import GREEDY, Mark, RequestId, SamplingParams, Span

@@ -74,19 +74,19 @@ class Work:
     ended: bool = False  # no more will come
 
 
-class ToyStage:
+class ToyStage(Stage):
     """Takes numbers, changes each, and passes it on: as text from the first stage, as samples from
     the last."""
 
-    params, cheap, due_ns, stream = ToyParams, False, None, None
+    params = ToyParams
 
     def __init__(self, name: str, link: str | None, on: str | None, change: Callable[[int], int]):
+        super().__init__()
         self.name, self.change, self.on = name, change, on
         self.receives = {link: Numbers} if link else {}
         self.sends = {on: Numbers} if on else {}
         self.work: dict[RequestId, Work] = {}
         self.blocked: set[RequestId] = set()
-        self.outputs: list[Output] = []
 
     def __len__(self) -> int:
         return len(self.work)
@@ -112,8 +112,7 @@ class ToyStage:
             self.blocked.discard(id)
 
     def poll(self) -> Sequence[Output]:
-        outputs, self.outputs = self.outputs, []
-        return outputs
+        return self.take_outputs()
 
     def launch(self) -> bool:
         did = False

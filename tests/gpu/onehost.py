@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ class Listener:
         """Take the links between the hosts up and lay them anew."""
         self.generation += 1
         for host in self.hosts:
-            host.switches = switches
+            settings = host.endpoints.settings
+            host.endpoints.settings = replace(settings, switches=switches)
             for link in LINKS:
                 host.handle(Unlink(link), b"")
         where = {name: host for host in self.hosts for name in host.stages}

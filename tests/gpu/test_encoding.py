@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.models.qwen3_omni.audio_encoder import ReplayWindows
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.preprocess.prompt import Prompt
 from tests.gpu.onehost import SETTINGS, Listener, about, kernels
@@ -36,11 +37,13 @@ class Launches:
     def __init__(self, tower: Any, bad: torch.Tensor | None = None) -> None:
         self.real, self.bad, self.sizes = tower.encode_windows, bad, list[int]()
 
-    def __call__(self, mels: Sequence[torch.Tensor], padded: bool = True) -> list[torch.Tensor]:
+    def __call__(
+        self, mels: Sequence[torch.Tensor], padded: bool = True, replay: ReplayWindows | None = None
+    ) -> list[torch.Tensor]:
         self.sizes.append(len(mels))
         if self.bad is not None and any(torch.equal(m, self.bad) for m in mels):
             raise ValueError("not a sound")
-        found: list[torch.Tensor] = self.real(mels, padded)
+        found: list[torch.Tensor] = self.real(mels, padded, replay)
         return found
 
 

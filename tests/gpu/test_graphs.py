@@ -126,7 +126,7 @@ def test_vocoder_graph_equals_eager(gpu_models: Models) -> None:
         while poll_core(stage, ears) or in_flight(stage):
             wait_for_device()
         assert idle(stage)
-        heard.append([ears.heard(str(i)) for i in range(6)])
+        heard.append([ears.sound(str(i)) for i in range(6)])
         for i in range(6):
             want = gpu_models.code2wav.decode(codes(gpu_models, 9, i).cuda()).cpu().numpy()
             np.testing.assert_allclose(heard[-1][i], want, atol=2e-5)

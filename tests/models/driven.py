@@ -52,8 +52,8 @@ class Driven:
         self.reports: list[tuple[Any, bytes]] = self.channel.posted
         pipeline = self.model.pipeline
         links = tuple((k.sender, k.receiver) for k in pipeline.links)
-        told = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
-        self.host = Host(told, HostSettings(trace=True, **settings), self.channel)
+        configure = Configure(str(model), pipeline.build, stages or pipeline.names, {}, links)
+        self.host = Host(configure, HostSettings(trace=True, **settings), self.channel)
         self.host.load()
         for node in (
             self.host.stages.values()

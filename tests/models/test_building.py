@@ -24,14 +24,14 @@ def test_a_card_without_the_fused_kernels_is_named(
         settings=SimpleNamespace(
             memory_share=1.0, max_context=64, block_size=16, blocks={}, max_rows=1
         ),
-        beside=(),
+        later_hosts=(),
         model="somewhere",
         fit=lambda plans: 0,
     )
     source: Any = SimpleNamespace(config=None, dtype=torch.bfloat16)
     family: FamilyBuild[Any] = FamilyBuild(open=lambda context: source, stages={})
     HostBuilder(family, [], context).plan(source, [])
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert [text.startswith("an old card: several times slower") for text in said] == (
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [text.startswith("an old card: several times slower") for text in warnings] == (
         [] if fused else [True]
     )

@@ -63,8 +63,8 @@ def test_a_quantised_checkpoint_is_planned_as_a_gpu_keeps_it(
         return next(card_rooms(BUILD, config, PIPELINE.names, torch.bfloat16)).weights
 
     assert weights(packed.directory) < weights(packed.wide)
-    said = describe_cards(packed.directory, open_model(packed.directory).pipeline)
-    assert list(said) == [f"{card.gigabytes} GB" for card in CARDS]
+    lines = describe_cards(packed.directory, open_model(packed.directory).pipeline)
+    assert list(lines) == [f"{card.gigabytes} GB" for card in CARDS]
 
 
 def test_random_weights_need_no_files(tiny_dir: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.kernels.triton.compile_ahead import Marker, Workers
 from stretto.messages.hosts import Loading
 from stretto.models import building
@@ -113,7 +113,7 @@ def test_small_pools_are_alike(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
-def test_a_process_runs_all_that_it_is_told(
+def test_a_process_runs_all_its_tasks(
     stage: str, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU there is nothing to compile, but the same steps can be run."""
@@ -243,7 +243,7 @@ def test_the_processes_have_the_experts_of_the_host(
 
 
 @pytest.mark.parametrize("experts", ["full", "float8"])
-def test_a_process_builds_the_experts_it_is_told(
+def test_a_process_builds_experts_of_the_jobs_format(
     experts: Literal["full", "float8"], tiny_dir: Path
 ) -> None:
     adapter: Any = small_stage(
@@ -297,12 +297,10 @@ def test_a_process_that_dies_fails_no_host(
     tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = Reports()
-    cpu, switches = torch.device("cpu"), OverlapSwitches()
     context = StageContext(
         str(tiny_dir),
         HostSettings(),
-        cpu,
-        switches,
+        torch.device("cpu"),
         lambda: None,
         told,
     )

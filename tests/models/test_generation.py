@@ -39,8 +39,8 @@ def test_the_checkpoints_own_sampling_is_the_default(changed: tuple[Path, Path])
     text = (defaults.temperature, defaults.top_p, defaults.top_k, defaults.max_text_tokens)
     assert text == (0.6, 0.95, 20, 2048)
     assert defaults.max_frames == 99
-    told = model.stage_params(RequestOptions("speech", replace(defaults, seed=3)))
-    code0 = told["talker"].code0  # type: ignore[attr-defined]
+    stages = model.stage_params(RequestOptions("speech", replace(defaults, seed=3)))
+    code0 = stages["talker"].code0  # type: ignore[attr-defined]
     assert (code0.temperature, code0.top_k, code0.top_p, code0.repetition_penalty) == (
         0.5,
         7,

@@ -441,7 +441,7 @@ def test_header_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @given(
     st.binary(max_size=200) | st.binary(max_size=80).map(lambda b: len(b).to_bytes(8, "little") + b)
 )
-def test_garbage_is_refused_in_one_way(
+def test_garbage_is_refused_with_one_kind_of_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("garbage") / "model.safetensors"

@@ -18,13 +18,13 @@ from stretto.models.qwen3_omni.thinker import ThinkerAdapter, ThinkerInput
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.media_rows import PayloadStore
 from stretto.stage.request import Reason, RequestSpec, Salt
 from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.runner import Runner
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.scheduler import Scheduler
 from stretto.types import RequestId, Span
+from tests.media import encode_media
 from tests.solo import Options, media_places
 from tests.stage.invariants import check_scheduler
 from tests.stage.simulated import MS, Clock, Device
@@ -70,8 +70,7 @@ class Desk:
             self.device = Device(self.clock, lambda batch: self.rng.randrange(2 * MS, 8 * MS))
             self.device.drive(runner)
             timer = LaunchTimer((1, 2, 4, 8, 16), MS // 5, clock=self.clock)
-        store = PayloadStore()
-        self.stage = StageCore(kind, Scheduler(config, store.drop), runner, store, timer=timer)
+        self.stage = StageCore(kind, Scheduler(config), runner, timer=timer)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, list[list[int]]] = defaultdict(list)
         self.media: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
@@ -138,17 +137,16 @@ class Desk:
         plan = talker_prompt(prompt, c) if options.speak else None
         capture = np.array(media_places(plan), dtype=np.int64) if plan else None
         with self.stage.runner.on_stream():
-            media = self.models.thinker.encode(prompt)
-        given = ThinkerInput(
+            media = encode_media(self.models.thinker, prompt)
+        state = ThinkerInput(
             positions, first, options.text, [media] if media else [], capture, tuple(bias)
         )
         spec = RequestSpec(
             RequestId(id), options.max_text_tokens, frozenset({c.tokens.im_end}),
-            sampling=options.text,
             needs_payload=options.speak,
         )  # fmt: skip
         self.stage.submit(
-            replace(spec, **changes), given, prompt.ids, salts=salts(prompt, c.tokens.media_pads)
+            replace(spec, **changes), state, prompt.ids, salts=salts(prompt, c.tokens.media_pads)
         )
 
     # -- the talker
@@ -159,34 +157,33 @@ class Desk:
         """Announce a request whose text is still to come. `media`: the thinker's accept-layer rows,
         in order."""
         plan = talker_prompt(prompt, self.models.config, options.voice)
-        given = TalkerInput(plan, options.code0, options.residual)
+        state = TalkerInput(plan, options.code0, options.residual)
         if media is not None and len(media):
             with self.stage.runner.on_stream():
-                given.media.append(torch.from_numpy(media).to(self.models.talker.device))
+                state.media.append(torch.from_numpy(media).to(self.models.talker.device))
         eos = self.models.config.talker.codec.eos
         spec = RequestSpec(
-            RequestId(id), options.max_frames + 1, frozenset({eos}), sampling=options.code0,
-            paced=True,
+            RequestId(id), options.max_frames + 1, frozenset({eos}), paced=True,
             cache_output=False, cache_root=str(plan.speaker).encode(),
         )  # fmt: skip
         self.stage.submit(
-            replace(spec, **changes), given, len(plan) - 1, closed=False, missing=given.missing
+            replace(spec, **changes), state, len(plan) - 1, closed=False, missing=state.missing
         )
-        return given
+        return state
 
     def feed(self, id: str, token: int | None) -> None:
         """One more text token; None: the text has ended."""
         request = RequestId(id)
-        given = self.stage.scheduler.request(request).input
+        state = self.stage.scheduler.request(request).input
         if token is None:
-            given.text_ended = True
-            if given.text:
-                self.stage.scheduler.end_step_inputs(request)
+            state.text_ended = True
+            if state.text:
+                self.stage.scheduler.append_step_inputs(request, 0, last=True)
             else:
                 self.stage.cancel(request)  # nothing to say
             return
-        given.text.append(token)
-        if len(given.text) == 1:
+        state.text.append(token)
+        if len(state.text) == 1:
             self.stage.scheduler.append_rows(request, 1, last=True)
         else:
             self.stage.scheduler.append_step_inputs(request)

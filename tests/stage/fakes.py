@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from stretto.errors import StrettoError
 from stretto.stage.request import OPAQUE, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.scheduler import (
     Batch,
     Outcome,
-    PayloadHandle,
     RowJoin,
     Scheduler,
     SchedulerConfig,
@@ -162,7 +160,7 @@ class FakeRunner:
 
     def retire(self, step: FakeStep) -> StepResult:
         assert self._flying.popleft() is step
-        return StepResult(step.tokens)
+        return StepResult([[token] for token in step.tokens])
 
 
 class OrderCheck:
@@ -210,15 +208,10 @@ class Driver:
         self.stories: dict[str, Story] = {}
         self.live: dict[str, StageRequest] = {}
         self.ended: dict[str, StageRequest] = {}
-        self.payloads: dict[int, list[int]] = {}  # kept beside cached blocks
-        self._handles = count()
-        self.scheduler = Scheduler(config, on_drop=self._drop)
+        self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config.block_size, self._host_input, self.stories)
         self.flying: deque[FakeStep] = deque()
         self.batches: list[Batch] = []
-
-    def _drop(self, handle: PayloadHandle) -> None:
-        del self.payloads[handle]
 
     def _host_input(self, id: RequestId, position: int) -> int:
         request, story = self.live[id], self.stories[id]
@@ -342,14 +335,13 @@ class Driver:
         if join.reused_from == join.filled:
             return
         assert len(story.values) == join.reused_from
-        kept = dict(join.payloads)
+        cached = {at: value for rows in join.payloads for at, value in rows.items()}
         for position in range(join.reused_from, join.filled):
-            index, offset = divmod(position, size)
-            value = self.runner.kv[join.blocks[index], offset]
+            value = self.runner.kv[join.blocks[position // size], position % size]
             if request.spec.needs_payload and any(
                 s.span.start <= position < s.span.stop for s in request.salts
             ):
-                assert self.payloads[kept[index]][offset] == value
+                assert cached[position] == value
             story.values.append(value)
 
     def retire(
@@ -383,13 +375,11 @@ class Driver:
         assert all(position >= start for position in payload), "rows offered a second time"
         assert set(payload) >= set(range(start, outcome.confirmed)), "rows lost"
         story.values.extend(payload[p] for p in range(start, outcome.confirmed))
-        if outcome.token is not None:
-            story.answer.append(outcome.token)
+        if outcome.row:
+            story.answer.append(outcome.row[0])
         for block in outcome.published:
-            handle = PayloadHandle(next(self._handles))
-            self.payloads[handle] = story.values[block.start : block.stop]
-            if not self.scheduler.pool.attach(block.block, block.key, handle):
-                del self.payloads[handle]
+            rows = {at: story.values[at] for at in range(block.start, block.stop)}
+            self.scheduler.pool.attach(block.block, block.key, rows)
         if outcome.reason in (Reason.STOP, Reason.LENGTH):
             self._compare(request, whole=True)
         if request.state is State.DONE:
@@ -428,4 +418,4 @@ class Driver:
         assert self.scheduler.num_waiting == 0
         clear_cache(pool)
         assert pool.num_available == pool.num_blocks
-        assert not self.payloads, "payload kept for blocks that are gone"
+        assert not pool.payloads, "payload kept for blocks that are gone"

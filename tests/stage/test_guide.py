@@ -23,7 +23,7 @@ from stretto.types import RequestId, SamplingParams
 from tests.engine.common import HandDriven
 
 
-class Held:
+class HeldGrammars:
     """Grammars whose compiler is not there before `open`: until then all wait."""
 
     def __init__(self, model: Path) -> None:
@@ -35,13 +35,13 @@ class Held:
         assert self.open.wait()
         return open_grammars(model)
 
-    def ask(self, sender: str, name: str = "") -> Any:
+    def start(self, sender: str, name: str = "") -> Any:
         grammar = f"start: /{name or sender}[0-9]/\n"
         return self.grammars.compile(
             grammar, lambda: self.order.append(name or sender), sender.encode()
         )
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldGrammars:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,21 +50,21 @@ class Held:
 
 
 def test_senders_take_turns(tiny_dir: Path) -> None:
-    with Held(tiny_dir) as held:
-        asked = [held.ask(sender) for sender in "aaabbc"]
-        held.open.set()
-        assert all(a.result().mask().any() for a in asked)
-    assert "".join(held.order) == "abcaba"
+    with HeldGrammars(tiny_dir) as blocked:
+        futures = [blocked.start(sender) for sender in "aaabbc"]
+        blocked.open.set()
+        assert all(a.result().mask().any() for a in futures)
+    assert "".join(blocked.order) == "abcaba"
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled(tiny_dir: Path) -> None:
-    with Held(tiny_dir) as held:
-        first, left, last = (held.ask("a", name) for name in ("first", "left", "last"))
+    with HeldGrammars(tiny_dir) as blocked:
+        first, left, last = (blocked.start("a", name) for name in ("first", "left", "last"))
         assert left.cancel()
-        held.open.set()
+        blocked.open.set()
         assert first.result()
         assert last.result()
-    assert held.order == ["left", "first", "last"], "who left heard of it at once"
+    assert blocked.order == ["left", "first", "last"], "who left heard of it at once"
 
 
 def test_what_breaks_the_compiler_is_its_request_s_alone(tiny_dir: Path) -> None:
@@ -99,8 +99,8 @@ def request(name: str, sender: str) -> PendingRequest:
 def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
     """Else the engine would take a stage for dead that compiles the grammars of others."""
     now, rung = [0], threading.Semaphore(0)
-    with Held(tiny_dir) as held:
-        compiling = Compiling(held.grammars, rung.release, lambda: now[0])
+    with HeldGrammars(tiny_dir) as blocked:
+        compiling = Compiling(blocked.grammars, rung.release, lambda: now[0])
         assert compiling.due_ns is None
         for name, sender in (("r1", "a"), ("r2", "a"), ("r3", "a"), ("r4", "b")):
             compiling.add(request(name, sender))
@@ -113,7 +113,7 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
         compiling.drop(RequestId("r1"))
         compiling.drop(RequestId("r1"))
         assert rung.acquire()
-        held.open.set()
+        blocked.open.set()
         done = []
         while len(done) < 3:
             assert rung.acquire()
@@ -128,18 +128,18 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
 
 def test_a_stage_says_which_requests_wait_for_their_grammars(tiny_dir: Path) -> None:
     now = [0]
-    with Held(tiny_dir) as held:
+    with HeldGrammars(tiny_dir) as blocked:
         driven = HandDriven(tiny_dir, HostSettings())
         stage: Any = driven.host.stages["thinker"]
-        stage.compiling = Compiling(held.grammars, lambda: None, lambda: now[0])
+        stage.compiling = Compiling(blocked.grammars, lambda: None, lambda: now[0])
         waits = request("r1", "a")
         stage.admit(waits.admit, waits.params, waits.prompt)
         assert stage.poll() == []
         assert stage.due_ns == WORKING_NS
         now[0] = WORKING_NS
         assert [output.message for output in stage.poll()] == [Working(RequestId("r1"), "thinker")]
-        held.open.set()
-        while not any(isinstance(m, Text) for m in said(driven)):
+        blocked.open.set()
+        while not any(isinstance(m, Text) for m in posted(driven)):
             driven.host.loop.round()
         stage.compiling.add(request("r2", "a"))
         assert len(stage) == 2
@@ -149,5 +149,5 @@ def test_a_stage_says_which_requests_wait_for_their_grammars(tiny_dir: Path) -> 
         driven.host.close()
 
 
-def said(driven: HandDriven) -> list[FromHost]:
+def posted(driven: HandDriven) -> list[FromHost]:
     return [message for message, _ in driven.reports]

@@ -74,11 +74,11 @@ def test_a_prompt_gets_in_front_of_the_step_that_is_held_back(models: Models) ->
         while desk.round():
             pass
         running = next(x for x in desk.device.launches if x.end > desk.clock.now)
-        asked, before = desk.clock.now, len(desk.device.launches)
+        num_asked, before = desk.clock.now, len(desk.device.launches)
         desk.loop.post(lambda desk=desk: desk.text("new", 1, 3))
         if on:
             assert desk.round(), "at once"
-            assert desk.clock.now == asked + desk.device.launch_ns
+            assert desk.clock.now == num_asked + desk.device.launch_ns
         while len(desk.device.launches) == before or desk.device.launches[-1].batch.decode_only:
             desk.go()
         prompt = desk.device.launches[-1]

@@ -87,7 +87,7 @@ def test_features_that_do_not_fit_the_prompt_are_refused(
             media_pieces(Prompt(prompt.ids, audios), config)
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
+def test_the_cache_is_bounded_and_drops_the_oldest() -> None:
     kept, flat = EncoderCache(max_bytes=100), torch.empty(0)
     keys = [(b"", bytes([i]), True) for i in range(4)]
     for key in keys[:2]:
@@ -106,12 +106,12 @@ class Desk:
     """A host by hand, asked about prompts whose features are along or not."""
 
     def __init__(self, tiny_dir: Path) -> None:
-        self.driven, self.asked = HandDriven(tiny_dir, HostSettings()), 0
+        self.driven, self.num_asked = HandDriven(tiny_dir, HostSettings()), 0
         self.node = self.driven.host.stages["thinker"]
 
     def announce(self, packed: PackedPrompt, root: bytes = b"") -> RequestId:
-        self.asked += 1
-        id = RequestId(f"r{self.asked}")
+        self.num_asked += 1
+        id = RequestId(f"r{self.num_asked}")
         self.driven.reports.clear()
         self.driven.host.handle(
             announcement(id, packed, True, None, *GREEDILY, 2, 2, cache_root=root),
@@ -123,14 +123,14 @@ class Desk:
         while self.driven.host.loop.round():
             pass
 
-    def said(self, kind: type) -> list:
+    def sent(self, kind: type) -> list:
         return [m for m, _ in self.driven.reports if isinstance(m, kind)]
 
     def encoded(self, packed: PackedPrompt, root: bytes = b"") -> int:
         """Pieces that were encoded for an answer."""
         self.announce(packed, root)
         self.settle()
-        [how] = [m for m in self.said(Ended) if m.stage == "thinker"]
+        [how] = [m for m in self.sent(Ended) if m.stage == "thinker"]
         return how.encoded
 
 
@@ -173,11 +173,11 @@ def test_features_that_are_not_along_are_asked_for_when_they_are_needed(
     bare = pack(prompt, known=set(digests[1:]))  # the first window is along
     id = desk.announce(bare)
     desk.settle()
-    assert desk.said(MediaRequest) == [MediaRequest(id, "thinker", tuple(digests[1:]))], (
+    assert desk.sent(MediaRequest) == [MediaRequest(id, "thinker", tuple(digests[1:]))], (
         "all at once"
     )
-    assert len(desk.said(Working)) == 1, "what is along is encoded meanwhile"
-    assert not desk.said(Ended)
+    assert len(desk.sent(Working)) == 1, "what is along is encoded meanwhile"
+    assert not desk.sent(Ended)
     features = b"".join(p.array.tobytes() for p in list(prompt.pieces())[1:])
     metas, at = [], 0
     for p in list(prompt.pieces())[1:]:
@@ -185,11 +185,11 @@ def test_features_that_are_not_along_are_asked_for_when_they_are_needed(
         at += p.array.nbytes
     desk.driven.host.handle(MediaData(id, "thinker", tuple(metas)), features)
     desk.settle()
-    assert {m.stage for m in desk.said(Ended)} == set(STAGES)
+    assert {m.stage for m in desk.sent(Ended)} == set(STAGES)
     desk.announce(bare)  # found: nothing is asked for
     desk.settle()
-    assert {m.stage for m in desk.said(Ended)} == set(STAGES)
-    assert not desk.said(MediaRequest)
+    assert {m.stage for m in desk.sent(Ended)} == set(STAGES)
+    assert not desk.sent(MediaRequest)
 
 
 def test_a_supply_that_fits_nothing_fails_its_request_alone(
@@ -201,7 +201,7 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(
     desk.settle()
     desk.driven.host.handle(MediaData(RequestId("nobody"), "thinker", ()), b"")
     desk.driven.host.handle(MediaData(RequestId("another"), "talker", ()), b"")
-    assert [(m.request, m.kind) for m in desk.said(Failed)] == [("another", "WireError")], (
+    assert [(m.request, m.kind) for m in desk.sent(Failed)] == [("another", "WireError")], (
         "it asks for none"
     )
     desk.driven.reports.clear()
@@ -209,7 +209,7 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(
         MediaData(id, "thinker", (PackedPiece(piece.shape, piece.digest, 0),)), b"too short"
     )
     desk.settle()
-    assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "WireError")]
+    assert [(m.request, m.kind) for m in desk.sent(Failed)] == [(id, "WireError")]
     id = desk.announce(pack(prompt, known={piece.digest}))
     desk.settle()
     # Of another shape than was announced.
@@ -217,7 +217,7 @@ def test_a_supply_that_fits_nothing_fails_its_request_alone(
         MediaData(id, "thinker", (PackedPiece((3, 4), piece.digest, 0),)), bytes(48)
     )
     desk.settle()
-    assert [(m.request, m.kind) for m in desk.said(Failed)] == [(id, "Bug")]
+    assert [(m.request, m.kind) for m in desk.sent(Failed)] == [(id, "Bug")]
     assert desk.encoded(pack(prompt)) == 1
 
 

@@ -78,7 +78,7 @@ def test_lost_kv_takes_nothing_back() -> None:
     assert positions(cursor) == (3, 8, 7, 7, 6)
 
 
-def test_an_unheard_reuse_can_be_taken_back() -> None:
+def test_a_reuse_that_was_not_reported_can_be_undone() -> None:
     cursor = Cursor(prompt=9, known=9, filled=0, launched=2, confirmed=2)
     cursor.reuse(8)
     assert positions(cursor) == (9, 9, 8, 8, 8)
@@ -189,7 +189,7 @@ def test_order_is_priority_then_first_packets_then_deadline_then_arrival() -> No
         made.refresh_order(max_preemptions=2)
         return made
 
-    wanted = [
+    expected = [
         ordered(8, priority=5, deadline=9.0, preempted=3),  # preempted too often: before all
         ordered(4),  # first packet, by arrival
         ordered(6),
@@ -199,4 +199,4 @@ def test_order_is_priority_then_first_packets_then_deadline_then_arrival() -> No
         ordered(1, priority=1),
         ordered(0, priority=1, deadline=0.5),
     ]
-    assert sorted(wanted, key=lambda r: r.order) == wanted
+    assert sorted(expected, key=lambda r: r.order) == expected

@@ -139,14 +139,14 @@ def test_a_vocoder_launches_between_two_retirements(models: Models) -> None:
     device.finish()
     device.finish()
     assert not device.running
-    heard = core.poll()
-    assert len(heard) == 1
+    outputs = core.poll()
+    assert len(outputs) == 1
     assert core.in_flight == 1
     assert core.launch()
     assert len(device.running) == 1
-    heard += core.poll()
-    assert len(heard) == 2
-    for output in heard:
+    outputs += core.poll()
+    assert len(outputs) == 2
+    for output in outputs:
         ears(output)
     core.cancel(r)
     device.rest(core, ears)

@@ -9,7 +9,7 @@ from stretto.types import RequestId
 ID = RequestId("r")
 
 
-def test_a_listener_has_played_all_when_the_first_output_and_all_behind_it_are_over() -> None:
+def test_the_deadline_counts_from_the_first_output() -> None:
     timings = StageTimings(0.0)
     assert timings.deadline(0.5) is None
     for now in (1.0, 1.1, 1.9):

@@ -6,14 +6,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from stretto.errors import Gone, StrettoError, WireError
 from stretto.stage.links.copies import HostToDevice
-from stretto.transport import wire
-from stretto.transport.bounded_queue import AutoResetEvent
+from stretto.transport import courier, wire
+from stretto.transport.bounded_queue import BoundedQueue
 from stretto.transport.contract import (
     Chunk,
     ChunkRefused,
@@ -99,14 +100,14 @@ def hang_up(end: SlotSender | SlotReceiver) -> None:
 
 
 def started(
-    slots: int = 4, capacity: int = 64, kept: int = 64
+    slots: int = 4, capacity: int = 64, max_taken: int = 64
 ) -> tuple[Outgoing, Incoming, Loop, SlotSender, SlotReceiver]:
     """Both couriers of a link. `kept` chunks may wait for the receiving loop."""
     sender, receiver = ends(slots)
     assert receiver.take(0.0) is None  # accepts the sender
     loop = Loop()
     out = Outgoing(sender, "a-b", loop.wake, capacity=capacity)
-    into = Incoming(receiver, "a-b", loop.wake, uploader=uploads(), capacity=kept)
+    into = Incoming(receiver, "a-b", loop.wake, uploader=uploads(), capacity=max_taken)
     out.start()
     into.start()
     return out, into, loop, sender, receiver
@@ -170,10 +171,10 @@ def test_order_and_numbers_on_both_sides() -> None:
     assert set(into.metrics.errors) <= {"LinkClosed"}
 
 
-def test_a_full_queue_is_told_and_ends() -> None:
+def test_a_full_queue_is_reported_and_ends() -> None:
     """The receiving loop does not poll: queues fill, offers are refused, the loop is woken when
     there is room again."""
-    out, into, loop, *_ = started(slots=1, capacity=2, kept=2)
+    out, into, loop, *_ = started(slots=1, capacity=2, max_taken=2)
     chunks = [numbered(seq)[0] for seq in range(12)]
     sent = 0
 
@@ -205,7 +206,7 @@ def test_a_full_queue_is_told_and_ends() -> None:
 
 
 def test_purge_catches_what_is_on_its_way() -> None:
-    out, into, loop, *_ = started(slots=1, capacity=8, kept=1)
+    out, into, loop, *_ = started(slots=1, capacity=8, max_taken=1)
     chunks = [numbered(seq) for seq in range(6)]
     for chunk, _ in chunks:
         assert out.offer(chunk)
@@ -297,21 +298,22 @@ def test_a_clean_end() -> None:
     out.close()
 
 
-def test_what_was_offered_just_before_the_end_is_sent() -> None:
+def test_what_was_offered_just_before_the_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The courier has found the queue empty; the offer and the close come before it asks whether
     that was the end."""
     sender, loop = Scripted([]), Loop()
-    out = Outgoing(sender, "a-b", loop.wake)
     chunk, lease = numbered(7)
 
-    class Filled:
-        def wait(self, timeout: float) -> bool:
-            out._queue._filled = AutoResetEvent()
-            assert out.offer(chunk)
-            out._queue.close()
-            return False
+    class LateQueue(BoundedQueue[Any]):
+        def wait_item(self, timeout: float) -> Any:
+            item = self.poll()
+            if item is None and not self.closed:
+                assert out.offer(chunk)
+                self.close()
+            return item
 
-    out._queue._filled = Filled()  # type: ignore[assignment]
+    monkeypatch.setattr(courier, "BoundedQueue", LateQueue)
+    out = Outgoing(sender, "a-b", loop.wake)
     out.start()
     loop.until(lambda: sender.closed)
     out.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from stretto.transport.registry import Registry
 from stretto.transport.slot_transport import SendTransport
 from stretto.transport.slots import SlotSender
 from stretto.types import Mark, RequestId, Span
-from tests.transport.contract.links import SECRET
+from tests.transport.contract.links import SECRET, eventually
 
 PATIENCE_S = 60.0
 OPTIONS = LinkOptions(
@@ -128,16 +127,12 @@ class Ends:
         return number
 
 
-def heard(sender: SlotSender) -> bool:
-    """Once the sender knows that the link is over: a network takes its time to say so."""
-    pause = threading.Event()
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            sender.check()
-        except (LinkClosed, PeerDead):
-            return True
-        pause.wait(0.001)
+def is_over(sender: SlotSender) -> bool:
+    """Whether the sender knows that the link is over: a network takes its time to say so."""
+    try:
+        sender.check()
+    except (LinkClosed, PeerDead):
+        return True
     return False
 
 
@@ -239,7 +234,7 @@ def test_the_peer_leaves_in_the_middle(ends: Ends) -> None:
     for n in (1, 2):
         assert sender.put(device.chunk(n), 0.0)
     ends.receiver.close()
-    assert heard(sender), "that it has left"
+    eventually(lambda: is_over(sender))
     device.started[0].finish()
     with pytest.raises((LinkClosed, PeerDead)) as caught:
         sender.progress(wait=False)
@@ -262,7 +257,7 @@ def test_close_while_the_courier_waits_for_a_copy(ends: Ends) -> None:
         waiting = pool.submit(sender.progress, wait=True)
         assert device.started[0].waited.wait(PATIENCE_S)
         closing = pool.submit(sender.close)
-        assert heard(sender), "that it is closed"
+        eventually(lambda: is_over(sender))
         assert device.alive == {1, 2}
         device.started[0].finish()
         with pytest.raises(LinkClosed):
@@ -284,7 +279,7 @@ def test_a_purged_chunk_keeps_its_slot_until_its_copy_is_done(ends: Ends) -> Non
     assert ends.got(1) == [2]
 
 
-def test_a_transfer_that_fails_late_is_told_like_a_refusal(ends: Ends) -> None:
+def test_a_transfer_that_fails_late_is_reported_as_a_refusal(ends: Ends) -> None:
     device = ends.device
     transport: Any = ends.sender.transport
     send = transport.send_chunk

@@ -101,10 +101,10 @@ def test_a_hello_needs_the_secret_and_the_endpoint() -> None:
     nonce = new_nonce()
     endpoint = make_endpoint("tcp", "a-b", OPTIONS, "127.0.0.1:1", nonce)
     later = make_endpoint("tcp", "a-b", replace(OPTIONS, generation=4), "127.0.0.1:1", nonce)
-    said = {
+    fields = {
         hello_of(endpoint, SECRET),
         hello_of(endpoint, bytes(SECRET_BYTES)),
         hello_of(later, SECRET),
     }
-    assert len(said) == 3
-    assert hello_of(make_endpoint("tcp", "a-b", OPTIONS, "127.0.0.1:1", nonce), SECRET) in said
+    assert len(fields) == 3
+    assert hello_of(make_endpoint("tcp", "a-b", OPTIONS, "127.0.0.1:1", nonce), SECRET) in fields

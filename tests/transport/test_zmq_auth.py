@@ -122,7 +122,7 @@ def test_another_connection_with_the_same_descriptor_is_left_alone(
     fd = door.fd(old)
     here.add(fd)
     os.dup2(door.fd(new), fd)  # the old one is closed, and its descriptor is the new one's
-    here.shut_down(everyone=True)
+    here.shut_down(all_pending=True)
     assert door.shut() == [old], "closed by itself, and the other not"
     assert len(here) == 0
 
@@ -139,7 +139,7 @@ def test_descriptors_that_are_none_any_more_are_no_matter(clock: Clock) -> None:
     here.add(a.fileno())
     fd = a.fileno()
     a.close()
-    here.shut_down(everyone=True)
+    here.shut_down(all_pending=True)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     b.close()

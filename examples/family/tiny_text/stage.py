@@ -5,9 +5,8 @@ from __future__ import annotations
 from stretto.messages.requests import Admit, Text
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.request import Reason, RequestSpec
-from stretto.stage.stage import ToEngine
+from stretto.stage.stage import CoreStage, ToEngine
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
 from tiny_text.family import WriterParams
@@ -28,8 +27,7 @@ class WriterStage(CoreStage[StageCore]):
             a.request,
             params.max_tokens,
             stop_ids,
-            params.sampling,
-            a.priority,
+            priority=a.priority,
             cache_root=a.cache_root,
         )
         self.core.submit(spec, params.sampling, prompt.ids)

@@ -38,7 +38,7 @@ class TrialStep(Protocol):
         """The parameters that a step asks for, in its order."""
         ...
 
-    def ahead(self, tables: Sequence[Table]) -> list[str | None]:
+    def precompile(self, tables: Sequence[Table]) -> list[str | None]:
         """Compile for all of these; what went wrong with each, if anything is known to."""
         ...
 
@@ -82,7 +82,7 @@ def chosen(found: Sequence[Tuned], current: Tuned, most: int) -> list[Tuned]:
 class Descent:
     step: TrialStep
     candidates: Callable[[TuningQuestion], list[Tuned]]
-    wanted: Callable[[str], bool]  # names
+    selects: Callable[[str], bool]  # kernels, by name
     late: Callable[[], bool]  # no time for another measurement
     changes: Table = field(default_factory=dict)  # what was found to be better
     before: Table = field(default_factory=dict)  # what stood where something was tried
@@ -97,7 +97,7 @@ class Descent:
         before = dict(self.changes)
         while not self.late():
             asked = self.step.questions(self.changes)
-            name = next((n for n in asked if n not in done and self.wanted(n)), None)
+            name = next((n for n in asked if n not in done and self.selects(n)), None)
             if name is None:
                 break
             done.add(name)
@@ -113,7 +113,7 @@ class Descent:
         self.before.setdefault(name, asked.found)
         tables = [self.changes | {name: c} for c in (asked.found, *others)]
         rows = []
-        for table, why in zip(tables, self.step.ahead(tables), strict=True):
+        for table, why in zip(tables, self.step.precompile(tables), strict=True):
             if self.late():
                 break
             row: dict[str, Any] = {

@@ -204,7 +204,7 @@ class QuantisedLoad:
     # those that are widened, by the file of their codes
     widened: dict[Path, list[tuple[QuantisedTensor, torch.Tensor]]] = field(default_factory=dict)
     reciprocal: set[str] = field(default_factory=set)
-    _kept: list[tuple[QuantisedTensor, PackedWeight]] = field(default_factory=list)
+    _packed: list[tuple[QuantisedTensor, PackedWeight]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -235,7 +235,7 @@ class QuantisedLoad:
         if q.zero is not None:
             assert into.zero is not None
             self.direct[q.zero.name] = ZeroPoints(q, into.zero)
-        self._kept.append((q, into))
+        self._packed.append((q, into))
 
     def batches(self) -> Iterable[WideningBatch]:
         """One for each file, so that the scales of few are held."""
@@ -256,7 +256,7 @@ class QuantisedLoad:
 
     def finish(self) -> None:
         """When all is read; waits."""
-        for q, into in self._kept:
+        for q, into in self._packed:
             if q.name in self.reciprocal:
                 into.scale.copy_(1 / into.scale)
             self.checks.add(q, into)

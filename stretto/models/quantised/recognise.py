@@ -151,8 +151,8 @@ def _packed(
         raise _refuse(scale, f"has shape {list(scale.shape)} for a matrix of {outputs} outputs")
     group = _group(scale, inputs, scale.shape[1], settings.group if settings else None)
     if settings is not None and settings.symmetric is (zero is not None):
-        said = "symmetric" if settings.symmetric else "not symmetric"
-        raise _refuse(codes, f"quantization_config says {said}, which its tensors contradict")
+        symmetry = "symmetric" if settings.symmetric else "not symmetric"
+        raise _refuse(codes, f"quantization_config says {symmetry}, which its tensors contradict")
     if zero is not None:
         _must_be(zero, "I32", (-(-outputs // (32 // bits)), scale.shape[1]))
     if order is not None:

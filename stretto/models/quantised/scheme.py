@@ -101,7 +101,7 @@ class Scheme:
         }
 
     def _weights(self) -> dict[str, Any]:
-        ways: dict[SchemeName, dict[str, Any]] = {
+        options: dict[SchemeName, dict[str, Any]] = {
             "int4": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group},
             "fp8-block": {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
             "fp8-row": {"strategy": "channel"},
@@ -113,7 +113,7 @@ class Scheme:
             "block_structure": None,
             "actorder": None,
         }
-        return {**usual, **ways[self.name], "symmetric": self.symmetric, "dynamic": False}
+        return {**usual, **options[self.name], "symmetric": self.symmetric, "dynamic": False}
 
     def _activations(self) -> dict[str, Any]:
         """What other engines may do with activations; Stretto leaves them as they are."""

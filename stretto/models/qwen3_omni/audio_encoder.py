@@ -8,9 +8,8 @@ waits for the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stretto.layers.linear import Linear
 from stretto.models.qwen3_omni.config import AudioConfig, conv_length
+
+ReplayWindows = Callable[[Sequence[torch.Tensor]], list[torch.Tensor] | None]
+"""`WindowGraphs.run`: windows [t, hidden] -> [t, out] each by a captured pass; None if none
+fits."""
 
 # Launch sizes. At the released size the first convolution makes 3 MB (bf16) per chunk, so 64 chunks
 # peak near 400 MB with the activation's copy; 8 windows are what the largest captured graph takes.
@@ -80,14 +83,6 @@ class Layer(nn.Module):
         return out
 
 
-class CapturedWindows(Protocol):
-    """Attention windows that were captured (`audio_graphs.py`)."""
-
-    def run(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Windows [t, hidden] -> [t, out] each; None if no graph fits."""
-        ...
-
-
 class AudioEncoder(nn.Module):
     """Weights only."""
 
@@ -103,13 +98,7 @@ class AudioEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(hidden)
         self.proj1 = Linear(hidden, hidden, bias=True)
         self.proj2 = Linear(hidden, config.output_size, bias=True)
-        self._graphs: CapturedWindows | None = None
         self.requires_grad_(False)
-
-    def use_graphs(self, graphs: CapturedWindows | None) -> None:
-        """Windows are run by these where they fit; they are captured when the weights are in
-        place."""
-        self._graphs = graphs
 
     def convolve(self, chunks: torch.Tensor, frames: int | None = None) -> torch.Tensor:
         """[n, bins, frames] -> [n, conv_length(frames), hidden]. Positions count from 0 in every
@@ -127,13 +116,18 @@ class AudioEncoder(nn.Module):
         return rows + sinusoid(t, rows.shape[2], rows.device).to(rows.dtype)
 
     def front(
-        self, chunks: torch.Tensor, lengths: Sequence[int], padded: bool = True
+        self,
+        chunks: torch.Tensor,
+        lengths: Sequence[int],
+        padded: bool = True,
+        few_sizes: bool = False,
     ) -> list[torch.Tensor]:
         """The rows of each chunk: [n, bins, chunk_frames], zeros behind `lengths`, -> n x
         [conv_length, hidden].
 
         Bias and activation make the padding visible to the last row. A clip that is shorter than a
-        chunk is one alone that is not `padded` to it: nothing is seen behind its frames."""
+        chunk is one alone that is not `padded` to it: nothing is seen behind its frames.
+        `few_sizes`: batches are filled up to `CONV_SIZES`."""
         c = self.config
         assert chunks.shape[1] == c.num_mel_bins, (
             f"expected {c.num_mel_bins} bins, got {tuple(chunks.shape)}"
@@ -143,7 +137,7 @@ class AudioEncoder(nn.Module):
         for part in torch.split(chunks, CONV_BATCH):
             n = len(part)
             empty = 0
-            if self._graphs is not None:
+            if few_sizes:
                 empty = next(size for size in CONV_SIZES if size >= n) - n
             rows += self.convolve(
                 F.pad(part, (0, 0, 0, 0, 0, empty)), None if padded else lengths[0]
@@ -175,9 +169,12 @@ class AudioEncoder(nn.Module):
         """One attention window, alone: [t, hidden] -> [t, out]."""
         return self.transform(rows[None])[0]
 
-    def windows(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Several windows in one launch, of any lengths and from any requests."""
-        captured = None if self._graphs is None else self._graphs.run(rows)
+    def windows(
+        self, rows: Sequence[torch.Tensor], replay: ReplayWindows | None = None
+    ) -> list[torch.Tensor]:
+        """Several windows in one launch, of any lengths and from any requests; by `replay` if they
+        fit."""
+        captured = None if replay is None else replay(rows)
         if captured is not None:
             return captured
         lengths = [len(r) for r in rows]
@@ -187,7 +184,7 @@ class AudioEncoder(nn.Module):
         out = self.transform(padded, torch.tensor(lengths).to(padded.device, non_blocking=True))
         return [o[:n] for o, n in zip(out, lengths, strict=True)]
 
-    def encode(self, mel: torch.Tensor) -> torch.Tensor:
+    def encode(self, mel: torch.Tensor, replay: ReplayWindows | None = None) -> torch.Tensor:
         """A whole clip: normalised mel [bins, frames] -> [audio_tokens(frames), out]. No frames, no
         rows."""
         c, frames = self.config, mel.shape[1]
@@ -195,7 +192,7 @@ class AudioEncoder(nn.Module):
         outs = [self.proj2.weight.new_empty(0, c.output_size)]
         for at in range(0, len(windows), self.batch):
             outs += self.encode_windows(
-                windows[at : at + self.batch], padded=frames >= c.chunk_frames
+                windows[at : at + self.batch], frames >= c.chunk_frames, replay
             )
         return torch.cat(outs)
 
@@ -205,11 +202,15 @@ class AudioEncoder(nn.Module):
         return WINDOW_BATCH_CPU if self.proj2.weight.device.type == "cpu" else WINDOW_BATCH
 
     def encode_windows(
-        self, mels: Sequence[torch.Tensor], padded: bool = True
+        self,
+        mels: Sequence[torch.Tensor],
+        padded: bool = True,
+        replay: ReplayWindows | None = None,
     ) -> list[torch.Tensor]:
         """Windows of any clips in one launch: normalised mel [bins, frames] each ->
         [audio_tokens(frames), out]. One that is all of a clip shorter than a convolution chunk goes
-        alone, and is not `padded` to one."""
+        alone, and is not `padded` to one. With `replay`, as on a GPU, convolutions come in few
+        sizes."""
         c = self.config
         width = c.chunk_frames
         chunks, lengths, per = [], [], []
@@ -222,8 +223,8 @@ class AudioEncoder(nn.Module):
             chunks.append(F.pad(mel, (0, -n % width)).reshape(bins, count, width).transpose(0, 1))
             lengths += [min(width, n - i) for i in range(0, n, width)]
             per.append(count)
-        rows = iter(self.front(torch.cat(chunks), lengths, padded))
-        return self.windows([torch.cat(list(islice(rows, count))) for count in per])
+        rows = iter(self.front(torch.cat(chunks), lengths, padded, few_sizes=replay is not None))
+        return self.windows([torch.cat(list(islice(rows, count))) for count in per], replay)
 
 
 def sinusoid(length: int, hidden_size: int, device: torch.device) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Some three hundred launches for a clip of ten seconds would take the host longer than the device
 needs for them. Windows of any lengths, from any requests, go into static buffers, the last ones of
-length 0 if there are fewer than the graph has. Owned by the encoder, captured once at start; run on
-the thinker stage's thread and stream alone."""
+length 0 if there are fewer than the graph has. Owned by the thinker stage's `Encoders`, captured
+once at start; run on that stage's thread and stream alone."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class WindowGraphs:
         graph, out = self.graphs[size]
         graph.replay()
         # A copy: the graph's output is overwritten by its next replay.
-        kept = out[: len(rows)].clone()
-        return [window[: len(r)] for window, r in zip(kept, rows, strict=True)]
+        copies = out[: len(rows)].clone()
+        return [window[: len(r)] for window, r in zip(copies, rows, strict=True)]
 
     def fill(self, rows: Sequence[torch.Tensor], size: int) -> None:
         """Put windows where the graphs read them. Rows behind a window's length are masked, which

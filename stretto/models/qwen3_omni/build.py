@@ -16,6 +16,7 @@ from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.code2wav import Code2Wav
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.load import Source, quantised_formats
+from stretto.models.qwen3_omni.stages.encoders import Encoders
 from stretto.models.qwen3_omni.stages.talker import TalkerStage
 from stretto.models.qwen3_omni.stages.thinker import ThinkerStage
 from stretto.models.qwen3_omni.talker import Talker, TalkerAdapter
@@ -28,8 +29,8 @@ from stretto.stage.host.memory_plan import StagePlan
 from stretto.stage.vocoder import CodecConfig
 
 PRIORITIES = {"thinker": 0, "talker": -1}
-"""Of the stages' streams on a device they share: what is heard sooner goes first. (The vocoder's is
--2.)"""
+"""Priorities of the stages' CUDA streams on a device that they share: a later stage goes first.
+(The vocoder's is -2.)"""
 POOL_HINT = "--kv-blocks {}=N or --max-model-len"
 
 
@@ -91,21 +92,29 @@ def build_thinker(b: HostBuilder[Source], source: Source) -> ThinkerStage:
         adapter,
         priority=PRIORITIES["thinker"],
         prompts=adapter.prompts,
-        capture=lambda stream: capture_encoders(thinker, stream, images=s.vision_graphs),
     )
-    return ThinkerStage(core, thinker, b.context)
+    windows: WindowGraphs | None = None
+    frames: FrameGraphs | None = None
+    if b.context.graphs:
+        assert core.stream is not None
+        windows, frames = capture_encoders(thinker, core.stream, images=s.vision_graphs)
+    encoders = Encoders(thinker, core, b.context, windows, frames)
+    return ThinkerStage(core, thinker, encoders, b.context)
 
 
-def capture_encoders(thinker: Thinker, stream: torch.cuda.Stream, images: bool) -> None:
+def capture_encoders(
+    thinker: Thinker, stream: torch.cuda.Stream, images: bool
+) -> tuple[WindowGraphs, FrameGraphs | None]:
+    """Passes over windows of sound and, if `images`, over single frames."""
     windows = WindowGraphs(thinker.audio_tower)
     windows.capture(stream)
-    thinker.audio_tower.use_graphs(windows)
     with torch.cuda.stream(stream), torch.inference_mode():
         thinker.audio_tower.warm()
-    if images:
-        frames = FrameGraphs(thinker.visual)
-        frames.capture(stream)
-        thinker.visual.use_graphs(frames)
+    if not images:
+        return windows, None
+    frames = FrameGraphs(thinker.visual)
+    frames.capture(stream)
+    return windows, frames
 
 
 # -- the talker
@@ -131,7 +140,7 @@ def build_talker(b: HostBuilder[Source], source: Source) -> TalkerStage:
     words = prefill = None
     if isinstance(thinker, ThinkerStage):
         words = thinker.model.model.embed_tokens.weight.data
-        prefill = thinker.core if c.switches.prefill_priority else None
+        prefill = thinker.core if s.switches.prefill_priority else None
     talker = source.talker(words)
     b.finish_compiling("talker")
     cache = talker.cache(b.blocks["talker"] + 1, s.block_size)

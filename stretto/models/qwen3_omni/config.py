@@ -256,11 +256,9 @@ def parse(raw: object, where: str = "config.json") -> OmniConfig:
     top = Section(raw, where)
     if top.raw.get("model_type") != "qwen3_omni_moe":
         raise top.fail("model_type", f"must be 'qwen3_omni_moe', got {top.raw.get('model_type')!r}")
-    th, ta, cw = (
-        top.section("thinker_config"),
-        top.section("talker_config"),
-        top.section("code2wav_config"),
-    )
+    th = top.section("thinker_config")
+    ta = top.section("talker_config")
+    cw = top.section("code2wav_config")
 
     text = decoder_config(th.section("text_config"), mrope=True, moe=True, shared=False)
     thinker = ThinkerConfig(

@@ -31,9 +31,8 @@ class PromptMedia:
     videos: list[Patches] = field(default_factory=list)
     num_tokens: int = 0
     expected: int = 0  # tokens of pictures that are not decoded yet, and of those that are
-    _pads: list[tuple[int, list[int]]] = field(
-        default_factory=list
-    )  # the template's pad, and the ids in its place
+    # the template's pad, and the ids in its place
+    _pads: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def expect_picture(self, height: int, width: int) -> None:
         """A picture of this size is going to be added: refused before any is decoded, if all of

@@ -1,5 +1,5 @@
-"""What a request tells each stage of Qwen3-Omni, and how the model was made to pick: what its
-generation_config.json says, read once when the model is opened. Imports no torch.
+"""Parameters of a request for each stage of Qwen3-Omni, and the defaults of its
+generation_config.json, which is read once when the model is opened. Imports no torch.
 
 The released file speaks of the talker alone (`talker_temperature` and others) and leaves the
 thinker to the library's own default, which is greedy. A file may state the thinker's too, with the
@@ -29,7 +29,7 @@ class ThinkerParams(StageParams, frozen=True):
     max_tokens: Positive
     min_tokens: int = 0
     logit_bias: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=1024)] = ()
-    speak: bool = True  # the talker is to be told
+    speak: bool = True  # rows go to the talker
     grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)] = ""  # that the text follows
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0

@@ -166,9 +166,8 @@ def video_patches(
 
 def _resized(image: Image.Image, h: int, w: int) -> npt.NDArray[np.uint8]:
     assert image.mode == "RGB", f"images must arrive as RGB, got {image.mode}"
-    return np.asarray(
-        image.resize((w, h), Image.Resampling.BICUBIC)
-    )  # a copy if that is its size already
+    # a copy if that is its size already
+    return np.asarray(image.resize((w, h), Image.Resampling.BICUBIC))
 
 
 def _cut(frames: npt.NDArray[np.uint8], rule: PatchRule) -> Array:
@@ -177,13 +176,11 @@ def _cut(frames: npt.NDArray[np.uint8], rule: PatchRule) -> Array:
     T, H, W, C = frames.shape
     p, m = rule.patch, rule.merge
     levels = np.arange(256) / 255.0
-    shades = ((levels[:, None] - np.array(rule.mean)) / np.array(rule.std)).astype(
-        np.float32
-    )  # [256, 3]
+    # [256, 3]
+    shades = ((levels[:, None] - np.array(rule.mean)) / np.array(rule.std)).astype(np.float32)
     grid = frames.reshape(T, H // (p * m), m, p, W // (p * m), m, p, C)
-    ordered = grid.transpose(
-        1, 4, 2, 5, 7, 0, 3, 6
-    )  # block row, block column, row, column, C, T, p, p
+    # block row, block column, row, column, C, T, p, p
+    ordered = grid.transpose(1, 4, 2, 5, 7, 0, 3, 6)
     values = np.empty(ordered.shape, np.float32)
     for c in range(C):
         values[:, :, :, :, c] = shades[ordered[:, :, :, :, c], c]

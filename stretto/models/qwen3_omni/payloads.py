@@ -30,9 +30,8 @@ class ThinkerRows:
     span: Span
     ids: torch.Tensor  # int32 [rows]
     media: tuple[Span, ...]
-    hidden: (
-        torch.Tensor
-    )  # [media rows, hidden size]; what it is where there are none does not matter
+    # [media rows, hidden size]; what it is where there are none does not matter
+    hidden: torch.Tensor
 
     def __post_init__(self) -> None:
         shape = self.ids.shape

@@ -35,8 +35,8 @@ def rope_positions(
     at, nxt = 0, 0.0
     vision = np.flatnonzero((flat == tokens.image_pad) | (flat == tokens.video_pad))
     while at < len(flat):
-        ahead = vision[np.searchsorted(vision, at) :]
-        stop = int(ahead[0]) if len(ahead) else len(flat)
+        pads_left = vision[np.searchsorted(vision, at) :]
+        stop = int(pads_left[0]) if len(pads_left) else len(flat)
         merged = audio_in_video and stop < len(flat) and _opens_merged(flat, stop, tokens)
         if merged:  # the block starts right after its two markers, with audio or video
             while flat[stop - 1] == tokens.audio_pad:
@@ -103,10 +103,8 @@ def _merged(
     block[:, is_video], block[:, ~is_video] = video, sound
     tail = 1  # tokens after the interleaving ran out of one of the two form one piece
     if video.shape[1] and sound.shape[1]:
-        last_video, last_sound = (
-            int(np.flatnonzero(is_video)[-1]),
-            int(np.flatnonzero(~is_video)[-1]),
-        )
+        last_video = int(np.flatnonzero(is_video)[-1])
+        last_sound = int(np.flatnonzero(~is_video)[-1])
         tail = max(1, size - 1 - min(last_video, last_sound))
     else:
         tail = size

@@ -76,9 +76,8 @@ def first_text_row(talker: Talker, token: torch.Tensor) -> torch.Tensor:
 class TalkerInput(FrameInput[TalkerPrompt]):
     """What a request brings, and what came for it since."""
 
-    media: list[torch.Tensor] = field(
-        default_factory=list
-    )  # accept-layer rows on the device, in order
+    # accept-layer rows on the device, in order
+    media: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def missing(self) -> list[Span]:

@@ -22,11 +22,9 @@ from stretto.kernels.triton import MAX_ROWS
 from stretto.layers.decoder import Decoder, PagedPass
 from stretto.layers.linear import Embedding, Linear
 from stretto.layers.upload import to_device
-from stretto.models.parts import run_through
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
 from stretto.models.qwen3_omni.config import OmniConfig
 from stretto.models.qwen3_omni.vision_encoder import VisionEncoder
-from stretto.preprocess.prompt import Prompt
 from stretto.stage.request import StageRequest
 from stretto.stage.runner.adapter import HostInput, Picked, SideRows
 from stretto.stage.runner.columns import (
@@ -124,41 +122,6 @@ class Thinker(nn.Module):
     def cache(self, num_blocks: int, block_size: int = 16) -> KVCache:
         return self.model.cache(num_blocks, block_size, self.device, self.dtype)
 
-    def encode(self, prompt: Prompt) -> MediaRows | None:
-        """Run the encoders over all of a prompt's media. None if it has none."""
-        if not prompt.has_media:
-            return None
-        tokens, device, dtype = self.config.tokens, self.device, self.dtype
-        ids = np.asarray(prompt.ids)
-        media, visual = (
-            np.flatnonzero(np.isin(ids, tokens.media_pads)),
-            np.flatnonzero(np.isin(ids, tokens.media_pads[1:])),
-        )
-        hidden = self.config.thinker.text.hidden_size
-        rows = torch.zeros(len(media), hidden, device=device, dtype=dtype)
-        levels = len(self.config.thinker.vision.deepstack_layers)
-        deep = torch.zeros(levels, len(visual), hidden, device=device, dtype=dtype)
-
-        def among(pad: int, places: npt.NDArray[np.int64]) -> torch.Tensor:
-            """Which of `places` hold this pad."""
-            return to_device(np.flatnonzero(ids[places] == pad), device, torch.int64)
-
-        heard: list[torch.Tensor] = []
-        for clip in prompt.audios:
-            heard.append(
-                self.audio_tower.encode(to_device(clip.mel, device, torch.float32).to(dtype))
-            )
-        if heard:
-            rows.index_copy_(0, among(tokens.audio_pad, media), torch.cat(heard))
-        for pad, pictures in ((tokens.image_pad, prompt.images), (tokens.video_pad, prompt.videos)):
-            if pictures:
-                seen = run_through(
-                    self.visual.encoding([m.values for m in pictures], [m.grid for m in pictures])
-                )
-                rows.index_copy_(0, among(pad, media), seen.main)
-                deep.index_copy_(1, among(pad, visual), torch.stack(list(seen.deep)))
-        return MediaRows(torch.from_numpy(media), rows, torch.from_numpy(visual), deep)
-
     def embed(self, ids: torch.Tensor, media: MediaRows | None = None) -> torch.Tensor:
         """Input rows of a run of ids; `media` holds the encoder rows that fall into the run."""
         x: torch.Tensor = self.model.embed_tokens(ids)
@@ -180,24 +143,25 @@ class Thinker(nn.Module):
         Returns the final-normed rows, and the accept layer's residual stream at the rows named by
         `capture`."""
         taken: list[torch.Tensor] = []
-        wanted = None if capture is None else torch.as_tensor(capture, device=x.device)
-        if wanted is not None and self.accept_layer == 0:
-            taken.append(x[wanted])
+        captured_rows = None if capture is None else torch.as_tensor(capture, device=x.device)
+        if captured_rows is not None and self.accept_layer == 0:
+            taken.append(x[captured_rows])
 
         def after(layer: int, stream: torch.Tensor) -> torch.Tensor:
             if (
-                wanted is not None
+                captured_rows is not None
                 and layer + 1 == self.accept_layer < self.config.thinker.text.num_layers
             ):
-                taken.append(stream[wanted])  # before this layer's DeepStack addition
+                taken.append(stream[captured_rows])  # before this layer's DeepStack addition
             if deep is not None and layer < len(deep.levels):
                 stream = stream.index_add(0, deep.rows, deep.levels[layer])
             return stream
 
-        watch = after if wanted is not None or deep is not None else None
+        watch = after if captured_rows is not None or deep is not None else None
         hidden: torch.Tensor = self.model(x, positions, PagedPass(cache, paging), watch)
-        if wanted is not None and not taken:  # the last state a model reports is the normed one
-            taken.append(hidden[wanted])
+        if captured_rows is not None and not taken:
+            # the last state a model reports is the normed one
+            taken.append(hidden[captured_rows])
         return hidden, taken[0] if taken else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -216,7 +180,7 @@ class ThinkerInput:
     first_decode: float  # rotary position of the first generated token
     sampling: SamplingParams = GREEDY
     media: list[MediaRows] = field(default_factory=list)  # of the pieces that are encoded by now
-    # sorted prompt positions whose accept-layer rows are wanted
+    # sorted prompt positions whose accept-layer rows the talker needs
     capture: npt.NDArray[np.int64] | None = None
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     min_new: int = 0  # tokens before the end may come
@@ -312,8 +276,8 @@ class ThinkerAdapter:
             deep = Deep(
                 to_device(places, device, torch.int64), torch.cat([m.deep for _, m in visual], 1)
             )
-        wanted = [row + r for _, row, e in extras for r in e.capture]
-        capture = to_device(wanted, device, torch.int64) if wanted else None
+        captured_rows = [row + r for _, row, e in extras for r in e.capture]
+        capture = to_device(captured_rows, device, torch.int64) if captured_rows else None
         found = (
             None
             if self.prompts is None or deep is not None

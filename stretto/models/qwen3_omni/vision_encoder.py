@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +50,8 @@ each other."""
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionRows:
     main: torch.Tensor  # [patches / merge**2, out]
-    deep: tuple[
-        torch.Tensor, ...
-    ]  # as main: level l is added to the thinker's hidden state after its layer l
+    # as main: level l is added to the thinker's hidden state after its layer l
+    deep: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +175,9 @@ class Merger(nn.Module):
         return out
 
 
-class CapturedFrames(Protocol):
-    """Single frames that were captured (`vision_graphs.py`)."""
-
-    def run(self, x: torch.Tensor, rope: Rope) -> VisionRows | None:
-        """One frame as `VisionEncoder.embed` makes it; None if no graph fits."""
-        ...
+ReplayFrame = Callable[[torch.Tensor, Rope], VisionRows | None]
+"""`FrameGraphs.run`: one frame as `VisionEncoder.embed` makes it, by a captured pass; None if none
+fits."""
 
 
 class VisionEncoder(nn.Module):
@@ -196,15 +191,11 @@ class VisionEncoder(nn.Module):
         self.merger_list = nn.ModuleList(
             Merger(config, norm_joined=True) for _ in config.deepstack_layers
         )
-        self._graphs: CapturedFrames | None = None
         self.requires_grad_(False)
 
-    def use_graphs(self, graphs: CapturedFrames | None) -> None:
-        """Single frames are run by these where they fit; they are captured when the weights are in
-        place."""
-        self._graphs = graphs
-
-    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> VisionRows:
+    def encode(
+        self, patches: torch.Tensor, grids: Sequence[Grid], replay: ReplayFrame | None = None
+    ) -> VisionRows:
         """Images and videos one after the other: [sum of t*h*w, patch values], in merge-block
         order.
 
@@ -212,14 +203,18 @@ class VisionEncoder(nn.Module):
         you can."""
         sizes = [t * h * w for t, h, w in grids]
         assert len(patches) == sum(sizes), f"{len(patches)} patches for grids of {sum(sizes)}"
-        return run_through(self.encoding(torch.split(patches, sizes), grids))
+        return run_through(self.encoding(torch.split(patches, sizes), grids, replay))
 
     def encoding(
-        self, pictures: Sequence[torch.Tensor | Array], grids: Sequence[Grid]
+        self,
+        pictures: Sequence[torch.Tensor | Array],
+        grids: Sequence[Grid],
+        replay: ReplayFrame | None = None,
     ) -> Parts[VisionRows]:
         """`encode` in parts: slabs of frames, or parts of one that is larger than a slab.
         `pictures`: the patches of each image or video, here or on the host, from where they are
-        taken as they are needed."""
+        taken as they are needed. A frame that is alone in its slab is encoded by `replay` if it
+        fits."""
         merge = self.config.merge
         assert all(
             t > 0 and h > 0 and w > 0 and h % merge == 0 and w % merge == 0 for t, h, w in grids
@@ -245,7 +240,7 @@ class VisionEncoder(nn.Module):
                 parts.append((yield from self._encode_large(frame, slab[0], size)))
             else:
                 x = [self._upload(p) for p in (frame, *more)]
-                parts.append(self._encode(torch.cat(x) if more else x[0], slab))
+                parts.append(self._encode(torch.cat(x) if more else x[0], slab, replay))
         if len(parts) == 1:
             return parts[0]
         deep = tuple(torch.cat(level) for level in zip(*(p.deep for p in parts), strict=True))
@@ -257,13 +252,16 @@ class VisionEncoder(nn.Module):
             return patches.to(weight.device, weight.dtype, non_blocking=True)
         return to_device(patches, weight.device, torch.float32).to(weight.dtype)
 
-    def _encode(self, patches: torch.Tensor, frames: Sequence[tuple[int, int]]) -> VisionRows:
+    def _encode(
+        self,
+        patches: torch.Tensor,
+        frames: Sequence[tuple[int, int]],
+        replay: ReplayFrame | None,
+    ) -> VisionRows:
         x, rope = self.embed(patches, frames)
         # Several frames go together instead: each launch serves all of them, so the device is what
         # takes the time.
-        captured = (
-            self._graphs.run(x, rope) if self._graphs is not None and len(frames) == 1 else None
-        )
+        captured = replay(x, rope) if replay is not None and len(frames) == 1 else None
         if captured is not None:
             return captured
         runs = [(len(list(same)), n) for n, same in groupby(h * w for h, w in frames)]

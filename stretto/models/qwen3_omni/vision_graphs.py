@@ -2,8 +2,8 @@
 
 Some three hundred launches for a small image would take the host longer than the device needs for
 them. One frame goes into static buffers with zeros behind it, up to the graph's size; its number of
-patches says which keys count. Owned by the encoder, captured once at start; run on the thinker
-stage's thread and stream alone."""
+patches says which keys count. Owned by the thinker stage's `Encoders`, captured once at
+start; run on that stage's thread and stream alone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ class FrameGraphs:
         )
         max_size, half = max(sizes), c.hidden_size // c.num_heads // 2
         self.rows = torch.zeros(max_size, c.hidden_size, device=weight.device, dtype=weight.dtype)
-        self.turns = torch.zeros(
-            2, max_size, 1, half, device=weight.device, dtype=torch.float32
-        )  # cos and sin
-        self.count = torch.ones(
-            1, dtype=torch.int64, device=weight.device
-        )  # never 0: some kernels would make NaN
+        # cos and sin
+        self.turns = torch.zeros(2, max_size, 1, half, device=weight.device, dtype=torch.float32)
+        # never 0: some kernels would make NaN
+        self.count = torch.ones(1, dtype=torch.int64, device=weight.device)
         self.graphs: dict[int, Captured[torch.Tensor]] = {}
 
     def capture(self, stream: torch.cuda.Stream) -> None:

@@ -7,8 +7,7 @@ loop thread."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.errors import Bug, Busy, Invalid
+from stretto.errors import Busy, Invalid
 from stretto.layers.upload import to_device
 from stretto.messages.requests import Admit, ProductData, Working
 from stretto.models.parts import Parts
@@ -27,10 +26,9 @@ from stretto.models.qwen3_tts.params import ClonedVoice, EnrollerParams
 from stretto.models.qwen3_tts.speaker import SHORTEST, SpeakerEncoder
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.host.context import StageContext
-from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
 from stretto.stage.runner.waiter import Waiter
-from stretto.stage.stage import Output, ToEngine, Transfer
+from stretto.stage.stage import Output, Stage, ToEngine
 from stretto.stage.timings import StageTimings, failed
 from stretto.types import RequestId
 
@@ -100,20 +98,15 @@ class Work:
     copied: Copied | None = None  # all parts are done
 
 
-class EnrollerStage:
+class EnrollerStage(Stage):
     name = "enroller"
     params = EnrollerParams
-    cheap = False
-    receives: Mapping[str, type[Payload]] = {}
-    sends: Mapping[str, type[Payload]] = {}
-    due_ns: int | None = None
 
     def __init__(self, model: Enroller, context: StageContext) -> None:
+        super().__init__()
         self.model = model
-        self._outputs: list[Output] = []  # that `poll` returns next
         self.work: dict[RequestId, Work] = {}
         self.waiter = context.waiter(self.name)
-        self.stream: torch.cuda.Stream | None = None
         if self.waiter is not None:  # nobody hears this: its kernels go behind all others
             self.stream = torch.cuda.Stream(model.device, priority=0)  # type: ignore[no-untyped-call]
 
@@ -135,20 +128,14 @@ class EnrollerStage:
         with self._running():
             clip = to_device(np.array(samples), self.model.device, torch.float32)
         self.work[a.request] = Work(
-            self.model.run(clip, prompt.ids), prompt.ids, StageTimings(time.monotonic())
+            self.model.run(clip, prompt.ids), prompt.ids, StageTimings(self.clock())
         )
 
     def cancel(self, id: RequestId) -> None:
         self.work.pop(id, None)
 
-    def finish(self, id: RequestId) -> None:
-        pass
-
     def throttle(self, id: RequestId, on: bool) -> None:
-        pass
-
-    def accept(self, transfer: Transfer) -> None:
-        raise Bug("no link ends at the enroller")
+        """It makes one voice of a clip, whoever listens."""
 
     def poll(self) -> Sequence[Output]:
         """Voices that are done."""
@@ -156,9 +143,7 @@ class EnrollerStage:
             id for id, work in self.work.items() if work.copied is not None and work.copied.ready
         ]:
             self._end(id, self.work.pop(id))
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+        return self.take_outputs()
 
     @torch.inference_mode()
     def launch(self) -> bool:
@@ -176,7 +161,7 @@ class EnrollerStage:
                     next(work.parts)
                 except StopIteration as end:
                     work.copied = Copied.of(end.value, self.waiter)
-            self._outputs.append(ToEngine(Working(id, self.name)))
+            self.outputs.append(ToEngine(Working(id, self.name)))
         except RuntimeError as e:  # of memory, most likely
             self.cancel(id)
             self._fail(id, f"no voice can be made of this: {e}")
@@ -192,9 +177,9 @@ class EnrollerStage:
         ).all():  # of samples beyond all measure
             self._fail(id, "no voice can be made of this sound")
             return
-        work.timings.mark(time.monotonic())
-        self._outputs.append(ToEngine(ProductData(id), msgspec.msgpack.encode(voice)))
-        self._outputs.append(ToEngine(work.timings.ended(id, self.name, Reason.STOP)))
+        work.timings.mark(self.clock())
+        self.outputs.append(ToEngine(ProductData(id), msgspec.msgpack.encode(voice)))
+        self.outputs.append(ToEngine(work.timings.ended(id, self.name, Reason.STOP)))
 
     def _fail(self, id: RequestId, message: str) -> None:
-        self._outputs.append(ToEngine(failed(id, self.name, Invalid(message, "audio"))))
+        self.outputs.append(ToEngine(failed(id, self.name, Invalid(message, "audio"))))

@@ -1,5 +1,5 @@
-"""What a request tells each stage of Qwen3-TTS, and how the model was made to pick: what its
-generation_config.json says, read once when the model is opened. Imports no torch.
+"""Parameters of a request for each stage of Qwen3-TTS, and the defaults of its
+generation_config.json, which is read once when the model is opened. Imports no torch.
 
 Plain names of that file (`temperature` and others) are about code 0 of a frame, those with
 `subtalker_` about other codes."""

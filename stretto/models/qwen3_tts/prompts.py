@@ -86,9 +86,8 @@ class SpeechBuilder:
         if not self.config.takes_instructions:
             raise Invalid("this model follows no instructions", "instructions")
         t = self.config.tokens
-        words = self.tokenizer.encode(
-            f"\n{text}"
-        )  # in one go, as the model was made: line breaks join
+        # in one go, as the model was made: line breaks join
+        words = self.tokenizer.encode(f"\n{text}")
         if len(words) > MAX_INSTRUCTIONS:
             raise Invalid(
                 f"instructions have {len(words)} tokens; at most {MAX_INSTRUCTIONS} are",

@@ -58,9 +58,8 @@ class SpeechPrompt:
     opening: int  # rows before the layouts differ
     texts: list[int]  # of the rows that are known by now: text ids
     codecs: list[int]  # and codec parts
-    words: list[int] = field(
-        default_factory=list
-    )  # that came and have no row yet, or will have none
+    # that came and have no row yet, or will have none
+    words: list[int] = field(default_factory=list)
     ended: bool = False  # no more will come
     complete: bool = False  # all rows are known but the last
     placed: int = 0  # words that have a row of the prompt
@@ -104,7 +103,7 @@ class SpeechPrompt:
         if self.whole:
             self._grow_whole()
         else:
-            self._grow_beside()
+            self._grow_with_sound()
 
     def _grow_whole(self) -> None:
         for word in self.words[self.placed :]:
@@ -116,7 +115,7 @@ class SpeechPrompt:
                 self._row(self.pad, codec)
             self.complete = True
 
-    def _grow_beside(self) -> None:
+    def _grow_with_sound(self) -> None:
         """All sounds but the last have a word beside them; when words run out, the end mark once,
         then padding."""
         sounds = self._sounds()[:-1]
@@ -154,9 +153,8 @@ class SpeechPrompt:
         """What follows these, once."""
         return self.pad if self.whole or self.placed > len(self.words) else self.eos
 
-    def told(self, start: int, stop: int) -> list[int]:
-        """What tells rows apart, for the prefix cache. (Voices are kept apart by the cache's
-        root.)"""
+    def cache_ids(self, start: int, stop: int) -> list[int]:
+        """Ids by which the prefix cache tells rows apart. (Voices differ in the cache's root.)"""
         rows = (self.row(i) for i in range(start, stop))
         return [(codec - NONE) << 32 | (text - NONE) for text, codec in rows]
 

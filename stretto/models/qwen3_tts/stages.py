@@ -4,9 +4,8 @@ have heard a cloned voice's reference before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 
@@ -41,40 +40,33 @@ class TalkerStage(SpeechStage):
         state = TalkerInput(rows, p.code0, p.residual, min_frames=p.min_frames)
         root = (cloned.digest if cloned is not None else b"") + a.cache_root
         return PromptPlan(
-            state, rows.told(0, rows.num_known), root, length=rows.length(len(p.spoken))
+            state, rows.cache_ids(0, rows.num_known), root, length=rows.length(len(p.spoken))
         )
 
-    def _text(self, id: RequestId, state: TalkerInput, tokens: Sequence[int]) -> None:
-        state.said += len(tokens)
-        self._grow(id, state, lambda: state.prompt.take(tokens))
-
-    def _end_text(self, id: RequestId, state: TalkerInput) -> None:
-        if not state.said:
+    def add_text(
+        self, id: RequestId, state: TalkerInput, tokens: Sequence[int], last: bool
+    ) -> None:
+        """Rows of the prompt become known, then tokens wait for their frames."""
+        state.num_text += len(tokens)
+        if last and not state.num_text:
             raise Invalid("there is nothing to say", "input")
-        state.text_ended = True
-        self._grow(id, state, state.prompt.end)
-        self.core.scheduler.end_step_inputs(id)
-
-    def _grow(self, id: RequestId, state: TalkerInput, change: Callable[[], Any]) -> None:
-        """Text came, or its end: rows of the prompt that are known now, then tokens that wait for
-        their frames."""
-        p, scheduler = state.prompt, self.core.scheduler
-        before = p.num_known
-        change()
-        state.end = p.after
-        fresh = p.spoken[len(state.text) :]
+        prompt, scheduler = state.prompt, self.core.scheduler
+        before = prompt.num_known
+        prompt.take(tokens)
+        if last:
+            state.text_ended = True
+            prompt.end()
+        state.end = prompt.after
+        more = prompt.spoken[len(state.text) :]
+        state.text.extend(more)
         if not state.closed:
-            closes = p.complete and bool(p.spoken or p.ended)
-            rows = p.told(before, p.num_known + closes)
-            state.text.extend(fresh)
+            state.closed = prompt.complete and bool(prompt.spoken or prompt.ended)
+            rows = prompt.cache_ids(before, prompt.num_known + state.closed)
             if rows:
-                scheduler.append_rows(id, rows, last=closes)
-            state.closed = closes
-            fresh = fresh[1:]  # the first is in the prompt's last row
-        else:
-            state.text.extend(fresh)
-        if fresh:
-            scheduler.append_step_inputs(id, len(fresh))
+                scheduler.append_rows(id, rows, last=state.closed)
+            more = more[1:]  # the first is in the prompt's last row
+        if more or last:
+            scheduler.append_step_inputs(id, len(more), last=last)
 
 
 class PrimedVocoderStage(VocoderStage):

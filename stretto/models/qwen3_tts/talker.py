@@ -51,7 +51,7 @@ class Talker(FrameTalker):
 @dataclass(slots=True, eq=False)
 class TalkerInput(FrameInput[SpeechPrompt]):
     closed: bool = False  # the prompt's last row is known
-    said: int = 0  # tokens of the request's own text
+    num_text: int = 0  # tokens of the request's own text
 
 
 class TalkerAdapter(SpeechAdapter[Talker, TalkerInput]):

@@ -53,13 +53,11 @@ class FrameInput(Generic[P]):
     prompt: P
     code0: SamplingParams
     residual: SamplingParams
-    text: list[int] = field(
-        default_factory=list
-    )  # spoken tokens: the first is in the prompt's last row
+    # spoken tokens: the first is in the prompt's last row
+    text: list[int] = field(default_factory=list)
     text_ended: bool = False
-    frames: list[list[int]] = field(
-        default_factory=list
-    )  # confirmed frames, for rows to be computed again
+    # confirmed frames, for rows to be computed again
+    frames: list[list[int]] = field(default_factory=list)
     min_frames: int = 0  # before the end may come
     end: int | None = None  # what follows the text, once; None: the text's end mark
 

@@ -101,9 +101,8 @@ class CodePredictor(nn.Module):
     def prepare(self, device: torch.device) -> None:
         self.model.prepare(device)
         positions = torch.arange(self.num_groups, dtype=torch.float32, device=device)
-        self.angles = self.model.rope(
-            positions, self.model.norm.weight.dtype
-        )  # of every position of a frame
+        # of every position of a frame
+        self.angles = self.model.rope(positions, self.model.norm.weight.dtype)
 
     def fitted(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of the talker's width as inputs."""

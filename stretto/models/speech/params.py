@@ -1,4 +1,4 @@
-"""What a request tells a talker and a vocoder, whatever their family. Imports no torch."""
+"""Parameters of a request for a talker and a vocoder, whatever their family. Imports no torch."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ class CodecFrames:
     """Talker to vocoder: frames of codes. `codes[i]` are the codebooks of frame `span.start +
     i`."""
 
-    HOST: ClassVar[frozenset[str]] = frozenset(
-        {"codes"}
-    )  # a step of the vocoder takes those of all streams along
+    # a step of the vocoder takes those of all streams along
+    HOST: ClassVar[frozenset[str]] = frozenset({"codes"})
 
     span: Span
     codes: torch.Tensor  # int32 [frames, codebooks]

@@ -32,9 +32,8 @@ class FrameRows:
 
     code0: SamplingRows  # how code 0 is picked
     residual: SamplingRows  # how codes 1..15 are picked
-    frame: (
-        torch.Tensor
-    )  # [rows] int64: index of the frame in its request's sequence; numbers its draws
+    # [rows] int64: index of the frame in its request's sequence; numbers its draws
+    frame: torch.Tensor
     seen: torch.Tensor  # [rows, vocabulary] bool: codes 0 picked so far; updated by the step
 
 

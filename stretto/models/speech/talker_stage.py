@@ -19,16 +19,15 @@ from stretto.models.speech.adapter import FrameInput
 from stretto.models.speech.pacing import CHECK_INTERVAL_S, FrameTiming, PacketPacing, select_due
 from stretto.models.speech.params import FrameParams
 from stretto.models.speech.payloads import CodecFrames
-from stretto.models.speech.prefill_priority import DecodeHold
+from stretto.models.speech.prefill_priority import hold_ns
 from stretto.models.speech.talker import FrameTalker
 from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.prompt import Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.host.context import StageContext
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, Salt, StageRequest, State
-from stretto.stage.stage import Output, ToEngine, Transfer
+from stretto.stage.stage import CoreStage, Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
@@ -61,7 +60,7 @@ class PromptPlan:
     """Of a request's prompt, when the request arrives."""
 
     state: FrameInput[Any]
-    rows: list[int]  # what tells them, for the prefix cache
+    rows: list[int]  # their ids for the prefix cache
     root: bytes
     salts: Sequence[Salt] = ()
     missing: Sequence[Span] = ()  # rows whose input is still to come
@@ -92,7 +91,7 @@ class SpeechStage(CoreStage[StageCore]):
         self.frame_timing = make_timing(FRAME_S, opening_s)
         self._frames_added = False  # since the last check
         self._last_check = 0.0
-        self._hold = DecodeHold(prefill, clock, core.clock) if prefill is not None else None
+        self.prefill = prefill
 
     def admit(self, a: Admit, params: Any, prompt: Prompt) -> None:
         id, p = a.request, params
@@ -103,7 +102,6 @@ class SpeechStage(CoreStage[StageCore]):
             id,
             self._longest(p.max_frames + 1, plan.length),
             frozenset({self.model.frames.eos}),
-            sampling=state.code0,
             priority=a.priority,
             paced=True,
             last_on_device=True,
@@ -118,9 +116,7 @@ class SpeechStage(CoreStage[StageCore]):
             request, len(prompt.ids), p.want_codes, StageTimings(self.clock()), pace
         )
         if p.spoken is not None:
-            self._text(id, state, p.spoken)
-            if not p.live:
-                self._end_text(id, state)
+            self.add_text(id, state, p.spoken, last=not p.live)
 
     def _longest(self, picks: int, prompt: int) -> int:
         """As many of these picks as there is room for behind a prompt of so many rows."""
@@ -137,7 +133,7 @@ class SpeechStage(CoreStage[StageCore]):
         raise NotImplementedError
 
     def last_row(self, state: Any) -> list[int]:
-        """What tells the prompt's last row, with the first text token in it."""
+        """The prompt's last row, which holds the first text token, as ids for the prefix cache."""
         raise NotImplementedError
 
     def take_step_inputs(self, id: RequestId, tokens: Sequence[int], last: bool) -> None:
@@ -150,9 +146,7 @@ class SpeechStage(CoreStage[StageCore]):
             state = speech.request.input
             if state.text_ended:
                 raise Invalid("text after its end", "input")
-            self._text(id, state, tokens)
-            if last:
-                self._end_text(id, state)
+            self.add_text(id, state, tokens, last)
         except StrettoError as e:
             self._fail(id, e)
 
@@ -170,10 +164,12 @@ class SpeechStage(CoreStage[StageCore]):
         return self.take_outputs()
 
     def launch(self) -> bool:
-        hold = None
-        if self._hold is not None and self.core.has_room:
-            hold = self._hold.until_ns(self.requests.values(), self.frame_timing)
-        return self.core.launch(hold)
+        until_ns = None
+        if self.prefill is not None and self.prefill.prefill_in_flight and self.core.has_room:
+            paced = ((speech.request, speech.pace) for speech in self.requests.values())
+            if wait_ns := hold_ns(paced, self.frame_timing, self.clock()):
+                until_ns = self.core.clock() + wait_ns
+        return self.core.launch(until_ns)
 
     def _send_due(self, now: float) -> None:
         """Frames leave step by step rather than request by request, so that the vocoder gets them
@@ -203,24 +199,23 @@ class SpeechStage(CoreStage[StageCore]):
         if mark is Mark.MORE:
             self.core.scheduler.set_deadline(id, speech.pace.deadline)
 
-    def _text(self, id: RequestId, state: Any, tokens: Sequence[int]) -> None:
-        more = len(tokens)
-        if more and not state.text:  # the first is part of the prompt, and its end
+    def add_text(self, id: RequestId, state: Any, tokens: Sequence[int], last: bool) -> None:
+        """The next tokens of a request's text; `last`: no more will come."""
+        if tokens and not state.text:  # the first is part of the prompt, and its end
             state.text.append(tokens[0])
             self.core.scheduler.append_rows(id, self.last_row(state), last=True)
-            tokens, more = tokens[1:], more - 1
-        if more:
-            state.text.extend(tokens)
-            self.core.scheduler.append_step_inputs(id, more)
-
-    def _end_text(self, id: RequestId, state: Any) -> None:
-        state.text_ended = True
-        if self.requests[id].prefill_only:
-            return  # it ends when all its rows are in
+            tokens = tokens[1:]
+        state.text.extend(tokens)
+        if last:
+            state.text_ended = True
         if state.text:
-            self.core.scheduler.end_step_inputs(id)
-            return
-        # Nothing to say: the talker never runs, and silence is the answer.
+            if tokens or last:
+                self.core.scheduler.append_step_inputs(id, len(tokens), last=last)
+        elif last and not self.requests[id].prefill_only:
+            self._end_silent(id)
+
+    def _end_silent(self, id: RequestId) -> None:
+        """There is no text: the talker never runs, and silence is the answer."""
         self.core.cancel(id)
         self.outputs.append(Transfer(LINK, id, None, Mark.REQUEST_END))
         self.outputs.append(ToEngine(self.requests[id].timings.ended(id, self.name, Reason.STOP)))

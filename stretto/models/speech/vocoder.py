@@ -98,9 +98,9 @@ class Attention(nn.Module):
         keys, values = window.flatten(1, 2)
         keys.index_copy_(0, timing.columns, k)
         values.index_copy_(0, timing.columns, qkv[:, 2 * self.heads :])
-        held_k, held_v = window.index_select(1, timing.places).transpose(2, 3)
+        past_k, past_v = window.index_select(1, timing.places).transpose(2, 3)
         q = q.view(slots, frames, self.heads, self.head_dim).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, held_k, held_v, attn_mask=timing.bias)
+        y = F.scaled_dot_product_attention(q, past_k, past_v, attn_mask=timing.bias)
         out: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out
 
@@ -180,9 +180,8 @@ class Transformer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    taps: (
-        torch.Tensor
-    )  # [7, channels]: the depthwise weight, for kernels that have channels side by side
+    # [7, channels]: the depthwise weight, for kernels that have channels side by side
+    taps: torch.Tensor
 
     def __init__(self, channels: int, layout: TailLayout, rate: int) -> None:
         super().__init__()
@@ -443,11 +442,10 @@ class Vocoder(nn.Module):
         # Columns not yet written come out negative, and what a padding query sees does not matter
         # as long as it stays finite: hence the lowest finite number and not -inf.
         end = (part.frames + lengths)[:, None]
-        held = (
-            end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns
-        )  # [slots, columns]
-        age = position[:, :, None] - held[:, None]
-        seen = (held[:, None] >= 0) & (age >= 0) & (age < self.config.window)
+        # [slots, columns]
+        stored = end - 1 - (end - 1 - torch.arange(columns, device=device)) % columns
+        age = position[:, :, None] - stored[:, None]
+        seen = (stored[:, None] >= 0) & (age >= 0) & (age < self.config.window)
         bias = torch.full(
             seen.shape, torch.finfo(dtype).min, device=device, dtype=dtype
         ).masked_fill_(seen, 0)

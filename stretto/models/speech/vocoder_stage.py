@@ -13,10 +13,9 @@ from stretto.models.speech.params import VocoderParams
 from stretto.models.speech.payloads import CodecFrames
 from stretto.models.speech.talker_stage import FRAME_S, LINK
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason
-from stretto.stage.stage import ToEngine, Transfer
+from stretto.stage.stage import CoreStage, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.stage.vocoder import Primer, VocoderCore, VocoderOutput
 from stretto.types import Mark, RequestId
@@ -39,7 +38,7 @@ class VocoderStage(CoreStage[VocoderCore]):
         self.requests[a.request] = StageTimings(self.clock())
 
     def primer(self, params: VocoderParams) -> Primer | None:
-        """What a request's stream has heard before its first frame."""
+        """What a request's stream starts with."""
         return None
 
     def cancel(self, id: RequestId) -> None:
@@ -64,7 +63,7 @@ class VocoderStage(CoreStage[VocoderCore]):
             now = self.clock()
             timings.mark(now)
             rate = self.core.model.config.samples_per_frame / FRAME_S
-            if o.reason is None and id in self.core:
+            if o.reason is None:
                 self.core.set_deadline(id, timings.marks[0] + (o.start + len(o.samples)) / rate)
             self.outputs.append(ToEngine(Pcm(id, o.start, o.frames), o.samples.tobytes()))
         if o.reason is not None:

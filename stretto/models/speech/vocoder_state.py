@@ -30,9 +30,8 @@ class VocoderState:
     slot (the first of the window, the last of the rest) is for padding: what a step has beside its
     streams, and the writes of padding frames."""
 
-    frames: (
-        torch.Tensor
-    )  # [slots + 1] int64: frames taken so far, which is the next frame's position
+    # [slots + 1] int64: frames taken so far, which is the next frame's position
+    frames: torch.Tensor
     window: torch.Tensor  # [layers, 2 (k, v), 1 + slots, columns, heads, head_dim]
     tails: torch.Tensor  # [slots + 1, values]: all convolution tails side by side
     max_frames: int  # per step; more would overwrite columns that its first frame still reads

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.errors import Bug
 from stretto.messages.hosts import Configure, Loading
 from stretto.observe.recorder import Recorder
@@ -22,7 +22,6 @@ from stretto.stage.host.channel import Channel
 from stretto.stage.host.memory_plan import RESERVE, StagePlan, card_memory, check, free_memory
 from stretto.stage.host.stats import record_codec, record_stage
 from stretto.stage.launch_timing import LaunchTimer
-from stretto.stage.media_rows import PayloadStore
 from stretto.stage.runner.adapter import ModelAdapter
 from stretto.stage.runner.graphs import SIZES, DecodeGraphs, sizes_for
 from stretto.stage.runner.runner import Runner
@@ -39,7 +38,6 @@ class StageContext:
     model: str  # directory
     settings: HostSettings
     device: torch.device
-    switches: OverlapSwitches
     wake: Callable[[], None]  # wakes the loop
     channel: Channel  # to the engine
     num_requests: Callable[[], int] = lambda: 0  # that any stage of the host holds something for
@@ -47,7 +45,7 @@ class StageContext:
     recorder: Recorder = field(default_factory=Recorder)
     memory: dict[str, int] = field(default_factory=dict)  # bytes by stage, as planned
     waiters: list[Waiter] = field(default_factory=list)
-    configure: Configure | None = None  # what the host was told that it is
+    configure: Configure | None = None  # the host's stages, links and settings
 
     @property
     def loading_later(self) -> tuple[tuple[str, ...], ...]:
@@ -69,10 +67,8 @@ class StageContext:
 
     def fit(self, plans: Sequence[StagePlan]) -> int:
         """Refuse stages that do not fit; else the bytes that are free for them."""
-        share, others = (
-            self.settings.memory_share,
-            self.configure is not None and self.configure.others,
-        )
+        share = self.settings.memory_share
+        others = self.configure is not None and self.configure.others
         free, reserve = free_memory(self.device, share), RESERVE[self.device.type]
         check(plans, free, reserve, str(self.device), card_memory(self.device, share), others)
         self.memory.update({p.stage: p.total for p in plans})
@@ -94,23 +90,18 @@ class StageContext:
         *,
         priority: int = 0,
         mixed: bool = True,
-        capture: Callable[[torch.cuda.Stream], None] | None = None,
     ) -> StageCore:
         """The core of a stage around one model: scheduler, runner, captured steps. `priority` of
         its stream on a device that it shares: lower goes first. `mixed`: captured steps may hold
-        prompts and answers together. `capture` is for what else is captured, behind the decode
-        steps."""
+        prompts and answers together."""
         s = self.settings
         graphs = DecodeGraphs(adapter, sizes_for(s.max_rows)) if self.graphs else None
         runner = Runner(adapter, graphs, priority)
         if graphs is not None and runner.stream is not None:
             self.progress(name, "capturing graphs")
             graphs.capture(runner.stream)
-            if capture is not None:
-                capture(runner.stream)
         # On a CPU a step is done when its launch is, and all stages of the host wait for it.
         usual, lone = (256, 256) if self.device.type == "cpu" else (1024, 2560)
-        store = PayloadStore()
         scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=blocks,
@@ -124,14 +115,13 @@ class StageContext:
                 overlap_depth=s.overlap_depth,
                 prefix_cache=s.prefix_cache,
                 mixed=s.mixed_steps and (mixed or graphs is None),
-            ),
-            store.drop,
+            )
         )
         # On a CPU a step is done when its launch is, so there is nothing to wait for.
-        hold = self.device.type == "cuda" and self.switches.just_in_time
+        hold = self.device.type == "cuda" and self.settings.switches.just_in_time
         sizes = graphs.sizes if graphs is not None else SIZES
         timer = LaunchTimer(sizes, int(1e6 * s.launch_lead_ms), hold, self.clock)
-        core = StageCore(name, scheduler, runner, store, self.waiter(name), timer, self.recorder)
+        core = StageCore(name, scheduler, runner, self.waiter(name), timer, self.recorder)
         record_stage(self.recorder, core)
         return core
 

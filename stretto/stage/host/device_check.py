@@ -1,5 +1,5 @@
-"""Whether a host's device can be used at all, told in a sentence. Called by the host before it
-builds anything."""
+"""Checks whether a host's device can be used at all; an error is one sentence. Called by the host's
+process before it builds anything."""
 
 from __future__ import annotations
 

@@ -39,8 +39,6 @@ from stretto.stage.links.links import Links
 from stretto.stage.stage import (
     Output,
     Stage,
-    TakesFeatures,
-    TakesStepInputs,
     Transfer,
 )
 from stretto.stage.timings import failed
@@ -68,7 +66,7 @@ def poll_groups(stages: Sequence[Stage]) -> tuple[list[Stage], list[Stage], list
 
 
 class Host:
-    """The stages of this process and their links. `load` makes them; what they say goes to the
+    """The stages of this process and their links. `load` makes them; their reports go to the
     `channel`."""
 
     def __init__(
@@ -80,7 +78,6 @@ class Host:
         self.configure = configure
         self.channel = channel
         self.device = torch.device(settings.device)
-        self.switches = settings.switches
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self.wakeup = Wakeup()
@@ -89,7 +86,6 @@ class Host:
             configure.model,
             settings,
             self.device,
-            self.switches,
             self.wakeup.wake,
             channel,
             self.num_requests,
@@ -225,10 +221,7 @@ class Host:
             case Cancel(request=id):
                 self._cancel(id)
             case StepInputs(request=id, stage=stage, ids=ids, last=last):
-                reader: object = self.stages.get(stage)
-                if not isinstance(reader, TakesStepInputs):
-                    raise WireError(f"{stage!r} takes no step inputs here")
-                reader.take_step_inputs(id, ids, last)
+                self._stage(stage).take_step_inputs(id, ids, last)
             case Finish(request=id, stage=stage):
                 if stage in self.stages:
                     self.stages[stage].finish(id)
@@ -263,7 +256,7 @@ class Host:
 
     def _set_up_link(self, message: Listen | Connect | Unlink) -> None:
         try:
-            answer = self.endpoints.handle(message, self.switches)
+            answer = self.endpoints.handle(message)
         except StrettoError as e:
             if isinstance(message, Unlink):
                 raise
@@ -273,13 +266,15 @@ class Host:
                 self.channel.post(answer)
 
     def _supply(self, m: MediaData, blob: Bytes) -> None:
-        stage: object = self.stages.get(m.stage)
         try:
-            if not isinstance(stage, TakesFeatures):
-                raise WireError(f"features for {m.stage!r}, which asks for none")
-            stage.supply(m.request, unpack_pieces(m.pieces, blob))
+            self._stage(m.stage).supply(m.request, unpack_pieces(m.pieces, blob))
         except StrettoError as e:
             self._fail(m.request, m.stage, e)
+
+    def _stage(self, name: str) -> Stage:
+        if name not in self.stages:
+            raise WireError(f"there is no stage {name!r} here")
+        return self.stages[name]
 
     def _cancel(self, id: RequestId) -> None:
         for stage in self.stages.values():
@@ -313,10 +308,10 @@ def _decoded(params: msgspec.Raw, stage: Stage) -> msgspec.Struct:
 
 
 def take_messages(host: Host, channel: Channel) -> None:
-    """Hand what the engine says to the loop: until it goes, or says so, or the loop has died.
-    On the main thread. A request that the loop has no room for is refused; `Busy` for any other
-    message: one that is lost would leave a request or a link behind for good, so the host cannot
-    go on."""
+    """Post the engine's messages to the loop, until the engine has gone or sends `Quit`, or the
+    loop has died. On the main thread. A request that the loop has no room for is refused; `Busy`
+    for any other message: one that is lost would leave a request or a link behind for good, so the
+    host cannot go on."""
     while (item := channel.read()) is not None and host.loop.failure is None:
         message, blob = item
         if isinstance(message, Quit):

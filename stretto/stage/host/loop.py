@@ -23,8 +23,8 @@ from stretto.preprocess.packed_prompt import Bytes
 log = logging.getLogger(__name__)
 
 TICK_NS = 1_000_000
-"""Sleeps last whole ticks, so what is due within less than one is due now: then nobody ever wakes
-up too early, goes round and finds nothing to do."""
+"""Sleeps last whole ticks, so what is due within less than one is due now: the loop never wakes up
+too early to find nothing to do."""
 
 
 class Driven(Protocol):

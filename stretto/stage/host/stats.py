@@ -7,12 +7,13 @@ Asked for by the engine's pings, and taken on the loop thread. The engine adds w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from stretto.observe import logs
 from stretto.observe.descriptors import OPEN_FILES, open_descriptors
 from stretto.observe.recorder import Recorder
 from stretto.stage.ar import StageCore
+from stretto.stage.counters import KINDS
 from stretto.stage.host.loop import Loop
 from stretto.stage.links.links import Links
 from stretto.stage.stage import Stage
@@ -57,9 +58,9 @@ def resident() -> int:
         return int(file.read().split()[1]) * PAGE
 
 
-def record_stage(recorder: Recorder, stage: StageCore) -> None:
+def record_stage(recorder: Recorder, core: StageCore) -> None:
     """An autoregressive stage."""
-    s = stage.stats
+    s = core.stats
     for name, read in {
         "stretto_stage_tokens_total": lambda: s.tokens,
         "stretto_stage_rows_total": lambda: s.rows,
@@ -67,35 +68,35 @@ def record_stage(recorder: Recorder, stage: StageCore) -> None:
         "stretto_stage_held_total": lambda: s.held,
         "stretto_stage_late_total": lambda: s.late,
         "stretto_stage_gave_way_total": lambda: s.held_for_prefill,
-        "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
-        "stretto_stage_waiting": lambda: stage.scheduler.num_waiting,
-        "stretto_stage_blocks_available": lambda: stage.scheduler.pool.num_available,
-        "stretto_stage_blocks": lambda: stage.scheduler.pool.num_blocks,
+        "stretto_stage_waiting": lambda: core.scheduler.num_waiting,
+        "stretto_stage_blocks_available": lambda: core.scheduler.pool.num_available,
+        "stretto_stage_blocks": lambda: core.scheduler.pool.num_blocks,
     }.items():
-        recorder.number(name, read, stage=stage.name)
-    recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)
-    for kind, own in s.kinds.items():
-        labels = {"stage": stage.name, "kind": kind}
-        recorder.number("stretto_stage_steps_total", lambda o=own: o.steps, **labels)  # type: ignore[misc]
-        recorder.histogram("stretto_stage_launch_seconds", own.launch, **labels)
-        recorder.histogram("stretto_stage_device_seconds", own.device, **labels)
+        recorder.number(name, read, stage=core.name)
+    _record_steps(recorder, core, KINDS)
 
 
-def record_codec(recorder: Recorder, stage: VocoderCore) -> None:
+def record_codec(recorder: Recorder, core: VocoderCore) -> None:
     """A stage that makes samples of frames."""
-    s = stage.stats
-    labels = {"stage": stage.name, "kind": "decode"}
-    recorder.number("stretto_stage_steps_total", lambda: s.steps, **labels)
-    recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=stage.name)
-    recorder.histogram("stretto_stage_launch_seconds", s.kinds["decode"].launch, **labels)
-    recorder.histogram("stretto_stage_device_seconds", s.kinds["decode"].device, **labels)
     for name, read in {
-        "stretto_stage_frames_total": lambda: s.rows,
-        "stretto_stage_retire_seconds_total": lambda: s.retire_ns / 1e9,
-        "stretto_stage_slots_available": lambda: stage.num_free,
-        "stretto_stage_slots": lambda: stage.config.slots,
+        "stretto_stage_frames_total": lambda: core.stats.rows,
+        "stretto_stage_slots_available": lambda: core.num_free,
+        "stretto_stage_slots": lambda: core.config.slots,
     }.items():
-        recorder.number(name, read, stage=stage.name)
+        recorder.number(name, read, stage=core.name)
+    _record_steps(recorder, core, ("decode",))
+
+
+def _record_steps(recorder: Recorder, core: StageCore | VocoderCore, kinds: Sequence[str]) -> None:
+    s, name = core.stats, core.name
+    recorder.number("stretto_stage_retire_seconds_total", lambda: s.retire_ns / 1e9, stage=name)
+    recorder.histogram("stretto_stage_queue_seconds", s.queue, stage=name)
+    for kind in kinds:
+        steps = s.kinds[kind]
+        labels = {"stage": name, "kind": kind}
+        recorder.number("stretto_stage_steps_total", lambda o=steps: o.steps, **labels)  # type: ignore[misc]
+        recorder.histogram("stretto_stage_launch_seconds", steps.launch, **labels)
+        recorder.histogram("stretto_stage_device_seconds", steps.device, **labels)
 
 
 def record_link(

@@ -1,5 +1,5 @@
-"""The ends of links that are in a host: made when the engine says so, checked in each round,
-removed again.
+"""This host's ends of links to other hosts: made and removed by messages of the engine, checked for
+faults in each round.
 
 Couriers do the waiting. Links between stages of one host are none of these: the host hands their
 payloads over. Called by the host; on the loop thread."""
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Linked, Listen, Listening, Unlink
 from stretto.observe.recorder import Recorder
@@ -65,33 +65,31 @@ class LinkEndpoints:
     # that links copy on, by end
     streams: dict[str, torch.cuda.Stream] = field(init=False, default_factory=dict)
 
-    def handle(
-        self, m: Listen | Connect | Unlink, switches: OverlapSwitches
-    ) -> Listening | Linked | None:
+    def handle(self, m: Listen | Connect | Unlink) -> Listening | Linked | None:
         """Make or remove an end. Returns the answer for the engine."""
         match m:
             case Unlink(link=name):
                 self.unlink(name)
                 return None
             case Listen(link=name, generation=g) if name in self.links.inlets and g >= 0:
-                return self.listen(m, switches)
+                return self.listen(m)
             case Connect(link=name, generation=g) if name in self.links.outlets and g >= 0:
-                return self.connect(m, switches)
+                return self.connect(m)
             case _:
                 raise WireError(f"link {m.link!r}, generation {m.generation}, has no such end here")
 
-    def listen(self, m: Listen, switches: OverlapSwitches) -> Listening:
+    def listen(self, m: Listen) -> Listening:
         connector = self.registry.get(m.connector)
         try:
-            receiver = connector.listen(m.link.replace(">", "-"), self._options(switches, m))
+            receiver = connector.listen(m.link.replace(">", "-"), self._options(m))
         except OSError as e:
             # no descriptor to be had, say: it is tried again, and the stages here live
             raise WireError(f"cannot listen: {e}") from e
         end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.receiver = receiver
         inlet = self.links.inlets[m.link]
-        stream = self._stream_for(f"{m.link} in", inlet.receiver, switches)
-        uploader = HostToDevice(self.device, switches, inlet.kind.HOST, stream)
+        stream = self._stream_for(f"{m.link} in", inlet.receiver)
+        uploader = HostToDevice(self.device, self.settings.switches, inlet.kind.HOST, stream)
         end.incoming = incoming = Incoming(
             receiver,
             m.link,
@@ -105,20 +103,20 @@ class LinkEndpoints:
         record_link(self.recorder, m.link, "in", incoming, receiver)
         return Listening(m.link, m.generation, msgspec.msgpack.encode(receiver.endpoint))
 
-    def connect(self, m: Connect, switches: OverlapSwitches) -> Linked:
+    def connect(self, m: Connect) -> Linked:
         connector = self.registry.get(m.connector)
         endpoint = _decode_endpoint(m.endpoint)
-        sender: Sender = connector.connect(endpoint, self._options(switches, m))
+        sender: Sender = connector.connect(endpoint, self._options(m))
         end = self.ends.setdefault(m.link, LinkEndpoint(m.generation))
         end.sender = sender
         outlet = self.links.outlets[m.link]
-        stream = self._stream_for(f"{m.link} out", outlet.sender, switches)
+        stream = self._stream_for(f"{m.link} out", outlet.sender)
         end.outgoing = outgoing = Outgoing(
             sender,
             m.link,
             self.wake,
             stream=stream,
-            async_d2h=switches.async_d2h,
+            async_d2h=self.settings.switches.async_d2h,
             recorder=self.recorder,
         )
         outgoing.start()
@@ -126,26 +124,24 @@ class LinkEndpoints:
         record_link(self.recorder, m.link, "out", outgoing, sender)
         return Linked(m.link, m.generation)
 
-    def _stream_for(
-        self, end: str, stage: Stage, switches: OverlapSwitches
-    ) -> torch.cuda.Stream | None:
+    def _stream_for(self, end: str, stage: Stage) -> torch.cuda.Stream | None:
         """Where one end of a link copies. It stays the same when the link is laid anew: CUDA hands
         out 32 streams and then the same ones again, so that copies would sooner or later queue
         behind a stage's steps."""
         if self.device.type != "cuda":
             return None
-        if not switches.payload_stream:
+        if not self.settings.switches.payload_stream:
             return stage.stream
         if end not in self.streams:
             self.streams[end] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self.streams[end]
 
-    def _options(self, switches: OverlapSwitches, m: Listen | Connect) -> LinkOptions:
+    def _options(self, m: Listen | Connect) -> LinkOptions:
         return LinkOptions(
             slots=self.settings.link_slots,
             slot_bytes=self.settings.link_slot_bytes,
             generation=m.generation,
-            zero_copy=switches.zero_copy_encode,
+            zero_copy=self.settings.switches.zero_copy_encode,
             secret=m.secret,
             host=m.host,
             details=m.details,

@@ -30,7 +30,7 @@ class Gap(OnLink, WireError):
 
 
 class Unannounced(OnLink, WireError):
-    """Too many chunks, or bytes, for requests that nobody has announced."""
+    """Too many chunks, or bytes, for requests that are not announced."""
 
 
 class Pushed(Enum):

@@ -9,7 +9,6 @@ they are complete."""
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 import torch
 
@@ -20,14 +19,6 @@ from stretto.transport import wire
 from stretto.transport.contract import Chunk
 from stretto.transport.courier import Outgoing
 from stretto.types import Mark, RequestId, Span
-
-
-class ChunkSink(Protocol):
-    """Where chunks leave: the link's courier."""
-
-    def offer(self, chunk: Chunk) -> bool:
-        """Take a chunk, without waiting. False: there is no room now."""
-        ...
 
 
 class Outbox:
@@ -64,7 +55,7 @@ class Outbox:
             self._append(self._chunk(Span(self.sent, self.sent), mark, {}))
         self.ended = mark is Mark.REQUEST_END
 
-    def flush(self, courier: ChunkSink | None) -> bool:
+    def flush(self, courier: Outgoing | None) -> bool:
         """Offer the chunks that wait. True: none does any more. None: the link is not laid."""
         while self._waiting and courier is not None and courier.offer(self._waiting[0]):
             self._waiting.popleft()

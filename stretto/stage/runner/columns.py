@@ -109,7 +109,10 @@ class MinPColumns:
     def write(self, row: int, least: float) -> None:
         if least or row in self._used:
             self.least[row].fill_(least)
-        (self._used.add if least else self._used.discard)(row)
+        if least:
+            self._used.add(row)
+        else:
+            self._used.discard(row)
 
     def apply(
         self,
@@ -147,15 +150,16 @@ class BiasColumns:
     def write(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
         """Each token once."""
         if bias:
-            ids, values = (
-                np.array([i for i, _ in bias]),
-                np.array([v for _, v in bias], dtype=np.float32),
-            )
+            ids = np.array([i for i, _ in bias])
+            values = np.array([v for _, v in bias], dtype=np.float32)
             self.ids[row, : len(bias)] = to_device(ids, self.ids.device, torch.int64)
             self.values[row, : len(bias)] = to_device(values, self.values.device, torch.float32)
         if bias or row in self._used:
             self.counts[row].fill_(len(bias))
-        (self._used.add if bias else self._used.discard)(row)
+        if bias:
+            self._used.add(row)
+        else:
+            self._used.discard(row)
 
     def add(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """To the logits of these rows, in place. On a CPU, where nothing is captured, only if there

@@ -35,8 +35,7 @@ class DeviceRows:
         bias: BiasColumns | None = None,
         head: Head | None = None,
     ) -> None:
-        """`masks` and `bias` of an adapter that takes guided requests, `head` of one that tells how
-        likely its tokens were."""
+        """`masks` and `bias` are for guided requests, `head` is for log-probabilities."""
         self.device = cache.data.device
         self.cache = cache
         self.num_rows = num_rows

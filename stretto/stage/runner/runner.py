@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,16 @@ from stretto.stage.runner.graphs import DecodeGraphs
 from stretto.stage.runner.logprobs import StepLogprobs, score
 from stretto.stage.runner.step import Step
 from stretto.stage.scheduler.batch import Batch, RowSpan, StepResult
+from stretto.types import RequestId
 
 DRAWS = 1
 PENALTY = 2
 LOGPROBS = 4
 
 
-@dataclass(slots=True, eq=False)
-class _StepPlan:
-    """One batch's spans in the order of the pass: those of one position first, of these the ones
-    whose input is on the device."""
-
-    spans: Sequence[RowSpan]
-    # in the batch
-    index: Sequence[int]
-    # every span goes on from its own last pick
-    decodes: bool
+def pass_order(span: RowSpan) -> tuple[bool, bool]:
+    """Spans of one position first, of these the ones whose input is on the device."""
+    return span.stop - span.start != 1, not span.from_device
 
 
 class Runner:
@@ -88,19 +81,18 @@ class Runner:
             except RuntimeError as e:
                 return self._failed(batch, StageDead(f"a step failed to launch: {e}"))
 
-    def retire(self, step: Step) -> tuple[StepResult, list[list[int]]]:
-        """The tokens of a step that is done, once; and what its sampling spans picked, all columns
-        of it."""
+    def retire(self, step: Step) -> StepResult:
+        """What the spans of a step picked that is done."""
         if step.error is not None:
-            return StepResult.failed(step.batch, step.error), []
-        tokens, errors = [0] * len(step.batch.spans), {}
-        rows: list[list[int]] = step.host.tolist()
-        for i, row in zip(step.sampling, rows, strict=True):
+            return StepResult.failed(step.batch, step.error)
+        rows: list[Sequence[int]] = [()] * len(step.batch.spans)
+        errors: dict[RequestId, StrettoError] = {}
+        for i, row in zip(step.sampling, step.host.tolist(), strict=True):
             if row[0] < 0:
                 id = step.batch.spans[i].request.id
                 errors[id] = StageDead(f"{id}: the model's output is not a number")
-            tokens[i] = row[0]
-        return StepResult(tokens, errors), rows
+            rows[i] = row
+        return StepResult(rows, errors)
 
     def _failed(self, batch: Batch, error: StrettoError) -> Step:
         none = torch.empty(0, self.adapter.columns, dtype=torch.int64)
@@ -118,44 +110,38 @@ class Runner:
         adapter.rows.put_blocks(
             [(s.row, s.first_block, s.new_blocks) for s in batch.spans if s.new_blocks]
         )
-        plan = self._plan(batch)
         adapter.rows.write_guides(batch.spans)
-        samples = [i for i, span in enumerate(plan.spans) if span.samples]
+        decodes = batch.decode_only and all(span.from_device for span in batch.spans)
+        order: Sequence[int] = range(len(batch.spans))
+        spans: Sequence[RowSpan] = batch.spans
+        if not decodes:
+            order = sorted(order, key=lambda i: pass_order(batch.spans[i]))
+            spans = [batch.spans[i] for i in order]
+        samples = [i for i, span in enumerate(spans) if span.samples]
         flags = 0
         for i in samples:
-            flags |= self._flags[plan.spans[i].row]
+            flags |= self._flags[spans[i].row]
         mode = SamplingMode(bool(flags & DRAWS), bool(flags & PENALTY))
-        if plan.decodes:
-            picked, side_rows = self._decode(plan, mode), SideRows()
+        if decodes:
+            picked, side_rows = self._decode(spans, mode), SideRows()
         else:
-            picked, side_rows = self._mixed(plan, samples, mode)
-        logprobs = self._score(plan, samples, picked) if flags & LOGPROBS else None
-        sampling = [plan.index[i] for i in samples]
+            picked, side_rows = self._mixed(spans, order, samples, mode)
+        logprobs = self._score([spans[i] for i in samples], picked) if flags & LOGPROBS else None
+        sampling = [order[i] for i in samples]
         return self._publish(batch, sampling, picked.tokens, side_rows, logprobs)
 
-    def _score(self, plan: _StepPlan, samples: list[int], picked: Picked) -> StepLogprobs:
+    def _score(self, sampling: list[RowSpan], picked: Picked) -> StepLogprobs:
         """Log-probabilities of the picks, for the requests that ask for them."""
         head = self.adapter.rows.head
         if head is None or picked.hidden is None:
             raise Bug("this stage has no log-probabilities")
-        counts = [(at, plan.spans[i].request.spec.logprobs) for at, i in enumerate(samples)]
+        counts = [(at, span.request.spec.logprobs) for at, span in enumerate(sampling)]
         requested = [(at, count) for at, count in counts if count is not None]
         return score(head, picked.hidden, picked.tokens[:, 0], requested)
 
-    def _plan(self, batch: Batch) -> _StepPlan:
-        if batch.decode_only and all(s.from_device for s in batch.spans):
-            return _StepPlan(batch.spans, range(len(batch.spans)), True)
-
-        def key(i: int) -> tuple[bool, bool]:
-            span = batch.spans[i]
-            return span.stop - span.start != 1, not span.from_device
-
-        order = sorted(range(len(batch.spans)), key=key)
-        return _StepPlan([batch.spans[i] for i in order], order, False)
-
-    def _decode(self, plan: _StepPlan, mode: SamplingMode) -> Picked:
+    def _decode(self, spans: Sequence[RowSpan], mode: SamplingMode) -> Picked:
         """Every row goes on from its own last pick."""
-        host = self._device_rows(plan)
+        host = self._device_rows(spans)
         if self.graphs is not None:
             picked = self.graphs.replay(host, mode)
             if picked is not None:
@@ -164,30 +150,32 @@ class Runner:
         rows, positions, extra = to_device(host, self.device, torch.int64)
         return decode_step(self.adapter, rows, positions, extra, mode, width)
 
-    def _device_rows(self, plan: _StepPlan) -> np.ndarray:
+    def _device_rows(self, spans: Sequence[RowSpan]) -> np.ndarray:
         """(row, position, host value) [3, rows] of the spans whose input is on the device."""
-        spans = [s for s in plan.spans if s.from_device]
+        spans = [s for s in spans if s.from_device]
         values = [self.adapter.decode_value(s.request, s.start) for s in spans]
         return np.array([[s.row for s in spans], [s.start for s in spans], values], dtype=np.int64)
 
     def _mixed(
-        self, plan: _StepPlan, samples: list[int], mode: SamplingMode
+        self, spans: Sequence[RowSpan], order: Sequence[int], samples: list[int], mode: SamplingMode
     ) -> tuple[Picked, SideRows]:
+        """`spans` in the order of the pass, with their places in the batch; `samples`: which of
+        them sample."""
         adapter = self.adapter
         xs, places, extras = [], [], []
-        first = self._device_rows(plan)
+        first = self._device_rows(spans)
         row = first.shape[1]
         if row:
             x, positions = adapter.device_input(*to_device(first, self.device, torch.int64))
             xs, places = [x], [positions]
-        for i, span in enumerate(plan.spans[row:], start=row):
+        for i, span in enumerate(spans[row:], start=row):
             host_input = adapter.host_input(span.request, span.start, span.stop, span.publish_from)
             if host_input.extra is not None:
-                extras.append((plan.index[i], row, host_input.extra))
+                extras.append((order[i], row, host_input.extra))
             xs.append(host_input.x)
             places.append(host_input.positions)
             row += span.stop - span.start
-        paging = adapter.rows.mixed_paging([(s.row, s.start, s.stop) for s in plan.spans])
+        paging = adapter.rows.mixed_paging([(s.row, s.start, s.stop) for s in spans])
         hidden, side_rows = adapter.forward(torch.cat(xs), torch.cat(places, 1), paging, extras)
         if not samples:
             return Picked(
@@ -195,7 +183,7 @@ class Runner:
             ), side_rows
         last = paging.last_rows
         host = np.array(
-            [[last[i], plan.spans[i].row, plan.spans[i].stop - 1] for i in samples], dtype=np.int64
+            [[last[i], spans[i].row, spans[i].stop - 1] for i in samples], dtype=np.int64
         ).T
         pick, rows, positions = to_device(np.ascontiguousarray(host), self.device, torch.int64)
         return adapter.pick(rows, positions, hidden[pick], mode), side_rows

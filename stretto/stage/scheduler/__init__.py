@@ -2,15 +2,15 @@
 torch."""
 
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowJoin, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, prefix_keys
+from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
+from stretto.stage.scheduler.prefix import prefix_keys
 from stretto.stage.scheduler.scheduler import Scheduler
 
 __all__ = [
     "Batch",
     "BlockPool",
     "Outcome",
-    "PayloadHandle",
     "Published",
     "RowJoin",
     "RowSpan",

@@ -7,6 +7,7 @@ under the last step that uses it, and comes free when that step retires."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from stretto.stage.request import BlockId, RowId, StageRequest, State
 from stretto.stage.scheduler.batch import RowJoin
@@ -46,16 +47,15 @@ class Allocation:
         """Gives the request a row, and the blocks found for its prefix."""
         cursor, row = request.cursor, self.free_rows.pop()
         reused_from = cursor.confirmed
-        payloads = []
+        payloads: list[Any] = []
         if found:
-            needs = request.spec.needs_payload
             request.blocks = found
             request.published = len(found)
             cursor.reuse(len(found) * self.block_size)
-            for index in range(reused_from // self.block_size, len(found)):
-                payload = self.pool.payload(found[index])
-                if needs and payload is not None:
-                    payloads.append((index, payload))
+            if request.spec.needs_payload:
+                by_block = self.pool.payloads
+                unsent = found[reused_from // self.block_size :]
+                payloads = [by_block[block] for block in unsent if block in by_block]
         self.joined.append(
             RowJoin(
                 request=request,
@@ -69,7 +69,6 @@ class Allocation:
         request.row = row
         request.was_admitted = True
         request.num_cached += cursor.filled - self.joined[-1].reused_from
-        request.refresh_limit()
         self.by_row[row] = request
 
     def release_row(self, request: StageRequest) -> None:
@@ -113,8 +112,8 @@ class Allocation:
                 self.free_rows.append(row)
 
     def _undo_join(self, request: StageRequest, row: RowId) -> bool:
-        """Takes back a join that no batch has told the runner of. What it reused from the cache
-        goes too, or the payload of those rows would be taken for published."""
+        """Takes back a join that was in no batch yet. What it reused from the cache goes too, or
+        the payload of those rows would be taken for published."""
         join = next((join for join in self.joined if join.row == row), None)
         if join is None:
             return False

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stretto.errors import StrettoError
 from stretto.stage.request import BlockId, Confirmed, Reason, RowId, StageRequest
-from stretto.stage.scheduler.blocks import PayloadHandle
 from stretto.types import RequestId
 
 
@@ -56,10 +55,9 @@ class RowJoin(NamedTuple):
     filled: int
     # Rows [reused_from, filled) came from the prefix cache and were never launched for this
     # request: their output is confirmed, and their payload, where they have one and the request
-    # needs it, is in `payloads` as (block index, handle). The handles stay good as long as the
-    # request holds its blocks. Often an empty range.
+    # needs it, is in `payloads`, block by block. Often an empty range.
     reused_from: int
-    payloads: tuple[tuple[int, PayloadHandle], ...]
+    payloads: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +92,16 @@ class Batch:
 class StepResult:
     """What the host learned from one step."""
 
-    # one per span, in order; ignored where the span does not sample
-    tokens: Sequence[int]
+    # What each span picked, in their order: all columns, of which the first is its token. Ignored
+    # where the span does not sample.
+    rows: Sequence[Sequence[int]]
     # these requests fail, the others stand
     errors: Mapping[RequestId, StrettoError] = field(default_factory=dict)
 
     @classmethod
     def failed(cls, batch: Batch, error: StrettoError) -> StepResult:
         """The whole step failed."""
-        return cls([0] * len(batch.spans), {span.request.id: error for span in batch.spans})
+        return cls([()] * len(batch.spans), {span.request.id: error for span in batch.spans})
 
 
 class Published(NamedTuple):
@@ -123,8 +122,8 @@ class Outcome(NamedTuple):
     at: int
     # rows; as many as before if the span only computed rows again
     confirmed: Confirmed
-    # newly certain token `confirmed`; None if the span did not sample
-    token: int | None
+    # newly certain: all columns of token `confirmed`; empty if the span did not sample
+    row: Sequence[int]
     # why the request ended with this step
     reason: Reason | None
     published: tuple[Published, ...]

@@ -4,96 +4,34 @@ device memory.
 
 A block is in exactly one of three places:
 
-    free     nobody holds it and nobody can find it
+    free     no request refers to it, and it cannot be found
     held     at least one request (or a step in flight) refers to it; it may also be findable
-    cached   nobody holds it, but its key is in the index; the least recently used is evicted first
+    cached   no request refers to it, but it can be found; the least recently used goes first
 
 so `free + held + cached == total`."""
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
-from typing import NewType
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from stretto.errors import Bug
-from stretto.stage.request import BlockId, Salt, StageRequest
-
-PayloadHandle = NewType("PayloadHandle", int)
-"""Names what the stage keeps beside a cached block (the accept-layer rows of its media), so that a
-later request that finds the block can send those rows on without computing them."""
-
-_DIGEST_SIZE = 16
-
-
-def _digest(parent: bytes, ids: bytes, start: int, salts: Sequence[Salt]) -> bytes:
-    """The key of the rows from `start` on with these ids (8 bytes each), after rows whose key is
-    `parent`. A salt enters with its place relative to `start`, so that media items side by side
-    cannot be mistaken for one another."""
-    content = parent + ids
-    stop = start + len(ids) // 8
-    for salt in salts:
-        place = (salt.span.start - start, min(salt.span.stop, stop) - start, len(salt.digest))
-        content += array("q", place).tobytes() + salt.digest
-    return blake2b(content, digest_size=_DIGEST_SIZE).digest()
-
-
-def _root(root: bytes) -> bytes:
-    return blake2b(root, digest_size=_DIGEST_SIZE, person=b"prefix root").digest()
-
-
-def prefix_keys(ids: Sequence[int], salts: Sequence[Salt]) -> list[bytes]:
-    """For each salt, which come in order, a key for the whole prefix up to its end, whatever the
-    block size: other stages salt rows with it that depend on this one's."""
-    prefix = blake2b(digest_size=_DIGEST_SIZE, person=b"prefix")
-    at = 0
-    keys = []
-    for salt in salts:
-        start, stop = salt.span.start, salt.span.stop
-        prefix.update(array("q", (start - at, stop - at, *ids[at:stop])).tobytes() + salt.digest)
-        keys.append(prefix.digest())
-        at = stop
-    return keys
-
-
-def chain_keys(request: StageRequest, rows: int, block_size: int) -> None:
-    """Computes the keys of the request's full blocks below `rows` that are not there yet. Each key
-    chains the one before, so a key stands for the whole prefix up to the end of its block."""
-    keys = request.keys
-    begin, end = len(keys) * block_size, min(rows, request.keyable) // block_size * block_size
-    if begin >= end:
-        return
-    key = keys[-1][0] if keys else _root(request.spec.cache_root)
-    ids = array("q", request.ids[begin:end]).tobytes()
-    # they come in order, and none reaches into another
-    salts, first, last = request.salts, 0, 0
-    for start in range(begin, end, block_size):
-        stop = start + block_size
-        while first < len(salts) and salts[first].span.stop <= start:
-            first += 1
-        while last < len(salts) and salts[last].span.start < stop:
-            last += 1
-        inside = salts[first:last]
-        key = _digest(key, ids[(start - begin) * 8 : (stop - begin) * 8], start, inside)
-        keys.append((key, bool(inside)))
+from stretto.stage.request import BlockId
 
 
 class BlockPool:
-    def __init__(
-        self, num_blocks: int, on_drop: Callable[[PayloadHandle], None] | None = None
-    ) -> None:
-        """`on_drop` is told each payload handle whose block can no longer be found."""
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._on_drop = on_drop
         self.free = [BlockId(i) for i in reversed(range(num_blocks))]
         # oldest first
         self.cached: OrderedDict[BlockId, None] = OrderedDict()
         self.refs = [0] * num_blocks
         self.keys: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, BlockId] = {}
-        self.payloads: dict[BlockId, PayloadHandle] = {}
+        # What a stage keeps with a block that can be found (the accept-layer rows of its media), so
+        # that a later request can send those rows on without computing them.
+        self.payloads: dict[BlockId, Any] = {}
 
     @property
     def num_available(self) -> int:
@@ -160,16 +98,11 @@ class BlockPool:
         self.index[key], self.keys[block] = block, key
         return True
 
-    def attach(self, block: BlockId, key: bytes, payload: PayloadHandle) -> bool:
-        """Keeps a payload with a published block. False if the block has been evicted or replaced
-        since, or has a payload already: then the caller keeps the handle."""
-        if self.keys[block] != key or block in self.payloads:
-            return False
-        self.payloads[block] = payload
-        return True
-
-    def payload(self, block: BlockId) -> PayloadHandle | None:
-        return self.payloads.get(block)
+    def attach(self, block: BlockId, key: bytes, payload: Any) -> None:
+        """Keeps a payload with a published block, unless the block has been evicted or replaced
+        since, or has a payload already."""
+        if self.keys[block] == key:
+            self.payloads.setdefault(block, payload)
 
     def _forget(self, block: BlockId) -> None:
         key = self.keys[block]
@@ -177,9 +110,7 @@ class BlockPool:
             raise Bug(f"block {block} is not findable")
         del self.index[key]
         self.keys[block] = None
-        payload = self.payloads.pop(block, None)
+        self.payloads.pop(block, None)
         if self.refs[block] == 0:
             del self.cached[block]
             self.free.append(block)
-        if payload is not None and self._on_drop is not None:
-            self._on_drop(payload)

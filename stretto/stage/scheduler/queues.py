@@ -20,7 +20,7 @@ by_age = attrgetter("since")
 def next_waiting(
     waiting: Collection[StageRequest], step: int, patience: int
 ) -> StageRequest | None:
-    """The head of the queue. Only the head may leave for a row, so nobody overtakes a request that
+    """The head of the queue. Only the head may leave for a row, so no request overtakes one that
     does not fit yet, and a large one is served as soon as enough others have ended."""
     if not waiting:
         return None

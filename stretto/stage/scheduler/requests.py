@@ -35,6 +35,7 @@ class RequestTable:
 
     def update_state(self, request: StageRequest) -> None:
         """Puts a request into the state that its input and its row call for."""
+        request.refresh_limit()
         if request.starved:
             state = State.STARVED
         elif request.row is None:

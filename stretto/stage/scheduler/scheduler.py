@@ -7,13 +7,13 @@ nothing imports torch."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.errors import Bug, Busy, Gone, Invalid, StrettoError, TooLong
 from stretto.stage.request import OPAQUE, BlockId, Reason, RequestSpec, Salt, StageRequest, State
 from stretto.stage.scheduler.batch import Batch, Outcome, Published, RowSpan, StepResult
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle
+from stretto.stage.scheduler.blocks import BlockPool
 from stretto.stage.scheduler.config import SchedulerConfig
 from stretto.stage.scheduler.prefix import publish, search
 from stretto.stage.scheduler.queues import aged_first, by_order, split
@@ -21,16 +21,13 @@ from stretto.stage.scheduler.requests import RequestTable
 from stretto.types import RequestId, Span
 
 Rows = int | Sequence[int]
-"""Input rows: their token ids, or only their number when no id tells them."""
+"""Input rows: their token ids or, where no ids describe them, their number."""
 
 
 class Scheduler:
-    def __init__(
-        self, config: SchedulerConfig, on_drop: Callable[[PayloadHandle], None] | None = None
-    ) -> None:
-        """`on_drop` is told each payload handle that the prefix cache no longer needs."""
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, on_drop)
+        self.pool = BlockPool(config.num_blocks)
         self.table = RequestTable(config, self.pool)
         self._size = config.block_size
         self.in_flight: deque[Batch] = deque()
@@ -94,12 +91,8 @@ class Scheduler:
             raise Busy(f"{self.config.max_waiting} requests are waiting already")
         request = StageRequest(spec, self._arrivals, adapter_input, since=self.table.step)
         request.refresh_order(self.config.max_preemptions)
-        ids = self._fitting(request, prompt, closed)
-        request.cursor.append(request.add_input(ids, salts))
         request.missing = missing
-        if closed:
-            self._close_prompt(request)
-        request.refresh_limit()
+        self._add_rows(request, prompt, salts, closed)
         self._arrivals += 1
         self.table.add(request)
         return request
@@ -112,11 +105,7 @@ class Scheduler:
         request = self.request(id)
         if request.closed:
             raise Bug(f"{id}: rows for a closed prompt")
-        ids = self._fitting(request, rows, last)
-        request.cursor.append(request.add_input(ids, salts))
-        if last:
-            self._close_prompt(request)
-        request.refresh_limit()
+        self._add_rows(request, rows, salts, last)
         self.table.update_state(request)
 
     def set_missing(self, id: RequestId, missing: Sequence[Span]) -> None:
@@ -124,7 +113,6 @@ class Scheduler:
         computed until it comes, unless the prefix cache has them: then it need not come at all."""
         request = self.request(id)
         request.missing = missing
-        request.refresh_limit()
         self.table.update_state(request)
 
     def num_found(self, id: RequestId) -> int:
@@ -135,23 +123,14 @@ class Scheduler:
             return request.cursor.filled
         return len(search(self.pool, request, self._size)) * self._size
 
-    def append_step_inputs(self, id: RequestId, count: int = 1) -> None:
-        """`count` more step inputs arrived for a paced request: as many more decode steps may
-        run."""
+    def append_step_inputs(self, id: RequestId, count: int = 1, *, last: bool = False) -> None:
+        """`count` more step inputs arrived for a paced request: as many more decode steps may run.
+        `last`: no more will come, and it runs without."""
         request = self.request(id)
         if not request.spec.paced or request.step_inputs_ended:
-            raise Bug(f"{id}: step inputs that nobody waits for")
+            raise Bug(f"{id}: step inputs that it does not wait for")
         request.num_step_inputs += count
-        request.refresh_limit()
-        self.table.update_state(request)
-
-    def end_step_inputs(self, id: RequestId) -> None:
-        """No more step inputs: a paced request runs without."""
-        request = self.request(id)
-        if not request.spec.paced:
-            raise Bug(f"{id}: the end of step inputs that nobody waits for")
-        request.step_inputs_ended = True
-        request.refresh_limit()
+        request.step_inputs_ended = last
         self.table.update_state(request)
 
     def cancel(self, id: RequestId) -> bool:
@@ -227,13 +206,11 @@ class Scheduler:
         """Takes in the results of the oldest batch in flight."""
         if not self.in_flight or self.in_flight[0] is not batch:
             raise Bug(f"step {batch.step} retired out of order")
-        if len(result.tokens) != len(batch.spans):
-            raise Bug(
-                f"step {batch.step}: {len(result.tokens)} tokens for {len(batch.spans)} spans"
-            )
+        if len(result.rows) != len(batch.spans):
+            raise Bug(f"step {batch.step}: {len(result.rows)} rows for {len(batch.spans)} spans")
         self.in_flight.popleft()
         outcomes = []
-        for index, (span, token) in enumerate(zip(batch.spans, result.tokens)):
+        for index, (span, row) in enumerate(zip(batch.spans, result.rows)):
             request = span.request
             request.in_flight -= 1
             if span.epoch != request.epoch:
@@ -242,7 +219,7 @@ class Scheduler:
             if result.errors and request.id in result.errors:
                 outcomes.append(self._fail_span(request, index, result.errors[request.id]))
             else:
-                outcomes.append(self._confirm(request, index, span, token))
+                outcomes.append(self._confirm(request, index, span, row))
         self.table.allocation.retire(batch.step)
         return outcomes
 
@@ -350,11 +327,13 @@ class Scheduler:
 
     # -- the ends of things
 
-    def _confirm(self, request: StageRequest, index: int, span: RowSpan, token: int) -> Outcome:
+    def _confirm(
+        self, request: StageRequest, index: int, span: RowSpan, row: Sequence[int]
+    ) -> Outcome:
         confirmed = request.cursor.confirm(span.stop)
         reason = None
         if span.samples:
-            reason = request.add_token(token)
+            reason = request.add_token(row[0])
             request.proven = True
         published: tuple[Published, ...] = ()
         next_full = (request.published + 1) * self._size
@@ -367,24 +346,24 @@ class Scheduler:
             published = publish(self.pool, request, span.stop, self._size)
         if reason is not None:
             self.table.end(request, reason)
-        return Outcome(
-            request, index, confirmed, token if span.samples else None, reason, published
-        )
+        return Outcome(request, index, confirmed, row if span.samples else (), reason, published)
 
     def _fail_span(self, request: StageRequest, index: int, error: StrettoError) -> Outcome:
         # nothing new
         confirmed = request.cursor.confirm(0)
         request.error = error
         self.table.end(request, Reason.FAILED)
-        return Outcome(request, index, confirmed, None, Reason.FAILED, ())
+        return Outcome(request, index, confirmed, (), Reason.FAILED, ())
 
     # -- input, checked before anything changes
 
-    def _fitting(self, request: StageRequest, rows: Rows, closing: bool) -> Sequence[int]:
-        """The ids of new input rows, if the request can ever be served with them."""
+    def _add_rows(
+        self, request: StageRequest, rows: Rows, salts: Sequence[Salt], last: bool
+    ) -> None:
+        """New rows of a prompt, if the request can ever be served with them. `last` closes it."""
         ids = [OPAQUE] * rows if isinstance(rows, int) else rows
         prompt, max_new = len(request.ids) + len(ids), request.spec.max_new
-        if closing and not prompt:
+        if last and not prompt:
             raise Invalid("the prompt is empty", param="prompt")
         if prompt + max_new > self.config.max_context:
             limit = self.config.max_context
@@ -397,7 +376,9 @@ class Scheduler:
                 f"{prompt + max_new} tokens can never fit this stage's {self.config.num_blocks} KV "
                 f"blocks"
             )
-        return ids
+        request.cursor.append(request.add_input(ids, salts))
+        if last:
+            self._close_prompt(request)
 
     def _close_prompt(self, request: StageRequest) -> None:
         cursor = request.cursor

@@ -51,9 +51,20 @@ class VocoderOutput:
 NOTHING = np.zeros(0, np.float32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class VocoderBatch:
+    """What one step decodes."""
+
+    # stream, its frames before, those that the step takes of it
+    parts: list[tuple[Stream, int, int]]
+    # of the step, with padding
+    streams: int
+    # frames of each stream, with padding
+    size: int
+
+
 @dataclass(slots=True, eq=False)
 class CodecStep:
-    # stream, its frames before, those that it takes
     parts: list[tuple[Stream, int, int]]
     # [streams, samples], pinned
     host: torch.Tensor
@@ -117,7 +128,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         """Frames [n, 16] of a stream, in order; `last` says that no more will come. n may be 0 with
         it. They are best on the host: a step takes the frames of all its streams to the device in
         one copy."""
-        stream = self._stream(id)
+        stream = self._streams.get(id)
+        if stream is None:
+            raise Gone(f"stream {id} is not here (any more)")
         if stream.ended is not None:
             raise Bug(f"stream {id}: frames after its end")
         if stream.num_pending + len(codes) > self.config.max_pending:
@@ -142,10 +155,9 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         """What waits here is bounded: it is made though the listener is slow."""
 
     def set_deadline(self, id: RequestId, deadline: float | None) -> None:
-        self._stream(id).deadline = deadline
-
-    def __contains__(self, id: RequestId) -> bool:
-        return id in self._streams
+        """When the sound of a stream that has left runs out. The stream may be over."""
+        if id in self._streams:
+            self._streams[id].deadline = deadline
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -158,25 +170,22 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
     # -- steps
 
     def launch(self) -> bool:
-        launched = False
-        if self.has_room:
-            start = self.clock()
-            parts = self.schedule()
-            launched = bool(parts)
-            if parts:
-                frames = sum(n for _, n in parts)
-                self._launched(self._launch(parts), start, frames)
-        return launched or self.can_retire
+        start = self.clock()
+        batch = self.schedule() if self.has_room else None
+        if batch is not None:
+            frames = sum(n for _, _, n in batch.parts)
+            self._launched(self._launch(batch), start, frames)
+        return batch is not None or self.can_retire
 
-    def schedule(self) -> list[tuple[Stream, int]]:
-        """Streams with waiting frames and how many of them this step takes."""
+    def schedule(self) -> VocoderBatch | None:
+        """Streams with waiting frames and how many of them the next step takes."""
         for stream, slot in self._slots.assign():
             self.stats.queue.observe((time.perf_counter_ns() - stream.since_ns) / 1e9)
             with self.on_stream():
                 self.primers.begin(stream, slot)
         ready = [s for s in self._slots.by_slot.values() if s.num_pending]
         if not ready:
-            return []
+            return None
         dry = self.deadline_clock() + self.config.urgent_s
         urgent = [s for s in ready if s.deadline is None or s.deadline < dry]
         # A first packet goes out in the smallest step that holds it; then come those that are about
@@ -191,42 +200,31 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
             chosen = [
                 s for s in ready if s.num_ready <= size or s.deadline is None or s.deadline < dry
             ]
-        size = self._num_frames(self._num_streams(len(chosen)), size)
-        return [(s, min(s.num_ready, size)) for s in chosen]
-
-    def _num_streams(self, count: int) -> int:
-        """Of a step that has so many, with padding."""
-        return next(n for n in self._sizes if n >= count)
-
-    def _num_frames(self, streams: int, frames: int) -> int:
-        """Of a step that shall hold so many frames per stream, or as many of them as it can."""
-        sizes = self._sizes[streams]
-        return next((f for f in sizes if f >= frames), sizes[-1])
+        # The smallest shape that holds them, or as many of their frames as a shape can.
+        streams = next(n for n in self._sizes if n >= len(chosen))
+        size = next((f for f in self._sizes[streams] if f >= size), self._sizes[streams][-1])
+        parts = [(s, s.launched, min(s.num_ready, size)) for s in chosen]
+        return VocoderBatch(parts, streams, size)
 
     @torch.inference_mode()
-    def _launch(self, parts: list[tuple[Stream, int]]) -> CodecStep:
-        streams = self._num_streams(len(parts))
-        size = self._num_frames(streams, max(n for _, n in parts))
-        parts_taken = []
-        codes, counts, slots = self._staging.inputs(streams, size)
-        for i, (stream, n) in enumerate(parts):
+    def _launch(self, batch: VocoderBatch) -> CodecStep:
+        codes, counts, slots = self._staging.inputs(batch.streams, batch.size)
+        for i, (stream, _, n) in enumerate(batch.parts):
             assert stream.slot is not None
             stream.take(n, codes[i])
             counts[i], slots[i] = n, stream.slot
-            parts_taken.append((stream, stream.launched, n))
             stream.launched += n
             stream.in_flight += 1
         with self.on_stream():
             try:
-                step = CodecStep(parts_taken, *self.run(streams, size))
-                for stream, before, n in parts_taken:
+                host, copied = self.run(batch.streams, batch.size)
+                for stream, before, n in batch.parts:
                     if before < stream.primed == before + n:
                         self.primers.keep(stream)
             except RuntimeError as e:
-                step = CodecStep(
-                    parts_taken, torch.empty(0), None, StageDead(f"a vocoder step failed: {e}")
-                )
-        return step
+                error = StageDead(f"a vocoder step failed: {e}")
+                return CodecStep(batch.parts, torch.empty(0), None, error)
+        return CodecStep(batch.parts, host, copied)
 
     def run(self, streams: int, size: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """One step on what was staged."""
@@ -296,12 +294,6 @@ class VocoderCore(StepQueue[CodecStep, VocoderOutput]):
         self._outputs.append(
             VocoderOutput(stream.request, max(0, start), samples, max(0, frames), reason, error)
         )
-
-    def _stream(self, id: RequestId) -> Stream:
-        try:
-            return self._streams[id]
-        except KeyError:
-            raise Gone(f"stream {id} is not here (any more)") from None
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Whatever touches frames on the device happens on the stage's own stream."""

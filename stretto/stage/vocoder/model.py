@@ -29,16 +29,23 @@ class SlotState(Protocol):
         """A new stream takes the slot."""
         ...
 
+    def save(self, slot: int) -> Any:
+        """What a stream remembers, to begin others with it."""
+        ...
+
+    def load(self, slot: int, saved: Any, frames: int) -> None:
+        """Begin a new stream in a slot that remembers `frames` frames."""
+        ...
+
 
 class VocoderModel(Protocol):
-    """A model that makes samples of frames, stream by stream. If its streams have primers
-    (`primers.py`), its state has `save` and `load` too."""
+    """A model that makes samples of frames, stream by stream."""
 
     @property
     def config(self) -> FrameFormat: ...
 
-    def state(self, slots: int, max_frames: int) -> Any:
-        """A `SlotState` for `slots` streams, and steps of at most `max_frames`."""
+    def state(self, slots: int, max_frames: int) -> SlotState:
+        """For `slots` streams, and steps of at most `max_frames`."""
         ...
 
     def step(

@@ -1,36 +1,37 @@
-"""What vocoder streams have heard before their first frame: a cloned voice's clip, say. Used by
+"""How vocoder streams start: with nothing, or behind a primer, a cloned voice's clip. Used by
 `core.py`, on the loop thread, on the stage's CUDA stream."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from stretto.stage.vocoder.model import SlotState
 from stretto.stage.vocoder.streams import Primer, Stream
 
 
 class Primers:
-    """The vocoder's `state` in the slots of streams that begin, and what is kept of it behind
-    primers."""
+    """Begins streams in the vocoder's `state`, and stores the states behind primers."""
 
-    def __init__(self, state: Any, max_states: int) -> None:
+    def __init__(self, state: SlotState, max_states: int) -> None:
         self._state = state
         self.max_states = max_states
-        # states, the least lately used first
-        self._states: dict[bytes, Any] = {}
+        # by the primer's key, the least lately used first
+        self.states: dict[bytes, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     def __contains__(self, primer: Primer) -> bool:
-        return primer.key in self._states
+        return primer.key in self.states
 
     def begin(self, stream: Stream, slot: int) -> None:
-        """A stream takes a slot, where it has heard its primer already or will hear it first."""
+        """A stream takes a slot: behind its primer if the state there is stored, else the primer is
+        decoded first."""
         primer = stream.primer
         if primer is None or (stream.pending and stream.pending[0] is primer.codes):
             self._state.reset(slot)
-        elif (saved := self._states.pop(primer.key, None)) is not None:
-            self._states[primer.key] = saved
+        elif (saved := self.states.pop(primer.key, None)) is not None:
+            self.states[primer.key] = saved
             self._state.load(slot, saved, stream.primed)
             stream.launched = stream.done = stream.primed
         else:
@@ -43,6 +44,6 @@ class Primers:
         """The step that was just launched took the last of a primer."""
         assert stream.primer is not None
         assert stream.slot is not None
-        self._states[stream.primer.key] = self._state.save(stream.slot)
-        while len(self._states) > self.max_states:
-            del self._states[next(iter(self._states))]
+        self.states[stream.primer.key] = self._state.save(stream.slot)
+        while len(self.states) > self.max_states:
+            del self.states[next(iter(self.states))]

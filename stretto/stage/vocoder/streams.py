@@ -17,8 +17,8 @@ from stretto.types import RequestId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Primer:
-    """Frames that a stream has heard before its first: their samples are nobody's. What the vocoder
-    then remembers is kept by `key`, for the next stream with the same."""
+    """Frames of a cloned voice's clip that a stream starts with; their audio is discarded. The
+    vocoder's state behind them is stored by `key`, for the next stream with the same primer."""
 
     key: bytes
     # [n, 16]

@@ -36,7 +36,7 @@ class MadeUp:
                 tuning.config("last", (1,), DEFAULT)
         return dict(asked)
 
-    def ahead(self, tables: Sequence[Table]) -> list[str | None]:
+    def precompile(self, tables: Sequence[Table]) -> list[str | None]:
         return [self.broken.get(t.get("one/1", DEFAULT)["BN"]) for t in tables]
 
     def error(self, changes: Table) -> float:
@@ -73,7 +73,7 @@ def descent(step: MadeUp, **options: Any) -> Descent:
     return Descent(
         step,
         candidates=lambda asked: CANDIDATES[asked.kernel],
-        wanted=options.get("wanted", lambda name: True),
+        selects=options.get("selects", lambda name: True),
         late=options.get("late", lambda: False),
     )
 
@@ -98,7 +98,7 @@ def test_every_kernel_is_tuned_beside_what_was_found_before() -> None:
 
 
 def test_what_is_not_cut_is_tuned_too() -> None:
-    d = descent(MadeUp(), wanted=lambda name: not name.startswith("cut"))
+    d = descent(MadeUp(), selects=lambda name: not name.startswith("cut"))
     d.round(ignore)
     assert d.changes["last/1"]["warps"] == 8
 
@@ -121,7 +121,7 @@ def test_wrong_and_impossible_candidates_are_never_timed(error: float) -> None:
     step = MadeUp()
     step.wrong[64] = error
     step.broken[32] = "out of shared memory"
-    d = descent(step, wanted=lambda name: name == "one/1")
+    d = descent(step, selects=lambda name: name == "one/1")
     d.round(ignore)
     assert d.changes["one/1"]["BN"] == 128
     assert all(t.get("one/1", DEFAULT)["BN"] not in (32, 64) for t in step.pairs)
@@ -133,7 +133,7 @@ def test_wrong_and_impossible_candidates_are_never_timed(error: float) -> None:
 
 def test_the_current_one_is_measured_beside_itself_and_never_adopted() -> None:
     step = MadeUp(noise=(-5.0,))  # whatever comes second looks better
-    d = descent(step, wanted=lambda name: name == "cut/1")
+    d = descent(step, selects=lambda name: name == "cut/1")
     d.round(ignore)
     current = [r for r in d.rows if r["current"]]
     assert len(current) == 1

@@ -19,7 +19,7 @@ tune_steps = pytest.importorskip("bench.kernels.in_step")
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """As little as possible: the interpreter takes its time."""
     monkeypatch.setattr(tune_steps, "CHECKED", 1)
-    monkeypatch.setattr(tune_steps, "WARM", 0)
+    monkeypatch.setattr("stretto.models.tune_steps.WARM", 0)
     monkeypatch.setattr(tune_steps, "SHALLOW", 1)
 
 

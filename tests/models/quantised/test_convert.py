@@ -298,8 +298,8 @@ def test_two_runs_do_not_write_to_one_place(bfloat16: Path, tmp_path: Path) -> N
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / STATE, "wb") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        said = refusal(bfloat16, tmp_path / "out", kind=StrettoError)
-    assert "another run writes there" in said
+        message = refusal(bfloat16, tmp_path / "out", kind=StrettoError)
+    assert "another run writes there" in message
 
 
 def test_a_disk_without_room_is_refused_at_once(
@@ -307,8 +307,8 @@ def test_a_disk_without_room_is_refused_at_once(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage)
-    said = refusal(bfloat16, tmp_path / "out", kind=StrettoError)
-    assert "GiB are to be written, but 0.0 GiB are free there" in said
+    message = refusal(bfloat16, tmp_path / "out", kind=StrettoError)
+    assert "GiB are to be written, but 0.0 GiB are free there" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -319,8 +319,8 @@ def test_a_disk_that_fills_up_is_one_sentence(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards.os, "fsync", full)
-    said = refusal(bfloat16, tmp_path / "out", kind=StrettoError)
-    assert said.endswith("cannot be written (No space left on device)")
+    message = refusal(bfloat16, tmp_path / "out", kind=StrettoError)
+    assert message.endswith("cannot be written (No space left on device)")
     assert not list((tmp_path / "out").glob("**/*.part"))
 
 
@@ -333,28 +333,28 @@ def test_weights_that_are_no_numbers_are_refused(
     tensors = read(bfloat16)
     tensors[name][3, 5] = value
     save_shards(tensors, source, 3)
-    said = refusal(source, tmp_path / "out", kind=CheckpointError)
-    assert f"tensor {name}: holds infinities or NaN" in said
+    message = refusal(source, tmp_path / "out", kind=CheckpointError)
+    assert f"tensor {name}: holds infinities or NaN" in message
 
 
 def test_settings_that_cannot_be_are_refused(bfloat16: Path, tmp_path: Path) -> None:
-    def said(scheme: str = "int4", **options: Any) -> str:
+    def message(scheme: str = "int4", **options: Any) -> str:
         usual = {"group": 32, "symmetric": True, "device": "cpu"}
         with pytest.raises(Invalid) as e:
             quantise(bfloat16, tmp_path / "out", ("talker",), scheme, **{**usual, **options})
         return str(e.value)
 
-    assert "--group-size 32 does not divide the 48 inputs of talker.model." in said()
-    assert "--group-size must be a multiple of 8, got 12" in said(group=12)
-    assert "--group-size must be a multiple of 8, got 0" in said(group=0)
-    assert "--group-size is of int4; fp8-row has none" in said("fp8-row", group=64)
-    assert "fp8-block has no zero points" in said("fp8-block", symmetric=False)
+    assert "--group-size 32 does not divide the 48 inputs of talker.model." in message()
+    assert "--group-size must be a multiple of 8, got 12" in message(group=12)
+    assert "--group-size must be a multiple of 8, got 0" in message(group=0)
+    assert "--group-size is of int4; fp8-row has none" in message("fp8-row", group=64)
+    assert "fp8-block has no zero points" in message("fp8-block", symmetric=False)
 
 
 def test_a_family_without_packed_weights_is_refused(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tts", family="qwen3-tts")
-    said = refusal(tmp_path / "tts", tmp_path / "out")
-    assert "a qwen3_tts cannot be quantised; qwen3_omni_moe can" in said
+    message = refusal(tmp_path / "tts", tmp_path / "out")
+    assert "a qwen3_tts cannot be quantised; qwen3_omni_moe can" in message
 
 
 def test_a_checkpoint_that_lacks_a_matrix_is_refused(bfloat16: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_answers_do_not_depend_on_their_company(
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_format_is_said(name: str, written: Callable[[str], Written]) -> None:
+def test_the_format_is_named(name: str, written: Callable[[str], Written]) -> None:
     assert open_model(written(name).directory).info.weights == CASES[name].says
 
 
@@ -188,8 +188,8 @@ def test_another_familys_weights_are_widened(case: QuantisedCase, tmp_path: Path
     for name, t in loaded.items():
         assert isinstance(t, torch.Tensor)
         assert torch.equal(t, made.values[name]), name
-    said = case.says if case.says.startswith("FP8") else case.says.replace("of 32", "of 16")
-    assert open_model(made.directory).info.weights == said
+    shown = case.says if case.says.startswith("FP8") else case.says.replace("of 32", "of 16")
+    assert open_model(made.directory).info.weights == shown
 
 
 @pytest.mark.parametrize("section", [("thinker_config",), ("thinker_config", "text_config")])

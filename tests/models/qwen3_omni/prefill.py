@@ -6,6 +6,7 @@ from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.positions import rope_positions
 from stretto.models.qwen3_omni.thinker import Deep
 from stretto.preprocess.prompt import Prompt
+from tests.media import encode_media
 
 
 def run(
@@ -18,7 +19,7 @@ def run(
     tables, free = [], iter(range(1, 200))
     for p in prompts:
         tables.append([next(free) for _ in range(-(-len(p.ids) // 8))])
-    media = [thinker.encode(p) for p in prompts]
+    media = [encode_media(thinker, p) for p in prompts]
     positions = [
         torch.from_numpy(
             rope_positions(

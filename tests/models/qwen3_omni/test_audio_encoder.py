@@ -142,15 +142,17 @@ def test_convolutions_come_in_few_sizes(encoder: AudioEncoder) -> None:
     handle = encoder.conv2d1.register_forward_pre_hook(
         lambda module, given: seen.append(tuple(given[0].shape))
     )
-    encoder.use_graphs(WindowGraphs(encoder))
+    graphs = WindowGraphs(encoder)
     try:
         with torch.inference_mode():
             encoder.warm()
             warmed = set(seen)
             seen.clear()
-            got = [encoder.encode(clip) for clip in clips], encoder.encode_windows(several)
+            got = (
+                [encoder.encode(clip, graphs.run) for clip in clips],
+                encoder.encode_windows(several, replay=graphs.run),
+            )
     finally:
-        encoder.use_graphs(None)
         handle.remove()
     assert len(warmed) == 7
     assert set(seen) <= warmed

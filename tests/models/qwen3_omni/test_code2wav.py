@@ -448,7 +448,7 @@ def test_codes_out_of_range_are_clamped(small: Pair) -> None:
     assert torch.equal(small.model.decode(wrong), small.model.decode(nearest))
 
 
-def test_misuse_is_told(small: Pair) -> None:
+def test_misuse_is_refused(small: Pair) -> None:
     with pytest.raises(Bug, match="prepare"):
         Code2Wav(small.model.config).state(1)
     with pytest.raises(ValueError, match="slots=0"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,12 +15,19 @@ from stretto.models.qwen3_omni.config import OmniConfig, parse
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.qwen3_omni.patches import fit
 from stretto.models.qwen3_omni.thinker import MediaRows
-from stretto.models.qwen3_omni.vision_encoder import Grid, Rope, VisionEncoder, VisionRows
+from stretto.models.qwen3_omni.vision_encoder import (
+    Grid,
+    ReplayFrame,
+    Rope,
+    VisionEncoder,
+    VisionRows,
+)
 from stretto.models.qwen3_omni.vision_graphs import SIZES, FrameGraphs
 from stretto.models.random_weights import fill_dummy
 from stretto.models.weights import build
 from stretto.preprocess.prompt import Patches, Prompt
 from stretto.testing.qwen3_omni import released_config
+from tests.media import encode_media
 from tests.models.qwen3_omni.pictures import adopt, assert_rows, random_patches, reference
 from tests.prompts import Maker
 
@@ -43,9 +49,13 @@ FRAMES = [
 
 
 def encode_frame(
-    encoder: VisionEncoder, patches: torch.Tensor, height: int, width: int
+    encoder: VisionEncoder,
+    patches: torch.Tensor,
+    height: int,
+    width: int,
+    replay: ReplayFrame | None = None,
 ) -> VisionRows:
-    return encoder.encode(patches, [(1, height, width)])
+    return encoder.encode(patches, [(1, height, width)], replay)
 
 
 class Recorded:
@@ -138,9 +148,8 @@ def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, ora
         for i, (h, w) in enumerate(frames)
     ]
     graphs, passes = recorded(encoder)
-    encoder.use_graphs(graphs)
     found = [
-        encode_frame(encoder, random_patches([(1, h, w)], i), h, w)
+        encode_frame(encoder, random_patches([(1, h, w)], i), h, w, graphs.run)
         for i, (h, w) in enumerate(frames)
     ]
     for i, (h, w) in enumerate(frames):
@@ -154,10 +163,11 @@ def test_frames_equal_the_plain_way_and_transformers(encoder: VisionEncoder, ora
 def test_an_image_of_no_numbers_spoils_only_itself(encoder: VisionEncoder) -> None:
     expected = encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10)
     graphs, passes = recorded(encoder)
-    encoder.use_graphs(graphs)
-    bad = encode_frame(encoder, torch.full_like(random_patches([(1, 6, 8)]), math.nan), 6, 8)
+    bad = encode_frame(
+        encoder, torch.full_like(random_patches([(1, 6, 8)]), math.nan), 6, 8, graphs.run
+    )
     assert all(x.isnan().all() for x in (bad.main, *bad.deep))
-    assert_rows(encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10), expected)
+    assert_rows(encode_frame(encoder, random_patches([(1, 2, 10)]), 2, 10, graphs.run), expected)
     assert replays(passes) == [0, 2, 0]
 
 
@@ -169,8 +179,7 @@ def test_an_image_of_no_numbers_spoils_only_itself(encoder: VisionEncoder) -> No
 def test_the_rest_goes_the_plain_way(encoder: VisionEncoder, grids: list[Grid]) -> None:
     expected = encoder.encode(random_patches(grids), grids)
     graphs, passes = recorded(encoder)
-    encoder.use_graphs(graphs)
-    assert_rows(encoder.encode(random_patches(grids), grids), expected)
+    assert_rows(encoder.encode(random_patches(grids), grids, graphs.run), expected)
     assert replays(passes) == [0, 0, 0]
 
 
@@ -209,12 +218,6 @@ def test_usual_sizes_have_graphs(width: int, height: int, size: int | None) -> N
 # ---- through the thinker
 
 
-@pytest.fixture
-def lent(models: Models) -> Iterator[Models]:
-    yield models
-    models.thinker.visual.use_graphs(None)
-
-
 def scene(config: OmniConfig, images: list[tuple[int, int]], video: Grid) -> Prompt:
     m = Maker(config, seed=3)
     pictures = [m.image(h, w) for h, w in images]
@@ -230,19 +233,18 @@ def assert_media(ours: MediaRows | None, theirs: MediaRows | None) -> None:
 
 
 @torch.inference_mode()
-def test_images_and_videos_of_a_prompt(lent: Models) -> None:
+def test_images_and_videos_of_a_prompt(models: Models) -> None:
     """One image, or a video of one frame, by its graph, beside what is not; and after a prompt of
     no numbers."""
-    thinker, config = lent.thinker, lent.config
+    thinker, config = models.thinker, models.config
     scenes = [
         (scene(config, [(6, 8)], (3, 4, 4)), [0, 1, 0]),
         (scene(config, [(4, 4), (2, 10)], (1, 8, 12)), [0, 0, 1]),
         (scene(config, [(2, 2)], (1, 2, 10)), [1, 1, 0]),
         (scene(config, [(12, 10)], (2, 2, 2)), [0, 0, 0]),
     ]
-    expected = [thinker.encode(prompt) for prompt, _ in scenes]
+    expected = [encode_media(thinker, prompt) for prompt, _ in scenes]
     graphs, passes = recorded(thinker.visual)
-    thinker.visual.use_graphs(graphs)
     spoilt = Prompt(
         scenes[0][0].ids,
         images=tuple(
@@ -250,11 +252,11 @@ def test_images_and_videos_of_a_prompt(lent: Models) -> None:
         ),
         videos=scenes[0][0].videos,
     )
-    assert (media := thinker.encode(spoilt)) is not None
+    assert (media := encode_media(thinker, spoilt, graphs.run)) is not None
     assert media.rows.isnan().any()
     for (prompt, want), plain in zip(scenes, expected, strict=True):
         before = replays(passes)
-        assert_media(thinker.encode(prompt), plain)
+        assert_media(encode_media(thinker, prompt, graphs.run), plain)
         assert [now - then for now, then in zip(replays(passes), before, strict=True)] == want
 
 
@@ -280,14 +282,14 @@ def test_replays_equal_the_plain_way(dtype: torch.dtype, tolerance: float) -> No
     want = [encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)]
     graphs = FrameGraphs(encoder)
     graphs.capture(stream)
-    encoder.use_graphs(graphs)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        encode_frame(encoder, torch.full_like(inputs[5], math.nan), *frames[5])
+        encode_frame(encoder, torch.full_like(inputs[5], math.nan), *frames[5], graphs.run)
         torch.cuda.set_sync_debug_mode("error")
         try:
             found = [
-                encode_frame(encoder, p, h, w) for p, (h, w) in zip(inputs, frames, strict=True)
+                encode_frame(encoder, p, h, w, graphs.run)
+                for p, (h, w) in zip(inputs, frames, strict=True)
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")

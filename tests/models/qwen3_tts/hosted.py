@@ -107,18 +107,18 @@ class Hosted:
             whole=case["whole"],
         )  # fmt: skip
         ids = (*(instruct_ids(case["instruct"]) if "instruct" in case else ()), *ROLE)
-        told = {
+        stage_params = {
             "talker": talker,
             "code2wav": PrimedParams(cloned.codes if cloned is not None else b""),
         }
         raw = {
             stage: msgspec.Raw(msgspec.msgpack.encode(p))
-            for stage, p in told.items()
+            for stage, p in stage_params.items()
             if stage in self.host.stages
         }
         self.host.handle(Admit(RequestId(id), PackedPrompt.of_ids(ids), raw), b"")
 
-    def say(self, id: str, tokens: list[int], last: bool = False) -> None:
+    def add_text(self, id: str, tokens: list[int], last: bool = False) -> None:
         self.host.handle(StepInputs(RequestId(id), "talker", tuple(tokens), last), b"")
 
     def run(self, turns: int = 100_000) -> None:

@@ -25,7 +25,7 @@ assert COMPILE_AHEAD is not None
 SETTINGS = HostSettings(device="cuda:0", max_rows=8, blocks={"talker": 47})
 
 
-def told(model: Path) -> CompileJob:
+def compile_job(model: Path) -> CompileJob:
     return CompileJob(
         COMPILE_AHEAD.adapter,
         str(model),
@@ -40,7 +40,7 @@ def told(model: Path) -> CompileJob:
 
 
 def test_small_models_are_as_wide(tts: Checkpoint) -> None:
-    job = told(tts("custom_voice"))
+    job = compile_job(tts("custom_voice"))
     adapter: Any = small_stage(job).adapter
     config = TtsConfig.read(job.model)
     assert len(adapter.model.model.layers) == min(2, config.talker.decoder.num_layers)
@@ -50,9 +50,7 @@ def test_small_models_are_as_wide(tts: Checkpoint) -> None:
     )
 
 
-def test_a_process_runs_all_that_it_is_told(
-    tts: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_runs_all_its_tasks(tts: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     real = shared.decode_step
 
@@ -61,7 +59,7 @@ def test_a_process_runs_all_that_it_is_told(
         return real(adapter, rows, *args)
 
     monkeypatch.setattr(shared, "decode_step", spy)
-    shared.run(told(tts("custom_voice")))
+    shared.run(compile_job(tts("custom_voice")))
     assert set(decoded) == {1, 2, 4}
 
 
@@ -76,7 +74,7 @@ def test_a_host_compiles_once(
         return [sys.executable, "-c", "pass"]
 
     monkeypatch.setattr(shared, "python", command)
-    monkeypatch.setattr(shared, "has_kernels", lambda *told: True)
+    monkeypatch.setattr(shared, "has_kernels", lambda *compile_job: True)
     monkeypatch.setattr(shared, "surroundings", lambda device: {"gpu": "none"})
     monkeypatch.setattr(shared, "directory", lambda: tmp_path)
     monkeypatch.setattr(shared.os, "sched_getaffinity", lambda pid: set(range(8)))

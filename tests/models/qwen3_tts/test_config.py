@@ -112,7 +112,7 @@ def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: 
     assert open_model(folder).info.defaults == Params(max_frames=8191), (
         "as released: 8192 picks, the last one the end"
     )
-    told = {
+    read = {
         "temperature": 0.6,
         "top_k": 7,
         "top_p": 0.8,
@@ -121,7 +121,7 @@ def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: 
     }
     file.write_text(
         json.dumps(
-            {**told, "subtalker_temperature": 0.3, "subtalker_top_k": 3, "subtalker_top_p": 0.4}
+            {**read, "subtalker_temperature": 0.3, "subtalker_top_k": 3, "subtalker_top_p": 0.4}
         )
     )
     model = open_model(folder)
@@ -129,8 +129,8 @@ def test_the_checkpoints_own_sampling_is_the_default(tts: Checkpoint, tmp_path: 
     assert params.max_frames == 99
     assert drawn(params.code0) == (0.6, 7, 0.8, 1.2)
     assert drawn(params.residual) == (0.3, 3, 0.4, 1.0)
-    asked = replace(model.info.defaults, speech_temperature=0.2, speech_top_k=5)
-    assert drawn(talker_params(model, asked).code0) == (0.2, 5, 0.8, 1.2)
+    changed = replace(model.info.defaults, speech_temperature=0.2, speech_top_k=5)
+    assert drawn(talker_params(model, changed).code0) == (0.2, 5, 0.8, 1.2)
     file.write_text(json.dumps({"do_sample": False, "subtalker_dosample": False}))
     params = talker_params(model := open_model(folder), model.info.defaults)
     assert (params.code0.temperature, params.residual.temperature) == (0.0, 0.0)
@@ -147,12 +147,12 @@ def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
     """At least two frames, as the model was made; a complete text whole, but for cloned voices; the
     vocoder hears a cloned voice first."""
     for kind, whole in (("custom_voice", True), ("voice_design", True), ("base", False)):
-        told = talker_params(open_model(tts(kind)), Params())
-        assert (told.min_frames, told.whole) == (2, whole)
+        read = talker_params(open_model(tts(kind)), Params())
+        assert (read.min_frames, read.whole) == (2, whole)
     model = open_model(tts("base"))
     assert talker_params(model, Params(max_frames=1)).min_frames == 1
     voice = ClonedVoice(bytes(4 * 48), bytes(2 * 16 * 3), (1, 2))
-    told = model.stage_params(
+    read = model.stage_params(
         RequestOptions(
             "tts",
             Params(seed=3),
@@ -161,8 +161,8 @@ def test_what_a_request_tells_the_stages(tts: Checkpoint) -> None:
             tts_streaming=True,
         )
     )
-    assert (told["talker"].cloned, told["talker"].whole) == (voice, False)  # type: ignore[attr-defined]
-    assert told["code2wav"].codes == voice.codes  # type: ignore[attr-defined]
+    assert (read["talker"].cloned, read["talker"].whole) == (voice, False)  # type: ignore[attr-defined]
+    assert read["code2wav"].codes == voice.codes  # type: ignore[attr-defined]
 
 
 def talker_params(model: Any, params: Params) -> Any:

@@ -20,7 +20,7 @@ from tests.models.qwen3_tts.hosted import Hosted
 STAGES = ("talker", "enroller", "code2wav")
 
 
-class Held:
+class Clip:
     """A copy's event that fires when it is told to."""
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Held:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+def clips(monkeypatch: pytest.MonkeyPatch) -> list[Clip]:
     """As on a GPU: what was made is not there yet."""
-    events: list[Held] = []
+    events: list[Clip] = []
 
     def copied(made: tuple, waiter: object) -> Copied:  # type: ignore[type-arg]
-        events.append(Held())
+        events.append(Clip())
         return Copied(made, events[-1])  # type: ignore[arg-type]
 
     monkeypatch.setattr(enroller.Copied, "of", copied)
@@ -80,13 +80,13 @@ def test_frames_are_made_between_the_parts_of_a_clip(tts: Checkpoint) -> None:
     assert host.answers["speech"].ended["talker"]
 
 
-def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held]) -> None:
+def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, clips: list[Clip]) -> None:
     [case, *_] = [c for c in cases("base", "1b7") if "vector" in c]
     host = Hosted(tts("base"), STAGES)
     wanted = host.speak(case, "before")
     node = enrol(host, "clip")
     host.run()  # ends, since a node that waits for a copy has nothing to do
-    [event] = held
+    [event] = clips
     assert not host.host.poll_stage(node)
     assert len(node) == 1
     asked = event.asked
@@ -95,9 +95,9 @@ def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held])
     assert event.asked > asked, "it is looked for in each round"
     enrol(host, "next")  # and another clip is begun behind it
     host.run()
-    assert len(held) == 2
+    assert len(clips) == 2
     assert "clip" not in host.answers or not host.answers["clip"].made
-    held[1].fired = True
+    clips[1].fired = True
     assert host.host.poll_stage(node)
     assert host.answers["next"].made
     event.fired = True
@@ -106,12 +106,12 @@ def test_others_go_on_while_a_voice_is_copied(tts: Checkpoint, held: list[Held])
     assert not len(node)
 
 
-def test_a_voice_nobody_wants_any_more(tts: Checkpoint, held: list[Held]) -> None:
+def test_a_voice_nobody_wants_any_more(tts: Checkpoint, clips: list[Clip]) -> None:
     host = Hosted(tts("base"), STAGES)
     node = enrol(host, "clip")
     host.run()
     host.cancel("clip")
-    held[0].fired = True
+    clips[0].fired = True
     host.run()
     assert not len(node)
     assert "clip" not in host.answers or not host.answers["clip"].made

@@ -23,24 +23,24 @@ from tests.stage.stepping import idle
 def test_text_in_pieces_equals_text_at_once(tts: Checkpoint, kind: str) -> None:
     """Whenever the pieces come: before the prompt is read, in its middle, or one by one while it
     speaks."""
-    given = [{**c, "max_new": 6} for c in cases(kind, "1b7") if not c["whole"]][-2:]
+    spoken_cases = [{**c, "max_new": 6} for c in cases(kind, "1b7") if not c["whole"]][-2:]
     host = Hosted(tts(kind), prefill_chunk=3, lone_prefill_chunk=4)
-    for n, case in enumerate(given):
-        wanted = host.speak(case, f"{n}")
+    for n, case in enumerate(spoken_cases):
+        expected = host.speak(case, f"{n}")
         for cuts in ((1, 1, 1, 1, 1, 1, 1, 1, 1), (0, 4, 5), (9, 0)):
             id, at = f"{n}-{cuts}", 0
             host.admit(id, case, live=True)
             for i, size in enumerate(cuts):
                 host.run()
-                host.say(id, case["text"][at : at + size], last=i + 1 == len(cuts))
+                host.add_text(id, case["text"][at : at + size], last=i + 1 == len(cuts))
                 at += size
             host.run()
             got = host.answers.pop(id)
-            assert got.codes == wanted.codes
-            np.testing.assert_allclose(got.wave, wanted.wave, rtol=0, atol=1e-5)
+            assert got.codes == expected.codes
+            np.testing.assert_allclose(got.wave, expected.wave, rtol=0, atol=1e-5)
 
 
-def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
+def test_a_cloned_voice_comes_first_in_the_vocoder(tts: Checkpoint) -> None:
     """Samples are those of a decode of the reference and the speech, cut behind the reference: for
     the first request with a voice and for those after it, whose vocoder begins where the reference
     ended."""
@@ -58,7 +58,7 @@ def test_a_cloned_voice_is_heard_first(tts: Checkpoint) -> None:
     assert idle(stage)
 
 
-def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
+def test_more_voices_than_cached_states(tts: Checkpoint) -> None:
     [case] = [c for c in cases("base", "1b7") if "ref_codes" in c and not c["whole"]][:1]
     host = Hosted(tts("base"))
     stage = host.host.stages["code2wav"].core
@@ -68,7 +68,7 @@ def test_more_voices_than_are_kept(tts: Checkpoint) -> None:
     host.speak(other, "b")
     assert len(stage.primers) == 1
     host.admit("c", other)  # its state is there when it is announced, and gone when it has a slot
-    stage.primers._states.clear()
+    stage.primers.states.clear()
     host.run()
     again = host.speak(case, "d")
     np.testing.assert_allclose(again.wave, first.wave, rtol=0, atol=1e-5)
@@ -95,10 +95,10 @@ def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -
     assert all(host.answers[str(i)].error is not None for i in range(len(bad)))
     host.admit("live", case, live=True)
     host.run()
-    host.say("live", [], last=True)
+    host.add_text("live", [], last=True)
     host.run()
     assert host.answers["live"].error is not None
-    host.say("live", [5])  # was on its way
+    host.add_text("live", [5])  # was on its way
     host.cancel("live")  # as the engine does then
     for node in host.host.stages.values():
         assert not len(node)
@@ -108,11 +108,11 @@ def test_nothing_to_say_and_voices_of_other_models_fail_alone(tts: Checkpoint) -
 def test_speech_is_as_long_as_there_is_room_for(tts: Checkpoint, room: dict[str, Any]) -> None:
     """However long it may be: behind eight rows of opening, the text's nine and its end (whole),
     and the last row; or behind a reference."""
-    for kind, wanted in (("custom_voice", (54, 44)), ("base", (23, 7))):
+    for kind, expected in (("custom_voice", (54, 44)), ("base", (23, 7))):
         host = Hosted(tts(kind), **room)
-        given = cases(kind, "1b7")
+        spoken_cases = cases(kind, "1b7")
         for case, frames in zip(
-            given[:2] if kind == "custom_voice" else given[-2:], wanted, strict=True
+            spoken_cases[:2] if kind == "custom_voice" else spoken_cases[-2:], expected, strict=True
         ):
             got = host.speak({**case, "max_new": 4000}, min_frames=4000)
             assert (got.error, got.ended["talker"], len(got.codes)) == (None, "length", frames)

@@ -38,17 +38,17 @@ def test_checkpoints_are_those_that_the_golden_files_are_about(
 @pytest.mark.parametrize(("kind", "size"), KINDS)
 def test_codes_are_the_packages_in_every_mode(tts: Checkpoint, kind: str, size: str) -> None:
     """Alone and all together, with prompts in small parts."""
-    wanted = [c["codes"] for c in golden(kind, size)["cases"]]
-    given = cases(kind, size)
+    expected = [c["codes"] for c in golden(kind, size)["cases"]]
+    all_cases = cases(kind, size)
     alone = Hosted(tts(kind, size))
-    assert [alone.speak(case, str(i)).codes for i, case in enumerate(given)] == wanted
+    assert [alone.speak(case, str(i)).codes for i, case in enumerate(all_cases)] == expected
     together = Hosted(
         tts(kind, size), prefill_chunk=3, lone_prefill_chunk=5, block_size=4, max_rows=3
     )
-    for i, case in enumerate(given):
+    for i, case in enumerate(all_cases):
         together.admit(str(i), case)
     together.run()
-    assert [together.answers[str(i)].codes for i in range(len(given))] == wanted
+    assert [together.answers[str(i)].codes for i in range(len(all_cases))] == expected
     for node in together.host.stages.values():
         assert not len(node)
 
@@ -114,23 +114,23 @@ def drawn(
 @pytest.mark.parametrize(("kind", "size"), KINDS)
 def test_the_same_draws_give_the_packages_codes(tts: Checkpoint, kind: str, size: str) -> None:
     model = Source.open(tts(kind, size), progress=False).talker()
-    given = list(zip(cases(kind, size), golden(kind, size)["cases"], strict=True))
-    for case, told in given[::2] + given[-1:]:
+    all_cases = list(zip(cases(kind, size), golden(kind, size)["cases"], strict=True))
+    for case, golden_cases in all_cases[::2] + all_cases[-1:]:
         torch.manual_seed(SEED)
-        assert drawn(model, case) == told["sampled"]
+        assert drawn(model, case) == golden_cases["sampled"]
     torch.manual_seed(SEED)
-    assert drawn(model, case, forced=told["sampled"]) == told["sampled"]
+    assert drawn(model, case, forced=golden_cases["sampled"]) == golden_cases["sampled"]
 
 
 def test_samples_are_the_packages(tts: Checkpoint) -> None:
     """However the frames are cut."""
     vocoder = Source.open(tts("custom_voice"), progress=False).vocoder()
-    told = golden("custom_voice", "1b7")["cases"]
-    codes = torch.tensor(told[0]["codes"] + told[1]["codes"])
-    wanted = np.load(GOLDEN / "samples.npy")
+    golden_cases = golden("custom_voice", "1b7")["cases"]
+    codes = torch.tensor(golden_cases[0]["codes"] + golden_cases[1]["codes"])
+    expected = np.load(GOLDEN / "samples.npy")
     whole = vocoder.decode(codes).numpy()
     assert len(whole) == 1920 * len(codes)
-    np.testing.assert_allclose(whole[: len(wanted)], wanted, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(whole[: len(expected)], expected, rtol=0, atol=1e-5)
     from stretto.models.speech.vocoder import VocoderStream
 
     for sizes in ((1,), (3, 1, 7), (25,)):
@@ -144,7 +144,10 @@ def test_samples_are_the_packages(tts: Checkpoint) -> None:
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
 def test_a_clip_becomes_the_packages_voice(size: str, tts: Checkpoint) -> None:
-    model, told = Source.open(tts("base", size), progress=False).enroller(), golden("base", size)
+    model, golden_cases = (
+        Source.open(tts("base", size), progress=False).enroller(),
+        golden("base", size),
+    )
     with torch.inference_mode():
         voice, alone = (
             Copied.of(
@@ -153,6 +156,6 @@ def test_a_clip_becomes_the_packages_voice(size: str, tts: Checkpoint) -> None:
             for text in ((1, 2), ())
         )
     vector = np.frombuffer(voice.vector, np.float32)
-    np.testing.assert_allclose(vector, told["vector"], rtol=0, atol=1e-5)
-    assert np.frombuffer(voice.codes, np.int16).reshape(-1, 16).tolist() == told["clip"]
+    np.testing.assert_allclose(vector, golden_cases["vector"], rtol=0, atol=1e-5)
+    assert np.frombuffer(voice.codes, np.int16).reshape(-1, 16).tolist() == golden_cases["clip"]
     assert (alone.vector, alone.codes, alone.text) == (voice.vector, b"", ())

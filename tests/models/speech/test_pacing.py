@@ -56,9 +56,9 @@ def sizes(packets: list[Packet]) -> list[int]:
 @pytest.mark.parametrize("every", [0.002, 0.0035, 0.01, 0.02, 0.03, 0.04, 0.05])
 def test_a_player_from_the_first_packet_never_waits(every: float) -> None:
     packets = sent([every * i for i in range(200)], pacing(1, 8, 2))
-    heard = play(packets)
-    assert heard is not None
-    assert heard.wait == 0
+    playback = play(packets)
+    assert playback is not None
+    assert playback.wait == 0
     assert sizes(packets)[0] == 1
     assert sum(sizes(packets)) == 200
 
@@ -80,9 +80,9 @@ def test_uneven_frames_do_not_make_it_wait_either(seed: int) -> None:
         for _ in range(rng.randint(1, 12)):
             now += pause * rng.uniform(0.5, 1.0)
             times.append(now)
-    heard = play(sent(times, pacing(1, 8, 2)))
-    assert heard is not None
-    assert heard.wait == 0
+    playback = play(sent(times, pacing(1, 8, 2)))
+    assert playback is not None
+    assert playback.wait == 0
 
 
 def begins(pace: PacketPacing, frames: list[float]) -> float:
@@ -129,9 +129,9 @@ def test_a_device_that_is_slow_at_best_sends_two_frames_first(every: float) -> N
     late = [600.0, 600 + 1.2 * every, 600 + 3.4 * every]
     packets = sent([*late, *(late[-1] + every * i for i in range(1, 20))], pacing(1, 8, 2, timing))
     assert sizes(packets)[0] == 2
-    heard = play(packets)
-    assert heard is not None
-    assert heard.wait == 0
+    playback = play(packets)
+    assert playback is not None
+    assert playback.wait == 0
 
 
 def test_a_cpu_is_slow_until_a_frame_was_quick_and_needs_more_room() -> None:
@@ -209,12 +209,12 @@ def test_newcomers_in_a_burst_of_prompts_never_wait(seed: int) -> None:
         have = sum(t <= first for t in steps[start:])
         packets = [Packet(first, FRAME_S * have - OPENING_S)]
         packets += [Packet(t, FRAME_S) for t in steps[start + have :]]
-        heard = play(packets)
-        assert heard is not None
-        assert heard.wait == 0
+        playback = play(packets)
+        assert playback is not None
+        assert playback.wait == 0
 
 
-def test_stated_sizes_are_kept_to() -> None:
+def test_set_sizes_are_limits() -> None:
     quick = [0.001 * i for i in range(60)]
     assert set(sizes(sent(quick, pacing(1, 1, 2)))) == {1}
     assert sizes(sent(quick, pacing(4, 25, None)))[:3] == [

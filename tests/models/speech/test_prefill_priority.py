@@ -3,7 +3,6 @@ does about it, and that first packets are no later for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from stretto.config.engine import HostSettings, OverlapSwitches
 from stretto.models.qwen3_omni.load import Models
 from stretto.models.speech.pacing import FrameTiming, PacketPacing
-from stretto.models.speech.prefill_priority import MAX_WAIT_S, MIN_BUFFER_S, DecodeHold, slack_s
+from stretto.models.speech.prefill_priority import MAX_WAIT_S, MIN_BUFFER_S, hold_ns, slack_s
 from stretto.stage.host.host import Host
 from stretto.stage.host.loop import TICK_NS
 from stretto.stage.request import RequestSpec, StageRequest, State
@@ -24,75 +23,59 @@ from tests.stage.timed_desk import Timed
 FRAME_S, OPENING_S = 0.08, 0.023
 
 
-@dataclass
-class Voice:
-    request: StageRequest
-    pace: PacketPacing
-
-
-def voice(lead_s: float | None, timing: FrameTiming | None = None, **changed: object) -> Voice:
-    """Of a listener who has so much in hand at second 10; None: nothing was sent yet."""
+def paced(
+    buffered_s: float | None, timing: FrameTiming | None = None, **changed: object
+) -> tuple[StageRequest, PacketPacing]:
+    """Of a listener who has so much buffered at second 10; None: nothing was sent yet."""
     timing = timing or FrameTiming(FRAME_S, OPENING_S)
     request = StageRequest(RequestSpec(RequestId("a"), 100), 0)
     request.state, request.closed = State.RUNNING, True
     for name, value in changed.items():
         setattr(request, name, value)
     pace = PacketPacing(1, 8, 2, timing)
-    if lead_s is not None:
+    if buffered_s is not None:
         pace.packet_sent(1, 10.0)
-        pace.first_sent = 10.0 + lead_s - FRAME_S + OPENING_S
-    return Voice(request, pace)
+        pace.first_sent = 10.0 + buffered_s - FRAME_S + OPENING_S
+    return request, pace
 
 
-def test_the_one_with_the_least_in_hand_counts() -> None:
-    assert slack_s([voice(0.9), voice(0.7), voice(3.0)], 10.0) == pytest.approx(0.7 - MIN_BUFFER_S)
-    assert slack_s([voice(0.9), voice(0.2)], 10.0) < 0
+def test_the_shortest_buffer_counts() -> None:
+    assert slack_s([paced(0.9), paced(0.7), paced(3.0)], 10.0) == pytest.approx(0.7 - MIN_BUFFER_S)
+    assert slack_s([paced(0.9), paced(0.2)], 10.0) < 0
 
 
-def test_who_has_heard_nothing_yet_can_spare_nothing() -> None:
-    assert slack_s([voice(3.0), voice(None), voice(3.0)], 10.0) == 0
+def test_a_listener_without_a_first_packet_needs_frames_now() -> None:
+    assert slack_s([paced(3.0), paced(None), paced(3.0)], 10.0) == 0
 
 
-def test_those_that_could_have_no_frame_now_do_not_count() -> None:
+def test_requests_that_can_have_no_frame_now_do_not_count() -> None:
     """They wait for text, or their prompt is not complete."""
     others = [
-        voice(None, state=State.STARVED),
-        voice(0.1, state=State.STARVED),
-        voice(None, closed=False),
+        paced(None, state=State.STARVED),
+        paced(0.1, state=State.STARVED),
+        paced(None, closed=False),
     ]
-    assert slack_s([voice(0.9), *others], 10.0) == pytest.approx(0.9 - MIN_BUFFER_S)
+    assert slack_s([paced(0.9), *others], 10.0) == pytest.approx(0.9 - MIN_BUFFER_S)
 
 
 def test_nobody_waits_for_long_without_another_look() -> None:
-    assert slack_s([], 10.0) == slack_s([voice(60.0)], 10.0) == MAX_WAIT_S
+    assert slack_s([], 10.0) == slack_s([paced(60.0)], 10.0) == MAX_WAIT_S
 
 
-@dataclass
-class Reading:
-    prefill_in_flight: bool = True
-
-
-def asked(*voices: Voice, reading: bool = True) -> tuple[int | None, FrameTiming]:
+def test_a_launch_waits_as_long_as_no_listener_needs_a_frame() -> None:
     timing = FrameTiming(FRAME_S, OPENING_S)
-    hold = DecodeHold(Reading(reading), lambda: 10.0, lambda: 7 * MS)
-    return hold.until_ns(voices, timing), timing
-
-
-def test_a_launch_waits_as_long_as_everybody_can_spare_it() -> None:
-    due, timing = asked(voice(0.75))
-    assert due == pytest.approx(7 * MS + 250 * MS, abs=2)
+    assert hold_ns([paced(0.75)], timing, 10.0) == pytest.approx(250 * MS, abs=2)
     assert timing.held_at == 10.0
 
 
-def test_it_does_not_wait_without_prompts_nor_for_less_than_a_tick() -> None:
-    assert asked(voice(0.75), reading=False) == (None, FrameTiming(FRAME_S, OPENING_S))
+def test_it_does_not_wait_for_less_than_a_tick() -> None:
+    timing = FrameTiming(FRAME_S, OPENING_S)
     for left in (MIN_BUFFER_S, MIN_BUFFER_S + 0.9 * TICK_NS / 1e9):
-        due, timing = asked(voice(left))
-        assert due is None
+        assert hold_ns([paced(left)], timing, 10.0) == 0
         assert timing.held_at == 0
 
 
-def test_a_frame_that_was_held_back_says_nothing_of_the_device() -> None:
+def test_a_frame_that_was_held_back_does_not_count_as_slow() -> None:
     """Otherwise the first packets of newcomers would wait, who are never held back."""
     timing = FrameTiming(FRAME_S, OPENING_S)
     pace = PacketPacing(1, 8, 2, timing)
@@ -106,7 +89,7 @@ def test_a_frame_that_was_held_back_says_nothing_of_the_device() -> None:
     assert timing.slowest_s == pytest.approx(0.09), "one that began afterwards counts"
 
 
-class Polite(Timed):
+class Holding(Timed):
     """A stage that gives way until a moment that the test sets."""
 
     def __init__(self, models: Models) -> None:
@@ -130,8 +113,8 @@ class Polite(Timed):
 
 
 @pytest.fixture
-def polite(models: Models) -> Polite:
-    desk = Polite(models)
+def holding(models: Models) -> Holding:
+    desk = Holding(models)
     desk.text("old", 0, 20)
     while len(desk.tokens["old"]) < 5:
         desk.go()
@@ -139,31 +122,31 @@ def polite(models: Models) -> Polite:
     return desk
 
 
-def test_a_held_launch_is_woken_when_it_is_due(polite: Polite) -> None:
-    stage, launches = polite.stage, polite.device.launches
-    polite.until = due = polite.clock.now + 30 * MS
+def test_a_held_launch_is_woken_when_it_is_due(holding: Holding) -> None:
+    stage, launches = holding.stage, holding.device.launches
+    holding.until = due = holding.clock.now + 30 * MS
     before = len(launches)
-    while polite.clock.now < due:
-        polite.go()
+    while holding.clock.now < due:
+        holding.go()
     assert len(launches) == before
-    polite.go()
-    assert launches[before].at == due + polite.device.launch_ns
+    holding.go()
+    assert launches[before].at == due + holding.device.launch_ns
     assert (stage.stats.held_for_prefill, stage.stats.held, stage.stats.late) == (1, 0, 0)
-    polite.finish()
-    assert len(polite.tokens["old"]) == 20
+    holding.finish()
+    assert len(holding.tokens["old"]) == 20
 
 
-def test_a_prompt_of_its_own_is_not_held_back(polite: Polite) -> None:
-    polite.until = polite.clock.now + 1000 * MS
-    assert not polite.round()
-    polite.text("new", 1, 3)
-    assert polite.round()
-    assert RequestId("new") in {s.request.id for s in polite.device.launches[-1].batch.spans}
-    polite.until = None
-    polite.finish()
+def test_a_prompt_of_its_own_is_not_held_back(holding: Holding) -> None:
+    holding.until = holding.clock.now + 1000 * MS
+    assert not holding.round()
+    holding.text("new", 1, 3)
+    assert holding.round()
+    assert RequestId("new") in {s.request.id for s in holding.device.launches[-1].batch.spans}
+    holding.until = None
+    holding.finish()
 
 
-def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> None:
+def test_a_step_with_a_prompt_counts_as_prefill_in_flight(models: Models) -> None:
     desk = Timed(models, on=False)
     assert not desk.stage.prefill_in_flight
     desk.text("a", 0, 4)
@@ -176,7 +159,7 @@ def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> N
 
 
 @pytest.mark.parametrize(
-    ("stages", "switches", "held"),
+    ("stages", "switches", "waits"),
     [
         ((), OverlapSwitches(), True),
         ((), OverlapSwitches(prefill_priority=False), False),
@@ -184,13 +167,13 @@ def test_reading_is_while_a_step_with_a_prompt_is_in_flight(models: Models) -> N
     ],
     ids=["beside a thinker", "switched off", "without a thinker"],
 )
-def test_frames_give_way_to_the_prompts_of_a_thinker_in_their_host(
-    stages: tuple[str, ...], switches: OverlapSwitches, held: bool, tiny_dir: Path
+def test_prompts_of_a_thinker_in_the_same_host_go_first(
+    stages: tuple[str, ...], switches: OverlapSwitches, waits: bool, tiny_dir: Path
 ) -> None:
     host: Host = Driven(tiny_dir, stages=stages, switches=switches).host
     assert isinstance(host.context.settings, HostSettings)
-    hold = host.stages["talker"]._hold  # type: ignore[attr-defined]
-    assert (hold is not None) == held
-    if hold is not None:
-        assert hold.prefill is host.stages["thinker"].core  # type: ignore[attr-defined]
+    prefill = host.stages["talker"].prefill  # type: ignore[attr-defined]
+    assert (prefill is not None) == waits
+    if prefill is not None:
+        assert prefill is host.stages["thinker"].core  # type: ignore[attr-defined]
     host.close()

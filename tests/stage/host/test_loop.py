@@ -106,20 +106,20 @@ def test_a_sleep_of_some_ticks_asks_for_as_many_milliseconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Polled:
-        asked: int | None = None
+        slept_ms: int | None = None
 
         def register(self, fd: int, events: int) -> None:
             pass
 
         def poll(self, ms: int) -> list[object]:
-            self.asked = ms
+            self.slept_ms = ms
             return []
 
     polled = Polled()
     monkeypatch.setattr(select, "poll", lambda: polled)
     wakeup = Wakeup()
     wakeup.sleep(7)
-    assert polled.asked == 7
+    assert polled.slept_ms == 7
     assert TICK_NS == 1_000_000
     wakeup.close()
 
@@ -214,7 +214,7 @@ def test_bounds_and_stopping() -> None:
         loop.post(lambda: None)
 
 
-def test_a_failure_is_kept_for_whoever_started_the_loop() -> None:
+def test_a_failure_is_stored_for_the_starter_of_the_loop() -> None:
     class Broken(Messages):
         due_ns = None
 

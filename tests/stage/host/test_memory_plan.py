@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches, check_model
+from stretto.config.engine import EngineConfig, HostSettings, check_model
 from stretto.config.placement import HostPlace
 from stretto.errors import Invalid, StageDead
 from stretto.messages.hosts import Configure, Loading
@@ -186,12 +186,10 @@ def test_a_host_knows_its_card_and_whether_it_is_all(
     told = Configure(
         "", "", ("a", "b"), {}, (("a", "b"), *([("b", "d")] if others else [])), (("c",),)
     )
-    cuda, switches = torch.device("cuda"), OverlapSwitches()
     it = StageContext(
         "",
         HostSettings(),
-        cuda,
-        switches,
+        torch.device("cuda"),
         lambda: None,
         Reports(),
         configure=told,

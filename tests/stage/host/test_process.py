@@ -89,36 +89,36 @@ def serve(
         assert codes, "it goes on"
         reports: asyncio.Queue[Any] = asyncio.Queue()
         HostProcess("h", reports).receive(ours.recv(1 << 20))
-        said = [reports.get_nowait().message for _ in range(reports.qsize())]
-    return codes[0], made[0], said
+        sent = [reports.get_nowait().message for _ in range(reports.qsize())]
+    return codes[0], made[0], sent
 
 
 def test_requests_leave_room_for_the_end_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     admits = [admit(f"r{i}") for i in range(PLACES)]
     cancels = [Cancel(m.request) for m in admits[:CONTROL]]
-    code, host, said = serve(monkeypatch, *admits, *cancels, Quit())
+    code, host, sent = serve(monkeypatch, *admits, *cancels, Quit())
     assert code == 0
-    assert isinstance(said[0], Ready)
-    refused = [(m.request, m.kind) for m in said if isinstance(m, Failed)]
+    assert isinstance(sent[0], Ready)
+    refused = [(m.request, m.kind) for m in sent if isinstance(m, Failed)]
     assert refused == [(m.request, "Busy") for m in admits[PLACES - CONTROL :]]
-    assert not any(isinstance(m, Broken) for m in said)
+    assert not any(isinstance(m, Broken) for m in sent)
     host.loop.round()
     assert host.handled == [*admits[: PLACES - CONTROL], *cancels], "what was taken is not lost"
 
 
 def test_a_message_that_finds_no_room_ends_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, host, said = serve(
+    code, host, sent = serve(
         monkeypatch, *[Cancel(RequestId(f"r{i}")) for i in range(PLACES + 1)], Quit()
     )
     assert code == 1
-    assert isinstance(said[-1], Broken)
-    assert "8 messages" in said[-1].message
+    assert isinstance(sent[-1], Broken)
+    assert "8 messages" in sent[-1].message
     assert not host.closed, "that would wait for the loop, which may stand still for good"
 
 
 def test_a_host_settles_down_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(process, "settle_down", lambda: calls.append("settled"))
-    code, _, said = serve(monkeypatch, Quit(), settles=False)
+    code, _, sent = serve(monkeypatch, Quit(), settles=False)
     assert (code, calls) == (0, ["settled"])
-    assert isinstance(said[0], Ready)
+    assert isinstance(sent[0], Ready)

@@ -40,7 +40,7 @@ def test_an_upload_to_a_cpu_is_a_copy_and_returns_the_slot_at_once(
         "rows": torch.randn(3, 8, generator=torch.Generator().manual_seed(0)),
         "media": torch.tensor([[0, 2]]),
     }
-    wanted = {name: tensor.clone() for name, tensor in slot.items()}
+    expected = {name: tensor.clone() for name, tensor in slot.items()}
     credit = Credit()
     uploaded = up.upload(
         wire.chunk(RequestId("r"), Span(0, 3), Mark.MORE, dict(slot), lease=credit)
@@ -50,7 +50,7 @@ def test_an_upload_to_a_cpu_is_a_copy_and_returns_the_slot_at_once(
     assert uploaded.event is None
     slot["rows"].zero_()
     slot["media"].zero_()
-    assert all(torch.equal(uploaded.tensors[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(uploaded.tensors[name], tensor) for name, tensor in expected.items())
 
 
 # ---- uploads to a device that is not there: what is asked of it, and in which order
@@ -168,7 +168,7 @@ def test_what_the_loop_reads_itself_is_there_before_any_upload_is(
     assert upload.credit.released
 
 
-def test_an_upload_that_fails_half_way_leaves_no_copy_behind_that_reads_the_slot(
+def test_a_failed_upload_leaves_no_copy_that_reads_the_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     upload = Upload(monkeypatch, ROWS, own=False, fails="hidden")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from stretto.config.engine import HostSettings, OverlapSwitches
+from stretto.config.engine import HostSettings
 from stretto.errors import StrettoError, WireError
 from stretto.messages.hosts import Connect, LinkDown, Listen
 from stretto.stage.links.endpoints import LinkEndpoint, LinkEndpoints, RequestFault
@@ -26,7 +26,7 @@ class Stop(Exception):
     pass
 
 
-class Asked:
+class RecordingConnector:
     """A connector that notes what it is asked for, and goes no further."""
 
     name = "asked"
@@ -44,41 +44,37 @@ class Asked:
         raise self.error
 
 
-def nothing(*said: Any) -> None:
-    raise AssertionError(f"said {said}")
+def nothing(*args: Any) -> None:
+    raise AssertionError(f"called with {args}")
 
 
-def ends_with(connector: Asked) -> LinkEndpoints:
+def ends_with(connector: RecordingConnector) -> LinkEndpoints:
     registry = Registry()
     registry.register("asked", lambda: connector)
     return LinkEndpoints(Links({}), HostSettings(), torch.device("cpu"), nothing, registry)
 
 
-def test_both_ends_get_the_secret_and_the_generation_that_they_were_told() -> None:
-    asked = Asked(Stop())
-    ends = ends_with(asked)
+def test_both_ends_get_the_secret_and_the_generation() -> None:
+    options_seen = RecordingConnector(Stop())
+    ends = ends_with(options_seen)
     endpoint = Endpoint("asked", "a-b", "here", 7, "", 1, 1)
     with pytest.raises(Stop):
-        ends.listen(Listen(LINK, "asked", 7, SECRET), OverlapSwitches())
+        ends.listen(Listen(LINK, "asked", 7, SECRET))
     with pytest.raises(Stop):
-        ends.connect(
-            Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET), OverlapSwitches()
-        )
-    assert [(o.secret, o.generation) for o in asked.options] == [(SECRET, 7)] * 2
+        ends.connect(Connect(LINK, "asked", msgspec.msgpack.encode(endpoint), 7, SECRET))
+    assert [(o.secret, o.generation) for o in options_seen.options] == [(SECRET, 7)] * 2
 
 
 @pytest.mark.parametrize("endpoint", [b"", b"\xc1", b"\x93", b"\x81\xa1x\x01"], ids=repr)
 def test_nonsense_from_another_host_is_an_error_of_the_link(endpoint: bytes) -> None:
     with pytest.raises(WireError, match="not an endpoint"):
-        ends_with(Asked(Stop())).connect(
-            Connect(LINK, "asked", endpoint, 1, SECRET), OverlapSwitches()
-        )
+        ends_with(RecordingConnector(Stop())).connect(Connect(LINK, "asked", endpoint, 1, SECRET))
 
 
 def test_a_machine_that_has_no_more_of_something_is_an_error_of_the_link() -> None:
     with pytest.raises(StrettoError, match="Too many open files"):
-        ends_with(Asked(OSError(24, "Too many open files"))).listen(
-            Listen(LINK, "asked", 1, SECRET), OverlapSwitches()
+        ends_with(RecordingConnector(OSError(24, "Too many open files"))).listen(
+            Listen(LINK, "asked", 1, SECRET)
         )
 
 
@@ -104,7 +100,7 @@ class EndingCourier:
         return taken
 
 
-def test_a_link_that_ends_while_its_faults_are_read_is_reported_with_its_fault() -> None:
+def test_a_link_that_ends_among_its_faults_is_reported_with_them() -> None:
     ends = LinkEndpoints(Links({}), HostSettings(), torch.device("cpu"), nothing)
     courier: Any = EndingCourier()
     ends.ends[LINK] = LinkEndpoint(generation=3, incoming=courier)

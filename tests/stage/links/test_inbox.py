@@ -24,11 +24,11 @@ R = RequestId("r-1")
 class Slots:
     """Counts chunks that were made and not released: stands for the credits of a link."""
 
-    held: int = 0
+    num_leased: int = 0
     seen: list[Chunk] = field(default_factory=list)
 
     def chunk(self, span: Span, mark: Mark, *, seq: int, request: RequestId = R) -> Chunk:
-        self.held += 1
+        self.num_leased += 1
         rows = torch.arange(span.start, span.stop, dtype=torch.int32)
         return wire.chunk(
             request, span, mark, {"rows": rows} if len(span) else {}, seq=seq, lease=_Slot(self)
@@ -40,7 +40,7 @@ class _Slot:
     slots: Slots
 
     def release(self) -> None:
-        self.slots.held -= 1
+        self.slots.num_leased -= 1
 
 
 Key = tuple[int, Span, Mark]  # seq, span, mark
@@ -97,7 +97,7 @@ def test_every_arrival_order(sizes: list[int], total: int) -> None:
         order = expected(sent, list(arrival))
         got, slots = deliver(sent, list(arrival))
         assert got == (None if order is None else [sent[i] for i in order]), arrival
-        assert slots.held == 0
+        assert slots.num_leased == 0
 
 
 @pytest.mark.parametrize("total", [3, 5])
@@ -110,7 +110,7 @@ def test_every_repeat_and_loss(total: int) -> None:
             order = expected(sent, list(arrival))
             got, slots = deliver(sent, list(arrival))
             assert got == (None if order is None else [sent[i] for i in order]), arrival
-            assert slots.held == 0
+            assert slots.num_leased == 0
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -137,7 +137,7 @@ def test_a_whole_request_arrives_whole(data: st.DataObject) -> None:
     assert got == sent
     assert [key[2] for key in got].count(Mark.REQUEST_END) == 1
     assert got[-1][2] is Mark.REQUEST_END
-    assert slots.held == 0
+    assert slots.num_leased == 0
     assert inboxes.num_early == 0
 
 
@@ -159,7 +159,7 @@ def test_what_does_not_follow_is_a_gap(span: Span, mark: Mark, seq: int) -> None
     with pytest.raises(Gap, match=R) as caught:
         inbox.push(slots.chunk(span, mark, seq=seq))
     assert isinstance(caught.value, WireError)
-    assert slots.held == 2
+    assert slots.num_leased == 2
     assert [key[0] for key in drain(inbox)] == [0, 1], "what was accepted before is untouched"
 
 
@@ -180,14 +180,14 @@ def test_early_chunks_are_bounded() -> None:
     with pytest.raises(Unannounced, match="r-2") as caught:
         inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2")))
     assert caught.value.request == "r-2"
-    assert slots.held == 3
+    assert slots.num_leased == 3
     assert [key[0] for key in drain(inboxes.announce(R))] == [0, 1, 2]
     assert (
         inboxes.push(slots.chunk(Span(0, 1), Mark.MORE, seq=0, request=RequestId("r-2")))
         is Pushed.EARLY
     )
     inboxes.forget(RequestId("r-2"))
-    assert (slots.held, inboxes.num_early) == (0, 0)
+    assert (slots.num_leased, inboxes.num_early) == (0, 0)
 
 
 def test_early_bytes_are_bounded() -> None:
@@ -198,7 +198,7 @@ def test_early_bytes_are_bounded() -> None:
         inboxes.push(slots.chunk(Span(8, 11), Mark.MORE, seq=1))  # 12 more
     inboxes.push(slots.chunk(Span(8, 10), Mark.MORE, seq=1))
     inboxes.forget(R)
-    assert slots.held == 0
+    assert slots.num_leased == 0
 
 
 def test_a_gap_among_early_chunks_shows_at_the_announcement() -> None:
@@ -208,7 +208,7 @@ def test_a_gap_among_early_chunks_shows_at_the_announcement() -> None:
     with pytest.raises(Gap):
         inboxes.announce(R)
     inboxes.forget(R)
-    assert (slots.held, inboxes.num_early) == (0, 0)
+    assert (slots.num_leased, inboxes.num_early) == (0, 0)
 
 
 def test_a_forgotten_request_stays_forgotten() -> None:
@@ -219,6 +219,6 @@ def test_a_forgotten_request_stays_forgotten() -> None:
     assert R not in inboxes
     assert inboxes.push(slots.chunk(Span(1, 2), Mark.MORE, seq=1)) is Pushed.LATE
     assert inboxes.counts[Pushed.LATE] == 1
-    assert slots.held == 0
+    assert slots.num_leased == 0
     with pytest.raises(Bug):
         inboxes.announce(RequestId("r-2")) and inboxes.announce(RequestId("r-2"))

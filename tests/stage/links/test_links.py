@@ -57,7 +57,7 @@ def links_of(*names: str) -> tuple[Links, dict[str, Any]]:
     return Links(stages), stages
 
 
-def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> None:
+def test_a_request_is_blocked_by_its_listener_or_its_link() -> None:
     """Preemption in the link must not set a request going whose listener is slow, nor the other way
     round."""
     link, courier = Outlet(LINK, End({}, {})), Courier()  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_a_request_rests_for_its_listener_and_for_its_link_each_on_its_own() -> 
     assert link.blocked(ID), "the link is full still"
 
 
-def test_the_last_chunks_of_a_request_wait_for_room_though_its_stage_is_done_with_it() -> None:
+def test_the_last_chunks_of_an_ended_request_wait_for_room() -> None:
     link, courier = Outlet(LINK, End({}, {})), Courier()  # type: ignore[arg-type]
     link.attach(courier)  # type: ignore[arg-type]
     link.start_sending(ID)
@@ -144,7 +144,7 @@ def test_a_request_with_a_slow_listener_rests_within_a_host_too() -> None:
     assert not link.blocked(ID)
 
 
-def test_a_link_is_open_for_requests_that_have_both_of_its_stages_on_their_way() -> None:
+def test_a_link_is_open_for_requests_that_pass_both_of_its_stages() -> None:
     for way, uses in (({"a"}, 0), ({"a", "b"}, 1), ({"b"}, 0), ({"a", "c"}, 0)):
         links, stages = links_of("a")
         links.open(ID, stages["a"], way)

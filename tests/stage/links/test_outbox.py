@@ -47,7 +47,7 @@ class Courier:
         return True
 
 
-class Kept(Courier):
+class RecordingCourier(Courier):
     """Keeps chunks as they are."""
 
     def offer(self, chunk: Chunk) -> bool:
@@ -84,7 +84,7 @@ def test_rows_leave_once_in_order(data: st.DataObject) -> None:
 
 
 def test_rows_that_fit_a_slot_are_one_chunk_and_are_not_copied() -> None:
-    outbox, courier = Outbox(R), Kept()
+    outbox, courier = Outbox(R), RecordingCourier()
     rows = frames(Span(0, 4))
     outbox.add(rows, SLOT, Mark.REQUEST_END)
     assert outbox.flush(courier)
@@ -97,7 +97,7 @@ def test_rows_that_fit_a_slot_are_one_chunk_and_are_not_copied() -> None:
     assert outbox.waiting == 1, "a chunk may fill its slot exactly"
 
 
-def test_media_rows_that_exceed_a_slot_are_cut_and_only_the_last_part_carries_the_mark() -> None:
+def test_only_the_last_part_of_cut_media_rows_carries_the_mark() -> None:
     """A prompt with an image: some rows carry a hidden vector, others only an id."""
     ids = torch.arange(400, dtype=torch.int32)
     media = (Span(10, 200), Span(300, 310))
@@ -135,7 +135,7 @@ def test_a_single_row_that_exceeds_a_slot_goes_on_as_it_is() -> None:
 
 def test_every_part_carries_the_event_of_its_rows() -> None:
     event = object()
-    outbox, courier = Outbox(R), Kept()
+    outbox, courier = Outbox(R), RecordingCourier()
     outbox.add(frames(Span(0, 24)), 300, event=event)  # type: ignore[arg-type]
     assert outbox.flush(courier)
     assert len(courier.chunks) > 1

@@ -211,28 +211,25 @@ def test_passes_over_shared_buffers(
     ]
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_images_only_where_asked(
-    cuda: FakeCuda, asked: bool, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("images", [False, True])
+def test_images_are_captured_if_set(
+    cuda: FakeCuda, images: bool, tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sound always, single images by their setting; on the stage's stream, and owned by the
-    encoders."""
+    """Sound always, single images by their setting; on the stage's stream."""
     for owner in (WindowGraphs, FrameGraphs):
         monkeypatch.setattr(owner, "forward", lambda self, size: cuda.note((type(self), size)))
     model = build(lambda: Thinker(tiny_config), "cpu", torch.float32)
-    owned: list[type] = []
-    for encoder in (model.audio_tower, model.visual):
-        monkeypatch.setattr(encoder, "use_graphs", lambda graphs: owned.append(type(graphs)))
     used: list[int] = []
     model.audio_tower.conv2d1.register_forward_pre_hook(
         lambda module, given: used.append(len(given[0]))
     )
-    capture_encoders(model, cuda.side, images=asked)  # type: ignore[arg-type]
+    windows, frames = capture_encoders(model, cuda.side, images=images)  # type: ignore[arg-type]
     assert used == [64, 32, 16, 8, 4, 2, 1]
-    images = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
     sound = [(WindowGraphs, size) for size in (8, 4, 2, 1)]
-    assert cuda.captured() == (sound + images if asked else sound)
-    assert owned == ([WindowGraphs, FrameGraphs] if asked else [WindowGraphs])
+    single = [(FrameGraphs, size) for size in sorted(vision_graphs.SIZES, reverse=True)]
+    assert cuda.captured() == (sound + single if images else sound)
+    assert isinstance(windows, WindowGraphs)
+    assert isinstance(frames, FrameGraphs) == images
 
 
 @pytest.mark.parametrize("sizes", [None, [(1, 2), (3, 2), (3, 1), (1, 2)]])

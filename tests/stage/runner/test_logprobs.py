@@ -35,10 +35,12 @@ class Asking(Desk):
     """Keeps what each token is said to be like."""
 
     def collect(self, o: Output) -> None:
-        self.told: dict[str, list[Scored | None]] = getattr(self, "told", defaultdict(list))
+        self.logprobs_by_id: dict[str, list[Scored | None]] = getattr(
+            self, "logprobs_by_id", defaultdict(list)
+        )
         super().collect(o)
         if o.token is not None:
-            self.told[str(o.request.id)].append(o.logprobs)
+            self.logprobs_by_id[str(o.request.id)].append(o.logprobs)
 
 
 class Replays(DecodeGraphs):
@@ -75,7 +77,7 @@ def options(i: int) -> Options:
     return replace(Options(), text=text, max_text_tokens=5 + i, speak=False)
 
 
-def ask(desk: Desk, models: Models, i: int, count: int | None, **more: Any) -> None:
+def submit(desk: Desk, models: Models, i: int, count: int | None, **more: Any) -> None:
     prompt = make(KINDS[i], models.config, seed=i)
     bias = [(3, 2.5)] if i == 3 else []
     desk.think(str(i), prompt, options(i), bias, logprobs=count, **more)
@@ -98,7 +100,7 @@ def plain(models: Models) -> dict[str, list[int]]:
     """The tokens when nobody asks."""
     desk = Desk(models, "thinker")
     for i in range(len(ASKS)):
-        ask(desk, models, i, None)
+        submit(desk, models, i, None)
     desk.run()
     return dict(desk.tokens)
 
@@ -114,17 +116,17 @@ def test_as_the_reference_has_it(
     monkeypatch.setattr(logprobs, "SLICE", 2)
     desk = Asking(models, "thinker", CONFIGS[name], graphs=models.thinker.device.type == "cuda")
     for i, count in enumerate(ASKS):
-        ask(desk, models, i, count)
+        submit(desk, models, i, count)
     desk.run()
     assert desk.tokens == plain, "who asks gets the same answer, and so do the others"
     for i, count in enumerate(ASKS):
-        told, tokens = desk.told[str(i)], desk.tokens[str(i)]
-        assert len(told) == len(tokens)
+        logprobs_by_id, tokens = desk.logprobs_by_id[str(i)], desk.tokens[str(i)]
+        assert len(logprobs_by_id) == len(tokens)
         if count is None:
-            assert told == [None] * len(tokens)
+            assert logprobs_by_id == [None] * len(tokens)
             continue
-        wanted = reference(oracle, models, i, tokens)
-        for scored, token, row in zip(told, tokens, wanted, strict=True):
+        expected = reference(oracle, models, i, tokens)
+        for scored, token, row in zip(logprobs_by_id, tokens, expected, strict=True):
             assert scored is not None
             own, best = scored
             assert own == pytest.approx(float(row[token]), abs=1e-4)
@@ -142,30 +144,30 @@ def test_from_captured_steps(models: Models, oracle: Any, plain: dict[str, list[
     graphs = desk.stage.runner.graphs = Replays(desk.adapter, sizes=(1, 4, 8))
     graphs.capture()
     for i, count in enumerate(ASKS):
-        ask(desk, models, i, count)
+        submit(desk, models, i, count)
     desk.run()
     assert graphs.replayed > 5
     assert desk.tokens == plain
     for i, count in enumerate(ASKS):
         if count is None:
             continue
-        wanted = reference(oracle, models, i, desk.tokens[str(i)])
-        found = [scored[0] for scored in desk.told[str(i)] if scored is not None]
+        expected = reference(oracle, models, i, desk.tokens[str(i)])
+        found = [scored[0] for scored in desk.logprobs_by_id[str(i)] if scored is not None]
         assert found == pytest.approx(
-            [float(r[t]) for r, t in zip(wanted, desk.tokens[str(i)], strict=True)], abs=1e-4
+            [float(r[t]) for r, t in zip(expected, desk.tokens[str(i)], strict=True)], abs=1e-4
         )
 
 
 def test_in_a_batch_as_alone(models: Models) -> None:
     together = Asking(models, "thinker")
     for i, count in enumerate(ASKS):
-        ask(together, models, i, count)
+        submit(together, models, i, count)
     together.run()
     for i in (2, 3):
         alone = Asking(models, "thinker")
-        ask(alone, models, i, ASKS[i])
+        submit(alone, models, i, ASKS[i])
         alone.run()
-        for a, b in zip(alone.told[str(i)], together.told[str(i)], strict=True):
+        for a, b in zip(alone.logprobs_by_id[str(i)], together.logprobs_by_id[str(i)], strict=True):
             assert a is not None
             assert b is not None
             assert a[0] == pytest.approx(b[0], abs=1e-4)
@@ -180,10 +182,10 @@ def test_nobody_who_does_not_ask_pays(models: Models, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         desk.adapter.rows, "head", lambda hidden: (scored.append(len(hidden)), head(hidden))[1]
     )
-    ask(desk, models, 0, None)
+    submit(desk, models, 0, None)
     desk.run()
     assert scored == []
-    ask(desk, models, 1, None)
-    ask(desk, models, 3, 2)
+    submit(desk, models, 1, None)
+    submit(desk, models, 3, 2)
     desk.run()
     assert scored == [1] * len(desk.tokens["3"])

@@ -8,7 +8,8 @@ from hypothesis import given
 
 from stretto.errors import Bug
 from stretto.stage.request import OPAQUE, BlockId, RequestSpec, Salt, StageRequest
-from stretto.stage.scheduler.blocks import BlockPool, PayloadHandle, chain_keys, prefix_keys
+from stretto.stage.scheduler.blocks import BlockPool
+from stretto.stage.scheduler.prefix import chain_keys, prefix_keys
 from stretto.types import RequestId, Span
 from tests.stage.invariants import check_pool
 from tests.stage.pools import clear_cache, num_held
@@ -86,7 +87,7 @@ def test_prefix_keys_see_everything_before_their_end_only() -> None:
     assert between[1] != two
 
 
-def test_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_start() -> None:
+def test_eviction_is_by_last_use_and_from_the_end_of_a_prefix() -> None:
     pool = BlockPool(4)
     one, two = pool.take(2), pool.take(2)
     for i, block in enumerate(one + two):
@@ -104,8 +105,7 @@ def test_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_start
 
 
 def test_finding_stops_at_the_first_gap_and_at_a_missing_payload() -> None:
-    dropped: list[int] = []
-    pool = BlockPool(3, dropped.append)
+    pool = BlockPool(3)
     blocks = pool.take(3)
     for i, block in enumerate(blocks):
         assert pool.publish(block, bytes([i]), False)
@@ -113,14 +113,16 @@ def test_finding_stops_at_the_first_gap_and_at_a_missing_payload() -> None:
     assert pool.find([(k, False) for k in keys]) == blocks
     assert pool.find([(keys[0], False), (b"?", False), (keys[2], False)]) == blocks[:1]
     assert pool.find([(keys[0], False), (keys[1], True), (keys[2], False)]) == blocks[:1]
-    assert pool.attach(blocks[1], keys[1], PayloadHandle(7))
+    pool.attach(blocks[1], keys[1], "rows")
     assert pool.find([(keys[0], False), (keys[1], True), (keys[2], False)]) == blocks
-    assert not pool.attach(blocks[1], keys[1], PayloadHandle(8))
-    assert not pool.attach(blocks[1], b"?", PayloadHandle(8))
+    pool.attach(blocks[1], keys[1], "others")
+    pool.attach(blocks[1], b"?", "others")
+    assert pool.payloads == {blocks[1]: "rows"}
     pool.release(blocks)
     pool.take(3)
-    assert dropped == [7]
-    assert not pool.attach(blocks[0], keys[0], PayloadHandle(9)), "evicted since"
+    assert not pool.payloads
+    pool.attach(blocks[0], keys[0], "late")
+    assert not pool.payloads, "evicted since"
 
 
 def test_a_block_with_payload_replaces_an_equal_one_without() -> None:
@@ -130,7 +132,7 @@ def test_a_block_with_payload_replaces_an_equal_one_without() -> None:
     assert not pool.publish(late, b"k", False)
     assert pool.publish(rich, b"k", True)
     assert pool.find([(b"k", False)]) == [rich]
-    assert pool.attach(rich, b"k", PayloadHandle(1))
+    pool.attach(rich, b"k", "rows")
     assert not pool.publish(late, b"k", True)
     pool.release([plain, rich, late])
     assert (len(pool.cached), pool.num_available) == (1, 4)
@@ -160,8 +162,7 @@ commands = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 99)))
 
 @given(st.integers(1, 6), commands)
 def test_blocks_are_conserved(total: int, commands: list[tuple[str, int]]) -> None:
-    handles: set[int] = set()
-    pool = BlockPool(total, handles.remove)
+    pool = BlockPool(total)
     held: list[BlockId] = []
     for i, (name, n) in enumerate(commands):
         block = held[n % len(held)] if held else None
@@ -179,9 +180,7 @@ def test_blocks_are_conserved(total: int, commands: list[tuple[str, int]]) -> No
             case "publish" if block is not None and pool.keys[block] is None:
                 pool.publish(block, key, bool(n % 2))
             case "attach" if block is not None:
-                handles.add(i)
-                if not pool.attach(block, key, PayloadHandle(i)):
-                    handles.remove(i)
+                pool.attach(block, key, i)
             case "clear" if n < 10:
                 clear_cache(pool)
         refs = Counter(held)
@@ -190,4 +189,4 @@ def test_blocks_are_conserved(total: int, commands: list[tuple[str, int]]) -> No
     pool.release(held)
     clear_cache(pool)
     assert pool.num_available == total
-    assert not handles
+    assert not pool.payloads

@@ -13,7 +13,7 @@ from stretto.types import RequestId
 CONFIG = SchedulerConfig(num_blocks=64, block_size=4, max_rows=8, max_context=100, overlap_depth=2)
 
 
-class Heard:
+class RecordingGuide:
     """Notes what it is told."""
 
     error = None
@@ -36,7 +36,7 @@ def names(batch: Any) -> set[str]:
 
 
 def test_only_the_guided_request_waits_for_its_own_token() -> None:
-    guide, scheduler = Heard(), Scheduler(CONFIG)
+    guide, scheduler = RecordingGuide(), Scheduler(CONFIG)
     scheduler.submit(RequestSpec(RequestId("guided"), 5, guide=guide), [1, 2, 3])
     scheduler.submit(RequestSpec(RequestId("free"), 9), [1, 2, 3])
     flying, seen, token = [], [], 10
@@ -48,7 +48,7 @@ def test_only_the_guided_request_waits_for_its_own_token() -> None:
         if len(flying) == 2 or batch is None:
             oldest = flying.pop(0)
             token += 1
-            scheduler.retire(oldest, StepResult([token] * len(oldest.spans), {}))
+            scheduler.retire(oldest, StepResult([[token]] * len(oldest.spans)))
     assert seen[:2] == [
         {"guided", "free"},
         {"free"},
@@ -59,7 +59,7 @@ def test_only_the_guided_request_waits_for_its_own_token() -> None:
 
 
 def test_alone_it_goes_on_as_soon_as_its_token_is_known() -> None:
-    guide, scheduler = Heard(), Scheduler(CONFIG)
+    guide, scheduler = RecordingGuide(), Scheduler(CONFIG)
     scheduler.submit(RequestSpec(RequestId("guided"), 3, guide=guide), [1, 2, 3])
     for token in (7, 8, 9):
         batch = scheduler.schedule()
@@ -67,5 +67,5 @@ def test_alone_it_goes_on_as_soon_as_its_token_is_known() -> None:
         assert (
             scheduler.schedule() is None
         )  # there is room for a second step, and nothing to put into it
-        scheduler.retire(batch, StepResult([token], {}))
+        scheduler.retire(batch, StepResult([[token]]))
     assert guide.tokens == [7, 8, 9]

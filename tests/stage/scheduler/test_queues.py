@@ -29,7 +29,7 @@ def test_split_wastes_nothing_and_starves_nobody_first(
     assert shares[0] == wants[0] or shares[0] >= min(budget // 2, budget)
 
 
-def test_a_short_prompt_passes_beside_a_long_one() -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert split(512, [100_000, 50], 64) == [462, 50]
     assert split(512, [100_000, 100_000], 64) == [256, 256]
     assert split(512, [300, 300], 64) == [256, 256]

@@ -142,7 +142,7 @@ class Lives(RuleBasedStateMachine):
         for token in tokens:
             self.driver.text(id, token)
         if not tokens:
-            self.driver.scheduler.end_step_inputs(RequestId(id))
+            self.driver.scheduler.append_step_inputs(RequestId(id), 0, last=True)
 
     @rule(index=pick, at=st.integers(0, 2))
     def provide(self, index: int, at: int) -> None:
@@ -218,7 +218,7 @@ class Lives(RuleBasedStateMachine):
                 self.driver.cancel(request.id)
                 return
         if request.spec.paced and not request.step_inputs_ended:
-            scheduler.end_step_inputs(request.id)
+            scheduler.append_step_inputs(request.id, 0, last=True)
 
 
 Lives.TestCase.settings = settings(

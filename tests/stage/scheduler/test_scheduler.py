@@ -80,7 +80,7 @@ def workload(driver: Driver, seed: int = 0) -> dict[str, list[int]]:
                 if request.num_step_inputs < 6:
                     driver.text(id, 1 + request.num_step_inputs)
                 else:
-                    driver.scheduler.end_step_inputs(RequestId(id))
+                    driver.scheduler.append_step_inputs(RequestId(id), 0, last=True)
         if (driver.launch() is None or rng.random() < 0.4) and driver.flying:
             driver.retire()
     driver.drain()
@@ -163,8 +163,7 @@ def test_a_stop_is_seen_one_step_late_and_the_surplus_goes_nowhere() -> None:
     driver.scheduler.cancel(RequestId("a"))
     driver.live.pop("a")
     driver.drain()
-    stop = first.token
-    assert stop is not None
+    (stop,) = first.row
 
     driver = Driver(config(overlap_depth=2))
     request = driver.submit("a", [1, 2, 3], max_new=50, stop_ids=frozenset({stop}))
@@ -190,7 +189,7 @@ def test_length_needs_no_surplus() -> None:
     assert [spans(batch) for batch in driver.batches] == [{"a": (0, 3)}, {"a": (3, 4)}]
 
 
-def test_the_depth_is_kept_and_steps_retire_in_order() -> None:
+def test_the_depth_is_a_limit_and_steps_retire_in_order() -> None:
     driver = Driver(config(overlap_depth=2))
     driver.submit("a", [1, 2, 3], max_new=9, stop_ids=NEVER)
     assert driver.launch()
@@ -204,7 +203,7 @@ def test_the_depth_is_kept_and_steps_retire_in_order() -> None:
 # -- budget
 
 
-def test_decodes_go_first_and_prefill_is_bounded_beside_them() -> None:
+def test_decodes_go_first_and_bound_the_prefill() -> None:
     driver = Driver(config())
     driver.submit("long", [1] * 150, max_new=2)
     assert spans(driver.launch()) == {"long": (0, 64)}  # nobody answers: the whole budget
@@ -358,7 +357,7 @@ def test_at_least_the_last_prompt_row_is_computed() -> None:
     driver.check_idle()
 
 
-def test_a_reuse_that_no_batch_told_of_is_told_again() -> None:
+def test_a_reuse_that_was_in_no_batch_is_reported_again() -> None:
     driver = Driver(config(num_blocks=8, max_rows=2, patience=0, overlap_depth=1))
     driver.submit("seed", [1] * 9, max_new=1)
     driver.drain()
@@ -386,11 +385,11 @@ def test_a_cached_prefix_without_its_payload_is_computed_again() -> None:
     driver.submit("speech", rows, media=media, max_new=1, needs_payload=True)
     assert spans(driver.launch()) == {"speech": (0, 12)}
     driver.drain()
-    assert driver.payloads, "kept for the next"
+    assert driver.scheduler.pool.payloads, "kept for the next"
     driver.submit("more speech", rows, media=media, max_new=1, needs_payload=True)
     assert spans(driver.launch()) == {"more speech": (8, 12)}
     (join,) = joins(driver, "more speech")
-    assert [index for index, _ in join.payloads] == [0, 1]
+    assert [list(rows) for rows in join.payloads] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     driver.drain()
     driver.submit("more text", rows, media=media, max_new=1)
     assert spans(driver.launch()) == {"more text": (8, 12)}
@@ -422,7 +421,7 @@ def test_a_talker_block_with_media_depends_on_what_the_thinker_saw() -> None:
         scheduler.submit(spec, [*user, 9], salts=salts if media else [])
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.retire(batch, StepResult([1]))
+        scheduler.retire(batch, StepResult([[1]]))
         return batch.spans[0].start, batch.spans[0].stop
 
     assert talk("a", [1, 2], media=True) == (0, 9)
@@ -454,7 +453,7 @@ def test_rows_without_ids_are_never_shared() -> None:
 # -- input over time
 
 
-def test_an_open_prompt_starves_only_its_request_and_is_computed_as_it_comes() -> None:
+def test_an_open_prompt_starves_only_its_own_request() -> None:
     driver = Driver(config(overlap_depth=1))
     talk = driver.submit("talk", [1], max_new=30, stop_ids=NEVER)
     slow = driver.submit("slow", closed=False, max_new=2, stop_ids=NEVER)
@@ -488,7 +487,7 @@ def test_a_prompt_may_close_after_all_its_rows_have_run(depth: int, rows: int, p
         driver.scheduler.append_rows(RequestId("a"), 0, last=True)
         assert request.state is State.RUNNING
         if paced:
-            driver.scheduler.end_step_inputs(RequestId("a"))
+            driver.scheduler.append_step_inputs(RequestId("a"), 0, last=True)
         driver.drain()
         driver.check_idle()
 
@@ -508,7 +507,7 @@ def test_a_paced_decode_waits_for_its_text_and_runs_free_after_the_end() -> None
     for _ in range(4):
         turn(driver)
     assert (talker.state, talker.cursor.launched) == (State.STARVED, 5)
-    driver.scheduler.end_step_inputs(RequestId("talker"))
+    driver.scheduler.append_step_inputs(RequestId("talker"), 0, last=True)
     driver.drain()
     driver.check_idle()
     with_other = [batch for batch in driver.batches if "other" in spans(batch)]
@@ -524,7 +523,7 @@ def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
     )
     for id in ("second", "third"):
         driver.submit(id, [4, 5], max_new=12, stop_ids=NEVER, paced=True, cache_output=False)
-        driver.scheduler.end_step_inputs(RequestId(id))
+        driver.scheduler.append_step_inputs(RequestId(id), 0, last=True)
     while len(driver.live) > 1:
         batch = driver.launch()
         assert batch is not None or driver.flying, "a batch waited"
@@ -534,7 +533,7 @@ def test_who_waits_for_text_holds_nobody_up(depth: int) -> None:
             driver.retire()
     assert driver.live["first"].state is State.STARVED
     driver.text("first", 6)
-    driver.scheduler.end_step_inputs(RequestId("first"))
+    driver.scheduler.append_step_inputs(RequestId("first"), 0, last=True)
     driver.drain()
     driver.check_idle()
 
@@ -682,7 +681,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     driver.check_idle()
 
 
-def test_two_that_found_their_beginning_do_not_take_the_rest_from_each_other_for_ever() -> None:
+def test_two_with_a_cached_prefix_do_not_preempt_each_other_for_ever() -> None:
     """Each is seated on what the cache has, lacks input right behind it, and does not fit beside
     the other. Making one batch must end; and as their input comes, both are answered."""
     driver = Driver(config(num_blocks=3, overlap_depth=1))
@@ -730,9 +729,9 @@ def test_a_failed_step_fails_its_requests_and_no_others() -> None:
     driver.launch()
     error = Bug("the device said no")
     outcomes = driver.retire(error)
-    assert [(o.request.id, o.reason, o.token) for o in outcomes] == [
-        ("a", Reason.FAILED, None),
-        ("b", Reason.FAILED, None),
+    assert [(o.request.id, o.reason, list(o.row)) for o in outcomes] == [
+        ("a", Reason.FAILED, []),
+        ("b", Reason.FAILED, []),
     ]
     assert (a.error, b.error) == (error, error)
     driver.drain()

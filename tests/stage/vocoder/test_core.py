@@ -37,7 +37,7 @@ class Ears:
             if o.error is not None:
                 self.errors[o.request] = o.error
 
-    def heard(self, id: str) -> np.ndarray:
+    def sound(self, id: str) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.float32), *self.parts[id]])
 
 
@@ -117,7 +117,7 @@ def test_ragged_streams_equal_whole_decodes(depth: int, seed: int, models: Model
     run(stage, ears)
     for id in frames:
         want = models.code2wav.decode(frames[id].to(stage.device)).cpu().numpy()
-        np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
+        np.testing.assert_allclose(ears.sound(id), want, atol=1e-5)
     assert set(ears.ended) == set(frames)
     assert idle(stage)
 
@@ -131,7 +131,7 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
             stage.push(RequestId(f"{round}.{i}"), codes(models, 5, i).to(stage.device))
         for _ in range(round):
             poll_core(stage, ears)
-        heard = {k: len(v) for k, v in ears.parts.items()}
+        sound = {k: len(v) for k, v in ears.parts.items()}
         for i in (0, 2, 5):
             assert stage.cancel(RequestId(f"{round}.{i}"))
             assert not stage.cancel(RequestId(f"{round}.{i}"))
@@ -139,10 +139,10 @@ def test_cancelled_streams_leave_nothing_behind(models: Models) -> None:
             stage.push(RequestId(f"{round}.{i}"), codes(models, 0, 0), Reason.STOP)
         run(stage, ears)
         for i in (0, 2, 5):
-            assert len(ears.parts[f"{round}.{i}"]) == heard.get(f"{round}.{i}", 0)
+            assert len(ears.parts[f"{round}.{i}"]) == sound.get(f"{round}.{i}", 0)
         for i in (1, 3, 4):
             want = models.code2wav.decode(codes(models, 5, i).to(stage.device)).cpu().numpy()
-            np.testing.assert_allclose(ears.heard(f"{round}.{i}"), want, atol=1e-5)
+            np.testing.assert_allclose(ears.sound(f"{round}.{i}"), want, atol=1e-5)
         assert idle(stage)
     with pytest.raises(Gone):
         stage.push(RequestId("0.0"), codes(models, 1, 0))
@@ -157,7 +157,7 @@ def test_on_a_cpu_what_a_turn_computed_leaves_in_it(models: Models) -> None:
     stage.open(RequestId("r"))
     stage.push(RequestId("r"), codes(models, 2, 0))
     assert poll_core(stage, ears)
-    assert len(ears.heard("r"))
+    assert len(ears.sound("r"))
     assert in_flight(stage) == 0
 
 
@@ -189,7 +189,7 @@ def test_first_packets_go_first_and_small(models: Models, monkeypatch: pytest.Mo
     assert set(ears.ended) == {"old", "new"}
 
 
-def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> None:
+def test_urgent_streams_do_not_wait_for_others(models: Models) -> None:
     """Each goes in a step of its own size, and no step is larger than its limit."""
     taken: list[dict[str, int]] = []
     now = 10.0
@@ -198,10 +198,10 @@ def test_who_runs_dry_soon_does_not_wait_for_who_does_not(models: Models) -> Non
     schedule = stage.schedule
 
     def watched():
-        parts = schedule()
-        if parts:
-            taken.append({s.request: n for s, n in parts})
-        return parts
+        batch = schedule()
+        if batch is not None:
+            taken.append({stream.request: n for stream, _, n in batch.parts})
+        return batch
 
     stage.schedule = watched
     for id, frames, deadline in (
@@ -246,7 +246,7 @@ def test_an_empty_stream_ends(models: Models) -> None:
     stage.push(RequestId("e"), codes(models, 0, 0), Reason.STOP)
     poll_core(stage, ears)
     assert ears.ended == {"e": Reason.STOP}
-    assert len(ears.heard("e")) == 0
+    assert len(ears.sound("e")) == 0
     assert idle(stage)
 
 
@@ -268,7 +268,7 @@ def test_a_step_that_raises_fails_its_streams_and_the_stage_goes_on(models: Mode
     stage.push(RequestId("b"), codes(models, 3, 1).to(stage.device), Reason.STOP)
     run(stage, ears)
     np.testing.assert_allclose(
-        ears.heard("b"),
+        ears.sound("b"),
         models.code2wav.decode(codes(models, 3, 1).to(stage.device)).cpu().numpy(),
         atol=1e-5,
     )
@@ -322,7 +322,7 @@ def test_steps_come_in_the_shapes_that_there_are(
     assert len(seen) >= 3
     for id, given in frames.items():
         want = models.code2wav.decode(given.to(stage.device)).cpu().numpy()
-        np.testing.assert_allclose(ears.heard(id), want, atol=1e-5)
+        np.testing.assert_allclose(ears.sound(id), want, atol=1e-5)
 
 
 def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models) -> None:
@@ -348,7 +348,7 @@ def test_an_end_that_comes_alone_comes_behind_the_steps_in_flight(models: Models
         assert poll_core(stage, ears)
         assert in_flight(stage) == left
     assert ears.ended == {"r": Reason.STOP}
-    np.testing.assert_allclose(ears.heard("r"), decoded(models, frames), atol=1e-5)
+    np.testing.assert_allclose(ears.sound("r"), decoded(models, frames), atol=1e-5)
     assert idle(stage)
 
 
@@ -372,9 +372,9 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
         for id in list(live):
             if rng.random() < 0.05:
                 leaving.add(id)
-                heard = len(ears.parts[id])
+                sound = len(ears.parts[id])
                 assert stage.cancel(RequestId(id))
-                ears.parts[id] = ears.parts[id][:heard]
+                ears.parts[id] = ears.parts[id][:sound]
                 live.remove(id)
             elif rng.random() < 0.5:
                 n = min(len(frames[id]) - fed[id], int(rng.integers(0, 4)))
@@ -394,7 +394,7 @@ def test_whatever_the_device_takes_its_time_for(depth: int, seed: int, models: M
     assert set(ears.ended) == set(frames) - leaving
     assert len(leaving) < 8
     for id in ears.ended:
-        np.testing.assert_allclose(ears.heard(id), decoded(models, frames[id]), atol=1e-5)
+        np.testing.assert_allclose(ears.sound(id), decoded(models, frames[id]), atol=1e-5)
     assert idle(stage)
 
 
@@ -418,7 +418,7 @@ def test_a_slot_is_free_when_the_last_step_that_writes_to_it_is_back(models: Mod
     assert in_flight(stage) == 1, "now it has"
     stage.push(RequestId("next"), codes(models, 0, 0), Reason.STOP)
     device.rest(stage, ears)
-    np.testing.assert_allclose(ears.heard("next"), decoded(models, codes(models, 2, 0)), atol=1e-5)
+    np.testing.assert_allclose(ears.sound("next"), decoded(models, codes(models, 2, 0)), atol=1e-5)
     assert not ears.parts["gone"]
     assert idle(stage)
 
@@ -442,12 +442,12 @@ def test_a_step_that_fails_between_others_of_its_stream_fails_it_once(models: Mo
     device.finish()
     poll_core(stage, ears)
     assert isinstance(ears.errors["a"], StageDead)
-    heard = ears.heard("a")
-    np.testing.assert_allclose(heard, decoded(models, codes(models, 2, 0)), atol=1e-5)
+    sound = ears.sound("a")
+    np.testing.assert_allclose(sound, decoded(models, codes(models, 2, 0)), atol=1e-5)
     stage.push(RequestId("b"), codes(models, 2, 1), Reason.STOP)
     poll_core(stage, ears)
     assert in_flight(stage) == 1, "the slot is still being written to"
     device.rest(stage, ears)
-    assert len(ears.heard("a")) == len(heard)
-    np.testing.assert_allclose(ears.heard("b"), decoded(models, codes(models, 2, 1)), atol=1e-5)
+    assert len(ears.sound("a")) == len(sound)
+    np.testing.assert_allclose(ears.sound("b"), decoded(models, codes(models, 2, 1)), atol=1e-5)
     assert idle(stage)

@@ -34,17 +34,17 @@ def warm() -> Iterator[None]:
     One idle listener of each kind stays, so that what links share (a ZeroMQ context, a transfer
     engine that takes a second to stop) is not started and stopped by every test. That these go too
     is a test of its own."""
-    kept = []
+    receivers = []
     for kit in KITS.values():
         if not missing(kit.name):
-            kept.append(kit.connector.listen("kept.0", kit.options))
+            receivers.append(kit.connector.listen("kept.0", kit.options))
             sender, receiver = kit.pair(slot_bytes=1 << 20)
             assert sender.put(numbered(0, 500_000), LONG_S)
             take(receiver).release()
             sender.close()
             receiver.close()
     yield
-    for receiver in kept:
+    for receiver in receivers:
         receiver.close()
 
 

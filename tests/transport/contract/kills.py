@@ -66,7 +66,7 @@ def _kill_sender(
     receiver, endpoint = listen(kit)
     count = {"count": chance.randrange(4)} if moment == "idle" else {}
     peer = nursery.peer(kit.label, "send", endpoint=endpoint, size=size, **count)
-    held: list[Chunk] = []
+    unreleased: list[Chunk] = []
     number = 0
 
     def take_one(timeout: float) -> bool:
@@ -76,15 +76,15 @@ def _kill_sender(
             return False
         check_numbered(chunk, number, size)
         number += 1
-        held.append(chunk)
-        while len(held) > chance.randrange(4):
-            held.pop(chance.randrange(len(held))).release()
+        unreleased.append(chunk)
+        while len(unreleased) > chance.randrange(4):
+            unreleased.pop(chance.randrange(len(unreleased))).release()
         return True
 
     if moment == "setup":
         _spin(chance, 0.01)
     else:
-        assert peer.lines.hear() == {"ready": True}
+        assert peer.lines.receive() == {"ready": True}
     if moment == "busy":
         for _ in range(chance.randrange(60)):
             assert take_one(LONG_S)
@@ -92,7 +92,7 @@ def _kill_sender(
     elif moment == "blocked":
         _until(lambda: receiver.credits() == 0)
     elif moment == "idle":
-        assert peer.lines.hear() == {"done": True}
+        assert peer.lines.receive() == {"done": True}
     peer.kill()
     killed = time.perf_counter()
     noticed = _death_of(
@@ -101,7 +101,7 @@ def _kill_sender(
     peer.wait_gone()
     if noticed is not None:
         assert _death_of(receiver.check, killed, False) is not None, "death is for ever"
-    for chunk in held:
+    for chunk in unreleased:
         chunk.release()
     receiver.close()
     return noticed, number
@@ -113,7 +113,7 @@ def _kill_receiver(
     peer = nursery.peer(
         kit.label, "receive", size=size, hold=9 if moment == "blocked" else chance.randrange(4)
     )
-    endpoint = msgspec.json.decode(peer.lines.hear()["endpoint"], type=Endpoint)
+    endpoint = msgspec.json.decode(peer.lines.receive()["endpoint"], type=Endpoint)
     if moment == "setup":
         _spin(chance, 0.002)
         peer.kill()
@@ -190,10 +190,10 @@ def _until(holds: Callable[[], bool]) -> None:
 
 def _kill_both(kit: Kit, nursery: Nursery, chance: random.Random, size: int) -> int:
     taker = nursery.peer(kit.label, "receive", size=size)
-    endpoint = taker.lines.hear()["endpoint"]
+    endpoint = taker.lines.receive()["endpoint"]
     giver = nursery.peer(kit.label, "send", endpoint=endpoint, size=size)
     if chance.random() < 0.7:
-        assert giver.lines.hear() == {"ready": True}
+        assert giver.lines.receive() == {"ready": True}
     _spin(chance, 0.005)
     victims = [taker, giver]
     chance.shuffle(victims)
@@ -216,8 +216,8 @@ def _restart(kit: Kit, nursery: Nursery) -> None:
         chunk = take(receiver)
         check_numbered(chunk, i, 500)
         chunk.release()
-    assert peer.lines.hear() == {"ready": True}
-    assert peer.lines.hear() == {"done": True}
+    assert peer.lines.receive() == {"ready": True}
+    assert peer.lines.receive() == {"done": True}
     peer.kill()
     peer.wait_gone()
     receiver.close()

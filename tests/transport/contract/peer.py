@@ -43,15 +43,15 @@ class Lines:
         self._sock = sock
         self._file = sock.makefile("r", encoding="utf-8")
 
-    def say(self, **fields: Any) -> None:
+    def send(self, **fields: Any) -> None:
         self._sock.sendall(json.dumps(fields).encode() + b"\n")
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         line = self._file.readline()
         if not line:
             raise EOFError("the other process is gone")
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        fields_read: dict[str, Any] = json.loads(line)
+        return fields_read
 
     def close(self) -> None:
         self._file.close()
@@ -72,7 +72,7 @@ class Peer:
         """Until the kernel has closed all that the process had open."""
         try:
             while True:
-                self.lines.hear()
+                self.lines.receive()
         except (EOFError, ConnectionResetError):
             self.lines.close()
 
@@ -136,14 +136,14 @@ def _play(request: dict[str, Any], lines: Lines) -> None:
         elif request["role"] == "send":
             endpoint = msgspec.json.decode(request["endpoint"], type=Endpoint)
             sender = kit.connector.connect(endpoint, options)
-            lines.say(ready=True)
+            lines.send(ready=True)
             _send(sender, request, lines)
         else:
             receiver = kit.connector.listen("test-link.0", options)
-            lines.say(endpoint=msgspec.json.encode(receiver.endpoint).decode())
+            lines.send(endpoint=msgspec.json.encode(receiver.endpoint).decode())
             _receive(receiver, request, lines)
     except (StrettoError, AssertionError) as error:
-        lines.say(error=type(error).__name__, message=str(error))
+        lines.send(error=type(error).__name__, message=str(error))
     except (BrokenPipeError, ConnectionResetError, EOFError):
         pass  # the test is over
 
@@ -168,7 +168,7 @@ def _audit(kit: Kit, lines: Lines) -> None:
         deadline = time.monotonic() + LONG_S
         while (left := Footprint.now().beyond(first)) and time.monotonic() < deadline:
             pause.wait(0.01)
-    lines.say(left=left)
+    lines.send(left=left)
 
 
 def _send(sender: Sender, request: dict[str, Any], lines: Lines) -> None:
@@ -176,8 +176,8 @@ def _send(sender: Sender, request: dict[str, Any], lines: Lines) -> None:
     for number in range(request.get("count", sys.maxsize)):
         while not sender.put(numbered(number, request["size"]), LONG_S):
             pass
-    lines.say(done=True)
-    lines.hear()
+    lines.send(done=True)
+    lines.receive()
     sender.close()
 
 
@@ -194,8 +194,8 @@ def _receive(receiver: Receiver, request: dict[str, Any], lines: Lines) -> None:
         held.append(chunk)
         if len(held) > request.get("hold", 0):
             held.pop(0).release()
-    lines.say(done=True)
-    lines.hear()
+    lines.send(done=True)
+    lines.receive()
     receiver.close()
 
 

@@ -80,10 +80,10 @@ def test_an_old_generation_does_not_disturb_the_new_one(kit: Kit, nursery: Nurse
         chunk = take(new)
         assert chunk.header.seq == i
         chunk.release()
-    assert survivor.lines.hear() == {"ready": True}
-    assert survivor.lines.hear()["error"] == "LinkClosed"
+    assert survivor.lines.receive() == {"ready": True}
+    assert survivor.lines.receive()["error"] == "LinkClosed"
     late = nursery.peer(kit.label, "send", endpoint=old_endpoint, size=100)
-    assert late.lines.hear()["error"] == "PeerDead"
+    assert late.lines.receive()["error"] == "PeerDead"
     newcomer.kill()
     for peer in (survivor, newcomer, late):
         peer.wait_gone()
@@ -92,12 +92,12 @@ def test_an_old_generation_does_not_disturb_the_new_one(kit: Kit, nursery: Nurse
 
 def test_a_peer_that_closes_is_not_a_dead_one(kit: Kit, nursery: Nursery) -> None:
     peer = nursery.peer(kit.label, "receive", size=1000, count=3)
-    endpoint = msgspec.json.decode(peer.lines.hear()["endpoint"], type=Endpoint)
+    endpoint = msgspec.json.decode(peer.lines.receive()["endpoint"], type=Endpoint)
     sender = kit.connector.connect(endpoint, kit.options)
     for i in range(3):
         assert sender.put(numbered(i), LONG_S)
-    assert peer.lines.hear() == {"done": True}
-    peer.lines.say(close=True)
+    assert peer.lines.receive() == {"done": True}
+    peer.lines.send(close=True)
     peer.wait_gone()
     with pytest.raises(LinkClosed):
         put_for_ever(sender)
@@ -107,5 +107,5 @@ def test_a_peer_that_closes_is_not_a_dead_one(kit: Kit, nursery: Nursery) -> Non
 def test_what_links_share_goes_with_the_last(kit: Kit, nursery: Nursery) -> None:
     """In a process of its own, where no other link keeps a context or an engine alive."""
     peer = nursery.peer(kit.label, "audit")
-    assert peer.lines.hear() == {"left": ""}
+    assert peer.lines.receive() == {"left": ""}
     peer.wait_gone()

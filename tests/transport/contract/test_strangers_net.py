@@ -284,7 +284,7 @@ def test_strangers_that_come_and_go_leave_nothing(receiver: SlotReceiver, street
     check_invited(KIT, receiver)
 
 
-def test_when_the_sender_is_in_strangers_are_neither_heard_nor_kept(
+def test_strangers_are_dropped_once_the_sender_is_connected(
     receiver: SlotReceiver, street: Street
 ) -> None:
     sender = TcpConnector().connect(receiver.endpoint, KIT.options)
@@ -383,7 +383,7 @@ def test_a_stranger_on_a_reused_descriptor_does_not_end_the_link(
             receiver.take(0.0)
 
 
-def test_a_sender_that_said_hello_and_died_at_once_is_dead(
+def test_a_sender_that_dies_right_after_its_hello_is_dead(
     receiver: SlotReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -425,9 +425,7 @@ def test_a_release_of_another_generation_ends_the_link(receiver: SlotReceiver) -
 
 
 @pytest.mark.parametrize("secret", [None, OTHER_SECRET], ids=["plaintext", "another key"])
-def test_a_listener_that_is_not_the_invited_one_is_told_nothing(
-    street: Street, secret: bytes | None
-) -> None:
+def test_a_wrong_listener_learns_nothing(street: Street, secret: bytes | None) -> None:
     nonce = new_nonce()
     impostor = street.context.socket(zmq.ROUTER)
     street.made.append(impostor)

@@ -19,9 +19,11 @@ from stretto.errors import Bug, StrettoError
 from stretto.layers.upload import to_device
 from stretto.messages.requests import MediaRequest, Working
 from stretto.models.parts import Parts
+from stretto.models.qwen3_omni.audio_graphs import WindowGraphs
 from stretto.models.qwen3_omni.pieces import MediaPiece, missing_runs
 from stretto.models.qwen3_omni.thinker import MediaRows, Thinker, ThinkerInput
 from stretto.models.qwen3_omni.vision_encoder import VisionRows
+from stretto.models.qwen3_omni.vision_graphs import FrameGraphs
 from stretto.preprocess.prompt import Piece
 from stretto.stage.ar import StageCore
 from stretto.stage.host.context import StageContext
@@ -94,14 +96,23 @@ class Encoded(NamedTuple):
 
     requests: Sequence[RequestId]  # of which a part was encoded
     reports: Sequence[Working | MediaRequest]
-    failures: Sequence[
-        tuple[RequestId, StrettoError]
-    ]  # requests whose media cannot be encoded, and why
+    # requests whose media cannot be encoded, and why
+    failures: Sequence[tuple[RequestId, StrettoError]]
 
 
 class Encoders:
-    def __init__(self, model: Thinker, core: StageCore, context: StageContext) -> None:
+    def __init__(
+        self,
+        model: Thinker,
+        core: StageCore,
+        context: StageContext,
+        windows: WindowGraphs | None = None,
+        frames: FrameGraphs | None = None,
+    ) -> None:
+        """`windows`, `frames`: captured passes of the two encoders, on a GPU."""
         self.model = model
+        self.replay_windows = windows.run if windows is not None else None
+        self.replay_frame = frames.run if frames is not None else None
         self.core = core
         self.num_requests = context.num_requests
         self.clock = context.clock
@@ -276,7 +287,7 @@ class Encoders:
         device, dtype = self.model.device, self.model.dtype
         values = [p.values for _, pieces in windows for p in pieces if p.values is not None]
         mels = [to_device(v, device, torch.float32).to(dtype) for v in values]
-        rows = iter(self.model.audio_tower.encode_windows(mels, padded))
+        rows = iter(self.model.audio_tower.encode_windows(mels, padded, self.replay_windows))
         for e, pieces in windows:
             self._add_encoded(e, pieces, [(r, self._flat) for r in islice(rows, len(pieces))])
 
@@ -284,7 +295,7 @@ class Encoders:
         """A part of a picture or a video."""
         if e.parts is None:
             assert piece.values is not None
-            e.parts = self.model.visual.encoding([piece.values], [grid])
+            e.parts = self.model.visual.encoding([piece.values], [grid], self.replay_frame)
         try:
             next(e.parts)
         except StopIteration as end:

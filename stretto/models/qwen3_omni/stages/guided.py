@@ -20,7 +20,7 @@ from stretto.stage.guide import Grammars, Guide, PenaltyGuide
 from stretto.types import RequestId
 
 WORKING_NS = 1_000_000_000
-"""Between two words that requests still wait for their grammars, of which others may be compiled
+"""Between two reports that requests still wait for their grammars: those of others may be compiled
 first."""
 
 
@@ -58,7 +58,7 @@ class Compiling:
 
     @property
     def due_ns(self) -> int | None:
-        """When it is to be said again, by the loop's clock."""
+        """When waiting requests are to be reported again, by the loop's clock."""
         return self._reported_ns + WORKING_NS if self.waiting else None
 
     def add(self, pending: PendingRequest) -> None:
@@ -73,12 +73,13 @@ class Compiling:
             self.waiting.pop(id)[1].cancel()
 
     def done(self) -> list[tuple[PendingRequest, Future[GrammarGuide]]]:
-        """Those whose grammar is there, or is none."""
+        """Requests whose grammar is compiled, or was refused."""
         ids = [id for id, (_, made) in self.waiting.items() if made.done()]
         return [self.waiting.pop(id) for id in ids]
 
     def working(self) -> list[RequestId]:
-        """Those that still wait, if that is to be said now: nobody is to take them for stuck."""
+        """Requests that still wait, if a report is due: the engine must not take them for
+        stalled."""
         if not self.waiting or self._clock() < self._reported_ns + WORKING_NS:
             return []
         self._reported_ns = self._clock()

@@ -1,5 +1,5 @@
-"""How the prefix cache tells rows of prompts apart: by token ids, and where ids do not say it all,
-by salts.
+"""By what the prefix cache distinguishes rows of prompts: by token ids and, where ids do not
+describe them, by salts.
 
 Pure; called by the thinker's and the talker's stage when they admit a request or its prompt
 grows."""
@@ -12,7 +12,7 @@ from stretto.models.qwen3_omni.bridge import NUM_OPENING, TalkerPrompt
 from stretto.models.qwen3_omni.pieces import MediaPiece
 from stretto.models.qwen3_omni.talker import TalkerInput
 from stretto.stage.request import Salt
-from stretto.stage.scheduler.blocks import prefix_keys
+from stretto.stage.scheduler.prefix import prefix_keys
 from stretto.types import Span
 
 OPENING_ID = 1 << 40
@@ -22,17 +22,17 @@ SPEAKER_ID, SPEAKER_ROW = 1 << 41, 6
 
 
 def thinker_salts(pieces: Sequence[MediaPiece]) -> list[Salt]:
-    """What tells media rows apart, whose ids are all the same: the digest of the piece that they
-    are of."""
+    """Salts of media rows, whose ids are all the same: the digest of the piece that they belong
+    to."""
     return sorted(
         (Salt(run, p.digest) for p in pieces for run in p.runs), key=lambda salt: salt.span.start
     )
 
 
 def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) -> list[Salt]:
-    """What tells media rows apart: the thinker's whole prefix up to their end, which they depend on
-    though the talker never sees its text. `salts` are the thinker's. What comes behind a piece does
-    not change its salt."""
+    """Salts of media rows: the thinker's whole prefix up to their end, on which they depend though
+    the talker never sees its text. `salts` are the thinker's. What comes behind a piece does not
+    change its salt."""
     rows = {place: row for row, place in enumerate(plan.places)}
     keyed = zip(salts, prefix_keys(ids, salts), strict=True)
     found = ((rows.get(salt.span.start), len(salt.span), key) for salt, key in keyed)
@@ -40,9 +40,8 @@ def talker_salts(ids: Sequence[int], salts: Sequence[Salt], plan: TalkerPrompt) 
 
 
 def row_ids(state: TalkerInput, start: int, stop: int) -> list[int]:
-    """What tells the talker's prompt rows [start, stop), for the prefix cache: user tokens by id,
-    opening rows by their place, of these one by the voice in it, and the last one by the text token
-    in it."""
+    """Ids of the talker's prompt rows [start, stop) for the prefix cache: of user rows their token,
+    of opening rows their place, of one of these the voice in it, of the last one its text token."""
     users = len(state.prompt.ids)
     row_ids = {SPEAKER_ROW: SPEAKER_ID + state.prompt.speaker}
     if state.text:

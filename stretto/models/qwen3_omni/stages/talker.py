@@ -65,7 +65,6 @@ class TalkerStage(SpeechStage):
         spec = RequestSpec(
             id,
             1,
-            sampling=state.code0,
             priority=a.priority,
             cache_output=False,
             cache_root=plan.root,
@@ -87,6 +86,7 @@ class TalkerStage(SpeechStage):
             return  # it is over
         state: TalkerInput = speech.request.input
         rows: ThinkerRows | None = transfer.payload
+        tokens: list[int] = []
         if rows is not None:
             if rows.media:
                 if rows.hidden.shape[1] != self.config.talker.thinker_hidden_size:
@@ -99,11 +99,9 @@ class TalkerStage(SpeechStage):
                 self.core.scheduler.set_missing(id, state.missing)
             first = max(speech.num_prompt - rows.span.start, 0)
             if first < len(rows.span):
-                tokens: list[int] = rows.ids[first:].tolist()
+                tokens = rows.ids[first:].tolist()
                 # On the device they are looked up unseen: one that is not in the table would end
                 # all requests.
                 if min(tokens) < 0 or max(tokens) >= len(self.model.text_table):
                     raise Corrupt(f"text {tokens} is not of this vocabulary", request=id)
-                self._text(id, state, tokens)
-        if transfer.mark is not Mark.MORE:
-            self._end_text(id, state)
+        self.add_text(id, state, tokens, last=transfer.mark is not Mark.MORE)

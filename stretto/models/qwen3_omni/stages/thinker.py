@@ -30,14 +30,13 @@ from stretto.models.speech.token_ids import check_ids
 from stretto.preprocess.grammars import GrammarGuide
 from stretto.preprocess.prompt import Piece, Prompt
 from stretto.stage.ar import CoreOutput, StageCore
-from stretto.stage.core_stage import CoreStage
 from stretto.stage.guide import Grammars
 from stretto.stage.host.context import StageContext
 from stretto.stage.media_rows import MediaOutput
 from stretto.stage.payload import Payload
 from stretto.stage.request import Reason, RequestSpec, StageRequest
 from stretto.stage.runner.logprobs import Scored
-from stretto.stage.stage import Output, ToEngine, Transfer
+from stretto.stage.stage import CoreStage, Output, ToEngine, Transfer
 from stretto.stage.timings import Clock, StageTimings, failed
 from stretto.types import Mark, RequestId, Span
 
@@ -73,7 +72,12 @@ class ThinkerStage(CoreStage[StageCore]):
     sends: Mapping[str, type[Payload]] = {LINK: ThinkerRows}
 
     def __init__(
-        self, core: StageCore, model: Thinker, context: StageContext, clock: Clock = time.monotonic
+        self,
+        core: StageCore,
+        model: Thinker,
+        encoders: Encoders,
+        context: StageContext,
+        clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(core, clock)
         self.model = model
@@ -82,7 +86,7 @@ class ThinkerStage(CoreStage[StageCore]):
         grammars = Grammars(partial(open_grammars, Path(context.model)))
         self.compiling = Compiling(grammars, context.wake, context.clock)
         self._none = torch.empty(0, self.config.thinker.text.hidden_size, dtype=model.dtype)
-        self.encoders = Encoders(model, core, context)
+        self.encoders = encoders
 
     def __len__(self) -> int:
         return len(self.requests) + len(self.compiling.waiting)
@@ -132,7 +136,6 @@ class ThinkerStage(CoreStage[StageCore]):
             a.request,
             params.max_tokens,
             frozenset({c.tokens.im_end}),
-            sampling=sampling,
             priority=a.priority,
             needs_payload=params.speak,
             guide=guide_of(params, grammar),

@@ -11,13 +11,14 @@ import pytest
 from stretto.errors import Bug
 from stretto.messages.requests import Admit
 from stretto.preprocess.prompt import Prompt
-from stretto.stage.core_stage import CoreStage
-from stretto.stage.stage import Transfer
+from stretto.stage.stage import CoreStage, Transfer
 from stretto.types import RequestId
 
 
 class ListCore:
     """A core whose steps have made these lists of values."""
+
+    stream = None
 
     def __init__(self, *steps: list[str]) -> None:
         self.steps = deque(steps)
