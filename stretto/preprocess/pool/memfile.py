@@ -56,7 +56,7 @@ class MemFile:
     def sealed(cls, *parts: Buffer) -> MemFile:
         """One that never changes again."""
         memfile = cls.of(*parts)
-        memfile.seal()
+        fcntl.fcntl(memfile.fd, fcntl.F_ADD_SEALS, SEALS)
         return memfile
 
     @classmethod
@@ -87,9 +87,6 @@ class MemFile:
             written = os.write(self.fd, rest)
             self.size += written
             rest = rest[written:]
-
-    def seal(self) -> None:
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
 
     def read(self, start: int, stop: int) -> bytes:
         """A copy of some of it."""

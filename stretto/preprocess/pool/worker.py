@@ -35,7 +35,6 @@ from stretto.preprocess.pool.jobs import (
     MAX_FDS,
     Build,
     Built,
-    ByteRange,
     Check,
     Checked,
     Continue,
@@ -139,10 +138,10 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
             remote = NONE
             if job.remote is not None:
                 remote = RemoteFiles(files[-1], job.remote, job.not_fetched).media()
-            instructions = _part(data, job.instructions) if job.instructions is not None else None
-            tools = _part(data, job.tools) if job.tools is not None else None
+            instructions = data[slice(*job.instructions)] if job.instructions is not None else None
+            tools = data[slice(*job.tools)] if job.tools is not None else None
             messages = work.read_messages(
-                _part(data, job.messages), job.form, instructions, recalled
+                data[slice(*job.messages)], job.form, instructions, recalled
             )
             if not (only_text and work.has_media(messages)):
                 more = recalled, job.audio_in_video, job.variables, remote
@@ -150,8 +149,8 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
         case Continue():
             return _continue(builder, job, data)
         case Read():
-            style = _text(_part(data, job.instructions)) if job.instructions is not None else ""
-            return pack(*work.read_aloud(builder, _text(_part(data, job.text)), style))
+            style = _text(data[slice(*job.instructions)]) if job.instructions is not None else ""
+            return pack(*work.read_aloud(builder, _text(data[slice(*job.text)]), style))
         case Divide():
             return do_divide(_text(data), job.max_chars, job.normalise)
         case Outline():
@@ -162,9 +161,9 @@ def do(builder: Builder, job: Work, files: list[MemFile], *, only_text: bool) ->
 
 
 def _continue(builder: Builder, job: Continue, data: memoryview) -> Packed:
-    media = decode_prompt(_part(data, job.media)).media()
-    messages = with_features(work.decode(_part(data, job.messages), "messages"), media)
-    tools = work.decode(_part(data, job.tools), "tools") if job.tools is not None else None
+    media = decode_prompt(data[slice(*job.media)]).media()
+    messages = with_features(work.decode(data[slice(*job.messages)], "messages"), media)
+    tools = work.decode(data[slice(*job.tools)], "tools") if job.tools is not None else None
     return pack(builder.build(messages, tools))
 
 
@@ -192,10 +191,6 @@ def try_out(builder: Builder) -> None:
         file.close()
     except OSError as e:
         raise StageDead(f"prompts cannot be put into memory files ({e.strerror})") from None
-
-
-def _part(data: memoryview, span: ByteRange) -> memoryview:
-    return data[span[0] : span[1]]
 
 
 def _text(data: memoryview) -> str:

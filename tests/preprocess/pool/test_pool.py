@@ -536,8 +536,7 @@ def test_what_a_worker_says_is_checked(tiny_dir: Path) -> None:
     """It decodes what strangers send, so it may not be itself any more."""
     with pytest.raises(WireError, match="can still change"):
         MemFile.received(MemFile.of(b"soft").fd)
-    sealed = MemFile.of(b"hard")
-    sealed.seal()
+    sealed = MemFile.sealed(b"hard")
     assert bytes(MemFile.received(os.dup(sealed.fd)).view()) == b"hard"
     with pytest.raises(OSError, match="not permitted"):
         sealed.append(b"!")
