@@ -277,8 +277,9 @@ class Head(Struct):
     event_id: Raw = msgspec.field(default_factory=Raw)
 
 
-class Malformed(Exception):
-    """A message that is not an event. `code` as clients know it; `event_id` if it could be told."""
+class EventError(Exception):
+    """Why an event of a client was refused: what the `error` event says. `event_id`: that of a
+    message that is no event, if it could be read."""
 
     def __init__(
         self, code: str, message: str, param: str | None = None, event_id: str | None = None
@@ -302,7 +303,7 @@ _LONG = {
 
 
 def decode(data: bytes) -> Event:
-    """A message of a client. Raises `Malformed`."""
+    """A message of a client. Raises `EventError`."""
     if len(data) <= SHORT:
         return _decoded(data)
     cut = CutMedia(data)
@@ -321,27 +322,27 @@ def _decoded(data: bytes, bounded: bytes | None = None) -> Event:
         raise _not_json(e) from None
 
 
-def _not_json(error: Exception) -> Malformed:
-    return Malformed("invalid_json", f"this is not JSON: {str(error)[:200]}")
+def _not_json(error: Exception) -> EventError:
+    return EventError("invalid_json", f"this is not JSON: {str(error)[:200]}")
 
 
-def _explain(data: bytes, error: msgspec.ValidationError) -> Malformed:
+def _explain(data: bytes, error: msgspec.ValidationError) -> EventError:
     try:
         kind, event_id = _read_head(data)
     except msgspec.ValidationError:
-        return Malformed("invalid_event", "an event must be a JSON object with a type")
+        return EventError("invalid_event", "an event must be a JSON object with a type")
     except NOT_JSON as e:
         return _not_json(e)
     wrong = wrong_field(error)
     if kind is None:
-        return Malformed(
+        return EventError(
             "invalid_event", "an event needs a type, which is a string", "type", event_id
         )
     if wrong.param == "type":
-        return Malformed(
+        return EventError(
             "invalid_event", f"there is no event of type {kind[:100]!r}", "type", event_id
         )
-    return Malformed("invalid_value", str(wrong), wrong.param, event_id)
+    return EventError("invalid_value", str(wrong), wrong.param, event_id)
 
 
 def _read_head(data: bytes) -> tuple[str | None, str | None]:
@@ -418,8 +419,8 @@ def _check_parts(item: Mapping[str, Raw], place: str, event_id: str | None) -> N
         )
 
 
-def _too_long(words: str, param: str | None, event_id: str | None) -> Malformed:
-    return Malformed("invalid_value", words, param, event_id)
+def _too_long(words: str, param: str | None, event_id: str | None) -> EventError:
+    return EventError("invalid_value", words, param, event_id)
 
 
 _KEYS = (b'"audio"', b'"image_url"')
@@ -445,7 +446,7 @@ class CutMedia:
             at = stop
         self.short = b"".join([*parts, data[at:]]) if parts else data
         if len(self.short) > MOST:
-            raise Malformed(
+            raise EventError(
                 "invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes"
             )
 
@@ -463,7 +464,7 @@ class CutMedia:
                     part.image_url = self._url(part.image_url)
         except (binascii.Error, UnicodeDecodeError):
             where = "audio" if isinstance(event, Append) else "content"
-            raise Malformed(
+            raise EventError(
                 "invalid_value", f"{where}: Invalid base64 encoded string", where, event.event_id
             ) from None
 
@@ -524,7 +525,7 @@ def _media(data: bytes) -> Iterator[tuple[int, int]]:
                 left += start - at
                 at = stop
         if left > MOST:
-            raise Malformed(
+            raise EventError(
                 "invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes"
             )
         following = {k: p if p >= at or p < 0 else data.find(k, at) for k, p in following.items()}

@@ -15,7 +15,7 @@ from stretto.server.http.exchange import Exchange, Left, decode
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.items import new_id
 from stretto.server.realtime.options import Kind, SessionState
-from stretto.server.realtime.tool_reader import ToolReader
+from stretto.server.realtime.tools import ToolReader
 from stretto.server.realtime.transcribe import check_transcribes
 from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
@@ -104,7 +104,7 @@ def read_session(stated: bytes) -> c.SessionFields:
     """Settings, within the limits of those that come over a WebSocket."""
     try:
         event = c.decode(b'{"type":"session.update","session":' + stated + b"}")
-    except c.Malformed as e:
+    except c.EventError as e:
         raise Invalid(str(e), e.param) from None
     assert isinstance(event, c.SessionUpdate)
     return event.session

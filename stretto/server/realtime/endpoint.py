@@ -20,7 +20,7 @@ from stretto.errors import Invalid, StrettoError
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.error_body import respond
 from stretto.server.realtime import server_events as s
-from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
+from stretto.server.realtime.client_events import LARGE, Event, EventError, decode
 from stretto.server.realtime.client_secret_route import read_session
 from stretto.server.realtime.client_secrets import CLIENT_SECRET, ClientSecret
 from stretto.server.realtime.options import Kind
@@ -216,7 +216,7 @@ class RealtimeConnection:
                 return decode(data)
             async with self.service.thread_turns.turn(self.session.sender):
                 return await asyncio.to_thread(decode, data)
-        except Malformed as e:
+        except EventError as e:
             self.session.error(e.code, str(e), e.param, e.event_id)
             return None
 

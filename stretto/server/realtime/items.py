@@ -1,8 +1,8 @@
-"""The conversation as clients see it: items with ids, in order, and what each means to the model.
+"""The conversation as clients see it: items with ids, in order, each with its item in the engine's
+session. A realtime session's own tasks use it, on the event loop.
 
-`Conversation` keeps the clients' view and the engine's session in step. An item that says nothing
-to the model, such as an empty message, has no counterpart there. All on the event loop, by the
-session's own tasks."""
+`Conversation` keeps the two in step. An item that says nothing to the model, such as an empty
+message, has no counterpart in the engine's session."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
 
 from stretto.engine.events import Message
-from stretto.engine.session import END, INPUT_RATE, Session
+from stretto.engine.session import END, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.preprocess.prompt import AudioClip, Patches
-from stretto.server.realtime import client_events as c
-from stretto.server.realtime.audio_formats import FormatName, decode_whole
-from stretto.server.realtime.playback_estimate import played_text
+from stretto.server.realtime.playback_estimate import Speech
 from stretto.server.realtime.server_events import Item, Part
 
 MAX_ITEMS = 4000
-MAX_ITEM_BYTES = 768 << 10  # bytes of an item in JSON: clients take messages of up to a MiB
-SHOWN_URL = 64 << 10  # characters of a picture's address that are told again
 FRONT = "root"
 
 
@@ -42,21 +37,6 @@ class NoSuchItem(Invalid):
 
 class DuplicateItem(Invalid):
     pass
-
-
-@dataclass(slots=True)
-class Speech:
-    """The speech of an assistant's item, to estimate later how much of it was played."""
-
-    text: str
-    seconds: float  # of sound that was sent
-    complete: bool  # that was all of it
-    speed: float = 1.0
-
-    def played_text(self, played_s: float) -> str:
-        """Its words up to this time of the sound."""
-        times = played_s * self.speed, self.seconds * self.speed
-        return played_text(self.text, *times, self.complete)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,96 +173,6 @@ class Conversation:
         return [i.id for i in self.session.items if i.id not in known]
 
 
-# ---- from what a client sends
-
-
-def read_item(fields: c.Item, format: FormatName) -> tuple[Entry, Message | None]:
-    """An item of a client, and as a message for the model.
-
-    Converts sound, so a large one belongs in a thread."""
-    item, message = _read(fields, format)
-    text_size = text_bytes(item)
-    if text_size > MAX_ITEM_BYTES:
-        raise Invalid(
-            f"the item's text has {text_size:,} bytes, more than the {MAX_ITEM_BYTES:,} allowed",
-            "item",
-        )
-    size = text_size + (media_bytes(message) if message is not None else 0)
-    return Entry(item, text_size=text_size, size=size), message
-
-
-def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None]:
-    id = fields.id or new_id("item")
-    if fields.type == "function_call":
-        name = _required(fields.name, "item.name")
-        call = fields.call_id or new_id("call")
-        arguments = fields.arguments or "{}"
-        item = Item(
-            id, fields.type, status="completed", call_id=call, name=name, arguments=arguments
-        )
-        return item, call_message(call, name, arguments)
-    if fields.type == "function_call_output":
-        call = _required(fields.call_id, "item.call_id")
-        output = fields.output or ""
-        item = Item(id, fields.type, status="completed", call_id=call, output=output)
-        return item, {"role": "tool", "tool_call_id": call, "content": output}
-    if fields.type != "message":
-        raise Invalid(f"an item of type {fields.type} cannot be created", "item.type")
-    role = _required(fields.role, "item.role")
-    parts = fields.content or []
-    item = Item(
-        id, "message", status="completed", role=role, content=[_to_wire(p, role) for p in parts]
-    )
-    if role != "user":
-        text = "".join(p.text or p.transcript or "" for p in parts)
-        return item, {"role": role, "content": text} if text else None
-    content = [part for p in parts if (part := _to_message(p, format)) is not None]
-    return item, {"role": "user", "content": content} if content else None
-
-
-def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _required(value: str | None, param: str) -> str:
-    if not value:
-        raise Invalid(f"{param} is missing", param)
-    return value
-
-
-def _to_wire(part: c.Part, role: str) -> Part:
-    """As a part of this role is called, whichever way the client has written it: strict clients
-    know no other."""
-    side = "output" if role == "assistant" else "input"
-    kind = part.type.rpartition("_")[2]
-    if role != "user" and kind == "image":
-        raise Invalid(f"there are no pictures in a message of role {role}", "item.content")
-    if kind == "text" or role == "system":
-        return Part(f"{side}_text", text=part.text or part.transcript or "")
-    if kind == "audio":
-        return Part(f"{side}_audio", transcript=part.transcript or part.text)
-    url = part.image_url or ""
-    return Part(
-        "input_image",
-        image_url=url if len(url) <= SHOWN_URL else UNSET,
-        detail=part.detail or UNSET,
-    )
-
-
-def _to_message(part: c.Part, format: FormatName) -> dict[str, Any] | None:
-    if part.image_url:
-        return {"type": "image_url", "image_url": {"url": part.image_url}}
-    if part.audio:
-        return audio_part(decode_whole(part.audio, format))
-    text = part.text or part.transcript
-    return {"type": "text", "text": text} if text else None
-
-
-def audio_part(samples: Any) -> dict[str, Any]:
-    return {"type": "audio", "data": np.asarray(samples, np.float32), "sample_rate": INPUT_RATE}
-
-
 def text_bytes(item: Item) -> int:
     """Bytes of an item as clients see it."""
     return len(msgspec.json.encode(item))
@@ -305,3 +195,8 @@ def _media_bytes(part: Mapping[str, Any]) -> int:
         case np.ndarray(nbytes=size):
             return size
     return 0
+
+
+def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -46,6 +46,21 @@ def _word_ends(text: str) -> list[int]:
 
 
 @dataclass(slots=True)
+class Speech:
+    """The speech of an assistant's item, to estimate later how much of it was played."""
+
+    text: str
+    seconds: float  # of sound that was sent
+    complete: bool  # that was all of it
+    speed: float = 1.0
+
+    def played_text(self, played_s: float) -> str:
+        """Its words up to this time of the sound."""
+        times = played_s * self.speed, self.seconds * self.speed
+        return played_text(self.text, *times, self.complete)
+
+
+@dataclass(slots=True)
 class PlaybackClock:
     """The clock of a player that plays what it gets at once, and waits when it has nothing."""
 

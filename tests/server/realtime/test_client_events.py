@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.server.realtime.client_events import LARGE, Append, Malformed, ResponseCreate, decode
-from stretto.server.realtime.items import read_item
+from stretto.server.realtime.client_events import LARGE, Append, EventError, ResponseCreate, decode
+from stretto.server.realtime.item_reader import read_item
 
 
 def refusal(data: bytes) -> tuple[str, str | None, str | None]:
-    with pytest.raises(Malformed) as e:
+    with pytest.raises(EventError) as e:
         decode(data)
     return e.value.code, e.value.param, e.value.event_id
 

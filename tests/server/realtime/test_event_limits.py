@@ -14,35 +14,31 @@ import msgspec
 import pytest
 
 from stretto.engine.events import TextDelta, TokenLogprob
+from stretto.engine.session import Item as EngineItem
 from stretto.server.loop_time import LoopTurns
-from stretto.server.metrics import Metrics
 from stretto.server.realtime import client_events as ce
-from stretto.server.realtime import endpoint, items, options, transcribe
-from stretto.server.realtime.answer_log import AnswerRecorder
+from stretto.server.realtime import endpoint, item_reader, items, options, transcribe
+from stretto.server.realtime import tools as module
 from stretto.server.realtime.client_events import (
     LARGE,
     MAX_PARTS,
     MOST,
     MOST_FIELD,
     SHORT,
-    Malformed,
+    EventError,
     decode,
 )
 from stretto.server.realtime.endpoint import Realtime
-from stretto.server.realtime.options import (
-    MAX_TOOL_BYTES,
-    MAX_TOOLS,
-    MAX_TOOLS_BYTES,
-    SHORT_TEXT_BYTES,
-)
+from stretto.server.realtime.options import SHORT_TEXT_BYTES
+from stretto.server.realtime.tools import MAX_TOOL_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES, ToolReader
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.scripted import Ask, ScriptedSession, TalkEngine, plain
+from tests.server.realtime.silent import SilentSession
 from tests.server.realtime.sounds import pcm, silence, speech
-from tests.server.scripted_engine import ScriptedEngine
 
 ITEM = "conversation.item.create"
 
@@ -56,7 +52,7 @@ def text(words: str) -> dict[str, Any]:
 
 
 def refusal(data: bytes) -> tuple[str, str, str | None]:
-    with pytest.raises(Malformed) as e:
+    with pytest.raises(EventError) as e:
         decode(data)
     return e.value.code, str(e.value), e.value.event_id
 
@@ -191,6 +187,10 @@ def test_sounds_and_pictures_are_cut_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refusal(bad)[0] == "invalid_value"
 
 
+def read_tools(tools: msgspec.Raw) -> tuple[module.Function, ...] | None:
+    return asyncio.run(ToolReader(LoopTurns()).read(ce.SessionFields(tools=tools)))
+
+
 def test_tools_have_limits() -> None:
     def tools(count: int, size: int) -> msgspec.Raw:
         one = {"type": "function", "name": "f", "description": "x" * size}
@@ -205,8 +205,8 @@ def test_tools_have_limits() -> None:
         (msgspec.Raw(b"[" + b"[" * 3000 + b"]" * 3000 + b"]"), "JSON"),
     ):
         with pytest.raises(Exception, match=says):
-            options.read_tools(written)
-    assert len(options.read_tools(tools(MAX_TOOLS, 100))) == MAX_TOOLS
+            read_tools(written)
+    assert len(read_tools(tools(MAX_TOOLS, 100)) or ()) == MAX_TOOLS
 
 
 # ---- in a session
@@ -221,11 +221,13 @@ def test_an_update_reads_and_reports_only_what_it_changes(
 ) -> None:
     read: list[int] = []
 
-    def read_tool(written: msgspec.Raw) -> Any:
-        read.append(1)
-        return options.read_tool(written)
+    read_tool = module.read_tool
 
-    monkeypatch.setattr("stretto.server.realtime.tool_reader.read_tool", read_tool)
+    def counting(json: msgspec.Raw) -> Any:
+        read.append(1)
+        return read_tool(json)
+
+    monkeypatch.setattr(module, "read_tool", counting)
     with talk(running) as c:
         first = c.manual(tools=big_tools("a"), instructions="Be kind. " * 1000)
         assert first["tools"] == big_tools("a")
@@ -311,12 +313,13 @@ def test_many_sounds_are_converted_in_a_thread(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_loop: list[bool] = []
+    read_item = item_reader.read_item
 
-    def read_item(*args: Any) -> Any:
+    def observe(*args: Any) -> Any:
         on_loop.append(threading.current_thread() is running.thread)
-        return items.read_item(*args)
+        return read_item(*args)
 
-    monkeypatch.setattr("stretto.server.realtime.item_reader.read_item", read_item)
+    monkeypatch.setattr(item_reader, "read_item", observe)
     sound = {"type": "input_audio", "audio": base64.b64encode(bytes(480)).decode()}
     with talk(running) as c:
         for count in (1, 5, MAX_PARTS):
@@ -426,18 +429,19 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
     """Its task never runs."""
 
     async def main() -> list[Any]:
-        told: list[Any] = []
-        recorder = AnswerRecorder(Metrics(), RequestLog(RequestId("r"), "r", 0.0))
-        transcriber = transcribe.Transcriber(None, told.append, lambda: None, recorder)  # type: ignore[arg-type]
+        session = SilentSession()
+        transcriber = session.session.transcriber
         for i in range(2 * transcribe.MAX_WAITING):
             entry = items.Entry(items.Item(f"i{i}", "message"))
-            dictation = transcribe.Dictation(ScriptedEngine().info, ce.Transcription())
-            transcriber.begin(dictation, entry, None, 1.0)  # type: ignore[arg-type]
-            transcriber.cancel(f"i{i}")
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        await transcriber.close()
-        return told
+            options = transcribe.TranscriptionOptions(session.engine.info, ce.Transcription())
+            sound = EngineItem(entry.id, {"role": "user", "content": []})
+            task = transcribe.TranscriptionTask(options, entry, sound, 1.0, in_conversation=True)
+            transcriber.begin(task)
+            transcriber.cancel(entry.id)
+            while transcriber.busy:
+                await asyncio.sleep(0)
+        await session.session.close()
+        return session.queue.events
 
     assert not asyncio.run(main())
 

@@ -3,8 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.server.realtime.items import Speech
-from stretto.server.realtime.playback_estimate import PlaybackClock, played_text, reading_time
+from stretto.server.realtime.playback_estimate import (
+    PlaybackClock,
+    Speech,
+    played_text,
+    reading_time,
+)
 
 TEXT = "one two three four five six seven eight nine ten"
 
