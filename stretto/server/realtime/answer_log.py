@@ -36,7 +36,7 @@ class AnswerLog:
     arrived: float = field(init=False)  # on `clock`
     outcome: Outcome | None = None  # None: it goes on, or its task was cancelled
     ended: str = ""  # why
-    error: str = ""  # what the server failed with, in words
+    error: str = ""  # what failed in the server, as text
     queued: float | None = None  # seconds in the queue; None: its turn has not come
     first_text: float | None = None
     first_audio: float | None = None

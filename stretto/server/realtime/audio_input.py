@@ -157,12 +157,12 @@ class AudioInput:
         await self._flush_to_engine()
 
     def _signals(self, probabilities: list[float]) -> list[tuple[int, list[Signal]]]:
-        """The windows, by number, at which something happens."""
+        """The windows, by number, that have signals."""
         fed = ((place, self._detector.feed(p)) for place, p in enumerate(probabilities))
         return [(place, signals) for place, signals in fed if signals]
 
     def _skip(self, sound: Float) -> None:
-        """Windows at which nothing happens."""
+        """Windows without a signal."""
         if not len(sound):
             return
         self._buffer(sound)
@@ -217,7 +217,7 @@ class AudioInput:
         self._queue(self._drain_buffer())
 
     def _queue(self, sound: Float) -> None:
-        """Belongs to the turn; the engine gets it with the next `_flush_to_engine`."""
+        """Sound of the turn: the engine gets it with the next `_flush_to_engine`."""
         if self.turn is not None and len(sound):
             self.turn.stop = self.position
             self._queued.append(sound)
@@ -229,7 +229,7 @@ class AudioInput:
             await self.session.append(sound)
 
     async def finish(self) -> None:
-        """The client ends the turn: all that was heard and kept belongs to it."""
+        """The client ends the turn: all buffered sound belongs to it."""
         self._release()
         if len(last := self._decoder.flush()):
             self.position += len(last)
@@ -237,8 +237,7 @@ class AudioInput:
         await self._flush_to_engine()
 
     def _release(self) -> None:
-        """No turn is looked for any more: all that was heard and kept is the engine's, in its
-        order."""
+        """Turn detection ends: all buffered sound goes to the engine, in its order."""
         self.position += len(self._partial_window)
         self._queued += [sound for sound in (*self._buffered, self._partial_window) if len(sound)]
         self._clear_buffer()
@@ -247,7 +246,7 @@ class AudioInput:
         self.turn = None
 
     async def clear(self) -> None:
-        """Forget what is not committed."""
+        """Forget the sound that is not committed."""
         self._decoder.flush()
         self._clear_buffer()
         self._queued.clear()

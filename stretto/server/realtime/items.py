@@ -83,7 +83,7 @@ class Conversation:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
     def append(self, entry: Entry) -> None:
-        """The engine's session has it already, or will never have it."""
+        """Add an entry that the engine's session has already, or will never have."""
         self.entries.append(entry)
         self.size += entry.size
 
@@ -92,8 +92,8 @@ class Conversation:
         entry.size = size
 
     async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
-        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses
-        is not there.
+        """Add an entry behind the item `after`; None: behind all, `FRONT`: before all. What the
+        engine refuses is taken out again.
 
         The entry's size is then that of the features that the engine has made of it, which may be
         many times larger than a compressed picture."""
@@ -120,8 +120,8 @@ class Conversation:
         raise NoSuchItem(f"there is no item {id[:128]!r}", "previous_item_id")
 
     async def update_engine(self, entry: Entry, message: Message | None) -> None:
-        """Make this the message of an entry, where it stands; None: it says nothing to the
-        model."""
+        """Give the engine's session this message for an entry; None: none, since the entry says
+        nothing to the model."""
         engine_ids = self._engine_ids()
         if entry.engine_id is not None:
             if entry.engine_id not in engine_ids:
@@ -149,25 +149,25 @@ class Conversation:
             await self.session.remove(entry.engine_id)
 
     def release_forgotten(self) -> None:
-        """The media that the engine has forgotten are not held any more."""
+        """Stop counting the media that the engine has forgotten."""
         engine_ids = self._engine_ids()
         for entry in self.entries:
             if entry.engine_id is not None and entry.engine_id not in engine_ids:
                 self.resize(entry, entry.text_size)
 
     def _engine_ids(self) -> set[str]:
-        """What the engine's session holds: it may have forgotten the oldest turns."""
+        """Ids in the engine's session, which may have forgotten the oldest turns."""
         return {i.id for i in self.session.items}
 
     async def truncate(self, entry: Entry, played: float) -> None:
-        """Forget what comes after this time of a spoken answer: it was not played."""
+        """Forget the words of a spoken answer after this time, which were not played."""
         assert entry.speech is not None
         words = entry.speech.played_text(played)
         entry.item.content = [Part("output_audio", transcript=words)]
         await self.update_engine(entry, {"role": "assistant", "content": words} if words else None)
 
     def forgotten(self) -> list[str]:
-        """Items of the engine's that no entry stands for: an answer that it remembered by
+        """Ids in the engine's session without an entry: an answer that the engine stored by
         itself."""
         known = {e.engine_id for e in self.entries}
         return [i.id for i in self.session.items if i.id not in known]

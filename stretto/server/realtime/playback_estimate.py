@@ -1,5 +1,5 @@
-"""How much of a spoken answer was played, and which words that is. Pure, but for a clock that its
-caller passes.
+"""How much of a spoken answer the client has played, and which words that is. Pure, but for a clock
+that its caller passes.
 
 The model gives no alignment of words and sound, so this is an estimate: a share of the sound is the
 same share of the text. While an answer is being made its text runs ahead of its sound, so the share
@@ -72,7 +72,7 @@ class PlaybackClock:
         now = self.clock()
         if self._started is None:
             self._started = now
-        self._started += max(0.0, now - self._started - self.sent)  # it stood still
+        self._started += max(0.0, now - self._started - self.sent)  # the player had nothing to play
         self.sent += seconds
 
     @property

@@ -1,10 +1,8 @@
-"""A realtime session: what each event of a client means, and when the server speaks by itself.
-Asyncio.
+"""A realtime session: what each event of a client does, and when the server answers by itself.
 
-The connection's reader calls `handle` with one event after another. Responses
-(`response_manager.py`) and transcriptions (`transcribe.py`) are tasks of their own; on the event
-loop, between two awaits, nobody else changes anything. An error answers the event that caused it,
-and the session goes on."""
+The connection's reader calls `handle` with one event after another, on the event loop. Responses
+(`response_manager.py`) and transcriptions (`transcribe.py`) are tasks of their own. An error event
+answers the event that caused it, and the session goes on."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ class RealtimeSession:
     engine: EngineClient
     engine_session: Session
     send_queue: SendQueue
-    sender: str  # whose share of the server it uses
+    sender: str  # the API key or address whose share of the server it uses
     state: SessionState
     recorder: AnswerRecorder
     memory: SessionMemory = field(init=False)

@@ -345,7 +345,7 @@ class ResponseTask:
 
     # -- numbers
 
-    def _usage(self) -> s.Usage:
+    def _usage(self) -> dict[str, Any]:
         return usage_to_wire(self._engine_usage())
 
     def _engine_usage(self) -> Usage:

@@ -59,7 +59,7 @@ class ResponseWriter:
     def finish(
         self,
         status: s.Status,
-        usage: s.Usage,
+        usage: dict[str, Any],
         timings: s.Timings,
         *,
         reason: str | None = None,
@@ -84,7 +84,7 @@ class ResponseWriter:
             id=self.id,
             status=status,
             output_modalities=list(o.modalities),
-            audio=s.ResponseAudio(s.OutputFormat(format_to_wire(o.output_format), o.voice)),
+            audio={"output": {"format": format_to_wire(o.output_format), "voice": o.voice}},
             max_output_tokens=o.max_output_tokens,
             conversation_id=self.conversation_id if self.conversation is not None else None,
             metadata=self.metadata,
@@ -229,7 +229,7 @@ class ResponseWriter:
         }
 
 
-def usage_to_wire(usage: EngineUsage) -> s.Usage:
+def usage_to_wire(usage: EngineUsage) -> dict[str, Any]:
     media = usage.audio_prompt_tokens + usage.image_prompt_tokens
     text = usage.prompt_tokens - media
     # The engine counts cached tokens together. Prompts begin with text, so that is what they most
@@ -238,16 +238,20 @@ def usage_to_wire(usage: EngineUsage) -> s.Usage:
     cached_audio = min(usage.cached_tokens - cached_text, usage.audio_prompt_tokens)
     cached_images = usage.cached_tokens - cached_text - cached_audio
     output = usage.text_tokens + usage.frames
-    return s.Usage(
-        total_tokens=usage.prompt_tokens + output,
-        input_tokens=usage.prompt_tokens,
-        output_tokens=output,
-        input_token_details=s.InputDetails(
-            text,
-            usage.audio_prompt_tokens,
-            usage.image_prompt_tokens,
-            usage.cached_tokens,
-            s.CachedDetails(cached_text, cached_audio, cached_images),
-        ),
-        output_token_details=s.OutputDetails(usage.text_tokens, usage.frames),
-    )
+    return {
+        "total_tokens": usage.prompt_tokens + output,
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": output,
+        "input_token_details": {
+            "text_tokens": text,
+            "audio_tokens": usage.audio_prompt_tokens,
+            "image_tokens": usage.image_prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {
+                "text_tokens": cached_text,
+                "audio_tokens": cached_audio,
+                "image_tokens": cached_images,
+            },
+        },
+        "output_token_details": {"text_tokens": usage.text_tokens, "audio_tokens": usage.frames},
+    }
