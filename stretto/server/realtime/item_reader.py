@@ -67,7 +67,7 @@ class ItemReader:
         out = []
         for number, fields in enumerate(items):
             if fields.type == "item_reference":
-                entry = next((e for e in self.conversation.entries if e.id == fields.id), None)
+                entry = self.conversation.find(fields.id)
                 found = self.conversation.engine_item(entry) if entry is not None else None
                 if found is None:
                     raise Invalid(f"there is no item {fields.id!r}", "response.input")

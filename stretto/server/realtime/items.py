@@ -20,6 +20,7 @@ from stretto.engine.session import END, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.preprocess.prompt import AudioClip, Patches
+from stretto.server.realtime.client_events import EventError
 from stretto.server.realtime.playback_estimate import Speech
 from stretto.server.realtime.server_events import Item, Part
 
@@ -29,14 +30,6 @@ FRONT = "root"
 
 def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
-
-
-class NoSuchItem(Invalid):
-    pass
-
-
-class DuplicateItem(Invalid):
-    pass
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +55,8 @@ class Conversation:
     def last_id(self) -> str | None:
         return self.entries[-1].id if self.entries else None
 
-    def find(self, id: str) -> Entry:
-        for entry in self.entries:
-            if entry.id == id:
-                return entry
-        raise NoSuchItem(f"there is no item {id[:128]!r}", "item_id")
+    def find(self, id: str | None) -> Entry | None:
+        return next((entry for entry in self.entries if entry.id == id), None)
 
     def before(self, entry: Entry) -> str | None:
         """The id of the item before it."""
@@ -77,8 +67,8 @@ class Conversation:
         return next((i for i in self.session.items if i.id == entry.engine_id), None)
 
     def check_new(self, id: str | None) -> None:
-        if id == FRONT or any(e.id == id for e in self.entries):
-            raise DuplicateItem(f"there is an item {id!r} already", "item.id")
+        if id == FRONT or self.find(id) is not None:
+            raise duplicate_item(f"there is an item {id!r} already")
         if len(self.entries) >= MAX_ITEMS:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
@@ -114,10 +104,14 @@ class Conversation:
             self.resize(entry, max(entry.size, features))
 
     def _place(self, id: str) -> int:
-        for at, entry in enumerate(self.entries):
-            if entry.id == id:
-                return at
-        raise NoSuchItem(f"there is no item {id[:128]!r}", "previous_item_id")
+        entry = self.find(id)
+        if entry is None:
+            raise EventError(
+                "item_create_invalid_previous_item_id",
+                f"there is no item {id[:128]!r}",
+                "previous_item_id",
+            )
+        return self.entries.index(entry)
 
     async def update_engine(self, entry: Entry, message: Message | None) -> None:
         """Give the engine's session this message for an entry; None: none, since the entry says
@@ -141,8 +135,7 @@ class Conversation:
             entry.engine_id = entry.id
             await self.session.add(message, id=entry.id, after=END if last else after)
 
-    async def delete(self, id: str) -> None:
-        entry = self.find(id)
+    async def delete(self, entry: Entry) -> None:
         self.entries.remove(entry)
         self.size -= entry.size
         if entry.engine_id is not None and entry.engine_id in self._engine_ids():
@@ -171,6 +164,10 @@ class Conversation:
         itself."""
         known = {e.engine_id for e in self.entries}
         return [i.id for i in self.session.items if i.id not in known]
+
+
+def duplicate_item(message: str) -> EventError:
+    return EventError("item_create_duplicate_item_id", message, "item.id")
 
 
 def text_bytes(item: Item) -> int:

@@ -26,13 +26,7 @@ from stretto.server.realtime.audio_formats import seconds_of
 from stretto.server.realtime.audio_input import SAMPLE_BYTES, AudioInput, Turn, to_ms
 from stretto.server.realtime.client_events import EventError
 from stretto.server.realtime.item_reader import ItemReader, at_place
-from stretto.server.realtime.items import (
-    Conversation,
-    DuplicateItem,
-    Entry,
-    NoSuchItem,
-    new_id,
-)
+from stretto.server.realtime.items import Conversation, Entry, duplicate_item, new_id
 from stretto.server.realtime.options import Kind, SessionState
 from stretto.server.realtime.partial_transcripts import PartialTranscripts
 from stretto.server.realtime.response import SpeechEnd, clock
@@ -449,7 +443,7 @@ class RealtimeSession:
         try:
             self.conversation.check_new(event.item.id)
             if self.audio_input.turn is not None and event.item.id == self._item_id:
-                raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
+                raise duplicate_item(f"the item {event.item.id!r} is being spoken")
             async with self.item_reader.conversion(event.item):
                 entry, message = await self.item_reader.read(event.item, self.state.input_format)
                 self.memory.reserve(entry.size, "conversation_full", "item")
@@ -459,12 +453,8 @@ class RealtimeSession:
                     0, "conversation_full", "item"
                 )  # now that its pictures are decoded
             except EventError:
-                await self.conversation.delete(entry.id)
+                await self.conversation.delete(entry)
                 raise
-        except DuplicateItem as e:
-            raise EventError("item_create_duplicate_item_id", str(e), e.param) from None
-        except NoSuchItem as e:
-            raise EventError("item_create_invalid_previous_item_id", str(e), e.param) from None
         except Invalid as e:
             raise at_place(e, "item") from None
         previous = self.conversation.before(entry)
@@ -472,10 +462,11 @@ class RealtimeSession:
         self.send_queue.put(s.ItemDone(previous_item_id=previous, item=entry.item))
 
     def _find(self, id: str, what: str) -> Entry:
-        try:
-            return self.conversation.find(id)
-        except NoSuchItem as e:
-            raise EventError(f"item_{what}_invalid_item_id", str(e), e.param) from None
+        entry = self.conversation.find(id)
+        if entry is None:
+            message = f"there is no item {id[:128]!r}"
+            raise EventError(f"item_{what}_invalid_item_id", message, "item_id")
+        return entry
 
     async def _truncate(self, event: c.ItemTruncate) -> None:
         entry = self._find(event.item_id, "truncate")
@@ -492,9 +483,9 @@ class RealtimeSession:
         )
 
     async def _delete(self, id: str) -> None:
-        self._find(id, "delete")
+        entry = self._find(id, "delete")
         self.transcriber.cancel(id)
-        await self.conversation.delete(id)
+        await self.conversation.delete(entry)
         self.send_queue.put(s.ItemDeleted(item_id=id))
 
     # -- responses
