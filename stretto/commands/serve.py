@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.config.cluster import ClusterConfig
-from stretto.config.devices import check_cards
+from stretto.config.devices import check_cards, fit_card
 from stretto.config.engine import check_model
 from stretto.config.flags import add_flags, table
-from stretto.config.loader import RECORDS, Settings, fit_card, load_settings, unknown_variables
+from stretto.config.loader import RECORDS, Settings, load_settings, unknown_variables
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
 from stretto.hardware import cards
