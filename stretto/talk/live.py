@@ -29,8 +29,8 @@ PIECE_S = 0.04
 HARMLESS = ("response_cancel_not_active",)
 
 
-class Recorded:
-    """A recording in place of a microphone: spoken at its own pace, then silence."""
+class FileMicrophone:
+    """A recording in place of a microphone: sent in real time, then silence."""
 
     def __init__(self, pcm: bytes, rate: int, take: Callable[[bytes], None]) -> None:
         self._pcm = pcm
@@ -64,7 +64,7 @@ class Answer:
     item: str | None = None
     speaker: Speaker | None = None
     pcm: list[bytes] = field(default_factory=list)
-    hushed: bool = False
+    silenced: bool = False
 
     @property
     def size(self) -> int:
@@ -96,9 +96,9 @@ class LiveTalk:
         self.say("Listening. Speak when you like; Ctrl-C ends.")
         try:
             while self.max_answers is None or self.num_answers < self.max_answers:
-                self.take(json.loads(self.socket.recv()))
+                self.handle(json.loads(self.socket.recv()))
         except KeyboardInterrupt:
-            self.hush()
+            self.silence()
             self.say("")
         finally:
             microphone.close()
@@ -131,12 +131,12 @@ class LiveTalk:
     def _send(self, type: str, **fields: Any) -> None:
         self.socket.send(json.dumps({"type": type, **fields}))
 
-    def take(self, event: dict[str, Any]) -> None:
+    def handle(self, event: dict[str, Any]) -> None:
         answer = self._answer
         ours = answer is not None and answer.id == event.get("response_id")
         match event["type"]:
             case "input_audio_buffer.speech_started":
-                self.hush()
+                self.silence()
             case "conversation.item.input_audio_transcription.completed":
                 self.say(f"\nyou> {event['transcript'].strip()}")
             case "response.created":
@@ -148,7 +148,9 @@ class LiveTalk:
             case "response.output_audio_transcript.delta" if ours:
                 self.out.write(event["delta"])
                 self.out.flush()
-            case "response.output_audio.delta" if answer is not None and ours and not answer.hushed:
+            case "response.output_audio.delta" if (
+                answer is not None and ours and not answer.silenced
+            ):
                 self.play(answer, base64.b64decode(event["delta"]))
             case "response.done" if answer is not None and answer.id == event["response"]["id"]:
                 self.finish(answer, event["response"])
@@ -161,13 +163,18 @@ class LiveTalk:
             answer.speaker = answer.speaker or self.speaker(MICROPHONE_RATE)
             answer.speaker.write(pcm)
 
-    def hush(self) -> None:
-        """Somebody speaks: stop playing, and report to the server how much was played."""
+    def silence(self) -> None:
+        """The user speaks: stop playing, and report to the server how much was played."""
         answer = self._answer
-        if answer is None or answer.hushed or answer.speaker is None or not answer.speaker.pending:
+        if (
+            answer is None
+            or answer.silenced
+            or answer.speaker is None
+            or not answer.speaker.pending
+        ):
             return
         played = answer.size - answer.speaker.pending
-        answer.hushed = True
+        answer.silenced = True
         answer.speaker.close()
         answer.speaker = None
         if answer.item is not None:
