@@ -16,8 +16,9 @@ from stretto.errors import Invalid
 from stretto.talk.live import FileMicrophone, LiveTalk, realtime_url
 from tests.loadtest.command import run
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import say
 
 
 def test_a_file_is_spoken_and_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +28,7 @@ def test_a_file_is_spoken_and_answered(tmp_path: Path, capsys: pytest.CaptureFix
         file.setsampwidth(2)
         file.setframerate(24_000)
         file.writeframes(pcm(silence(0.2), speech(0.6)))
-    engine = TalkEngine(script=lambda ask: say("Good day to you.", 0.5))
+    engine = ScriptedEngine(script=lambda ask: say("Good day to you.", 0.5))
     with talking(engine, api_key=("k",)) as server:
         live = (
             "talk",

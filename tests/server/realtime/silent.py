@@ -19,8 +19,8 @@ from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
 from stretto.server.shares import Holding, Shares
 from stretto.types import RequestId
-from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.sounds import b64, pcm, speech
+from tests.server.scripted_engine import ScriptedEngine
 
 Json = dict[str, Any]
 
@@ -44,7 +44,7 @@ class SilentSession:
         async def no_engine() -> Any:
             raise AssertionError
 
-        self.engine = TalkEngine()
+        self.engine = ScriptedEngine()
         self.service = Service.of(ServerConfig(**settings), no_engine)
         self.queue = EventList()
         connection = RequestLog(RequestId("req-1"), "req-1", time.perf_counter(), owner="key1")

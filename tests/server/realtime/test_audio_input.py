@@ -17,8 +17,10 @@ from stretto.server.realtime.audio_input import AT_ONCE, AudioInput
 from stretto.server.realtime.options import TurnSettings
 from stretto.server.realtime.turn_detection import WINDOW, Signal
 from stretto.server.realtime.vad import Batcher
-from tests.server.realtime.scripted import LoudnessVad, ScriptedSession, TalkEngine
+from tests.server.realtime.loudness_vad import LoudnessVad
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import ScriptedSession
 
 Log = list[tuple[str, int, int]]
 
@@ -36,7 +38,7 @@ def sound(seed: int) -> bytes:
 async def detect(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
     """Signals, each with where it came and how much the engine had by then; and the sound of each
     turn."""
-    session: Any = ScriptedSession(TalkEngine())
+    session: Any = ScriptedSession(ScriptedEngine())
     batcher = Batcher(LoudnessVad)
     audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
     log: Log = []
@@ -72,7 +74,7 @@ def test_pieces_make_no_difference(seed: int) -> None:
 def test_a_handler_that_fails_ends_the_turn_all_the_same() -> None:
     async def run() -> None:
         batcher = Batcher(LoudnessVad)
-        session: Any = ScriptedSession(TalkEngine())
+        session: Any = ScriptedSession(ScriptedEngine())
         audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
 
         async def fail_at_stop() -> None:
@@ -99,7 +101,7 @@ def test_detection_goes_off_and_on_again_in_mid_speech() -> None:
 
     async def run() -> tuple[Float, Float, tuple[int, int], int]:
         batcher = Batcher(LoudnessVad)
-        session: Any = ScriptedSession(TalkEngine())
+        session: Any = ScriptedSession(ScriptedEngine())
         audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
         spans: list[tuple[int, int]] = []
 

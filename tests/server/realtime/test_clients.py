@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import Running
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "realtime"
 CLIENTS = {
@@ -47,7 +48,7 @@ def python_with(module: str) -> str:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_an_example_hears_and_is_heard(
-    name: str, running: Running, engine: TalkEngine, tmp_path: Path
+    name: str, running: Running, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     module, url = CLIENTS[name]
     python = python_with(module)
@@ -85,7 +86,7 @@ def test_an_example_hears_and_is_heard(
 
 @pytest.mark.parametrize("name", DRIVERS)
 def test_a_framework_in_a_whole_conversation(
-    name: str, running: Running, engine: TalkEngine, tmp_path: Path
+    name: str, running: Running, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     """A turn, one that calls a function, one that is interrupted, and another."""
     python = python_with(DRIVERS[name])

@@ -36,9 +36,10 @@ from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import Ask, ScriptedSession, TalkEngine, plain
 from tests.server.realtime.silent import SilentSession
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, ScriptedSession, plain
 
 ITEM = "conversation.item.create"
 
@@ -217,7 +218,7 @@ def big_tools(tag: str) -> list[dict[str, Any]]:
 
 
 def test_an_update_reads_and_reports_only_what_it_changes(
-    running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+    running: Running, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
 
@@ -347,7 +348,7 @@ def test_a_conversation_has_so_many_items(
         assert (error["code"], "at most 3 items" in error["message"]) == ("invalid_value", True)
 
 
-def test_an_item_can_be_told_in_one_message(running: Running, engine: TalkEngine) -> None:
+def test_an_item_can_be_told_in_one_message(running: Running, engine: ScriptedEngine) -> None:
     parts = [{"type": "input_text", "text": "\x01" * 20_000}] * 8
     with talk(running) as c:
         c.send(ITEM, item=message(*parts))
@@ -382,7 +383,7 @@ def test_an_event_that_fails_does_not_end_the_session(
 # ---- transcriptions
 
 
-def never(engine: TalkEngine) -> asyncio.Event:
+def never(engine: ScriptedEngine) -> asyncio.Event:
     """Requests of this engine wait until this is set."""
     event = asyncio.Event()
 
@@ -399,7 +400,7 @@ def say_something(c: Client) -> None:
 
 
 def test_so_many_transcriptions_wait(
-    running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+    running: Running, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transcribe, "MAX_WAITING", 2)
     never(engine)
@@ -414,7 +415,7 @@ def test_so_many_transcriptions_wait(
     assert failed["error"]["code"] == "server_busy"
 
 
-def test_leaving_ends_transcriptions(running: Running, engine: TalkEngine) -> None:
+def test_leaving_ends_transcriptions(running: Running, engine: ScriptedEngine) -> None:
     never(engine)
     with talk(running) as c:
         c.manual(audio={"input": {"transcription": {"model": "any"}}})
@@ -448,7 +449,7 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_log_probabilities_of_a_transcription(
-    asked: bool, running: Running, engine: TalkEngine
+    asked: bool, running: Running, engine: ScriptedEngine
 ) -> None:
     word = TokenLogprob(1, "what", b"what", -0.25)
 
@@ -517,7 +518,7 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5])
 def test_leaving_logs_no_stack_trace(
-    at: int, running: Running, engine: TalkEngine, caplog: pytest.LogCaptureFixture
+    at: int, running: Running, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The web server says in two ways that nobody is there any more, depending on who closed
     first."""
@@ -560,7 +561,7 @@ def test_leaving_logs_no_stack_trace(
     assert not [r for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR]
 
 
-def test_a_server_that_drains_answers_no_further_turn(engine: TalkEngine) -> None:
+def test_a_server_that_drains_answers_no_further_turn(engine: ScriptedEngine) -> None:
     """A turn that ended while an answer was running is not answered once the server is about to
     stop."""
     loop_event = asyncio.Event()

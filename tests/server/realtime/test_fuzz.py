@@ -15,8 +15,9 @@ from tests.server.conftest import Running
 from tests.server.realtime.client import Json, check, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.order import Order
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 from tests.slow.fuzz.realtime import Fuzz, Judge, fuzz_sessions
 
 EVENTS = 12_000
@@ -60,7 +61,7 @@ def _quick_switches() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_quick_switches")
 def test_fuzzed_events() -> None:
-    engine = TalkEngine(script=lambda ask: say("one two three", 0.3, 3))
+    engine = ScriptedEngine(script=lambda ask: say("one two three", 0.3, 3))
     with talking(engine) as running:
         url = f"ws://127.0.0.1:{running.port}/v1/realtime"
         seen, problems = asyncio.run(fuzz_sessions(url, EVENTS, 0, new_judge, patience_s=None))
@@ -96,7 +97,7 @@ def test_interruption_at_any_moment(by: str) -> None:
     async def slowly(i: int) -> None:
         await asyncio.sleep(0)
 
-    engine = TalkEngine(script=script, gate=slowly)
+    engine = ScriptedEngine(script=script, gate=slowly)
     question = pcm(silence(0.1), speech(0.5), silence(0.6))
     with talking(engine) as running:
         for seed in range(MOMENTS):

@@ -23,8 +23,10 @@ from tests.server.conftest import Running
 from tests.server.real_engine import Served
 from tests.server.realtime.client import Client, Json, add_text, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import RATE, LoudnessVad, TalkEngine, say, short
+from tests.server.realtime.loudness_vad import LoudnessVad
 from tests.server.realtime.sounds import pcm, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import RATE, say, short
 
 SCRIPTED, REAL = 140, 60
 FRAMES = 400
@@ -124,7 +126,7 @@ async def tasks_of(kind: str) -> int:
     return sum(t.get_name() == kind for t in asyncio.all_tasks())
 
 
-def gate_at(running: Running, engine: TalkEngine, at: int) -> None:
+def gate_at(running: Running, engine: ScriptedEngine, at: int) -> None:
     """The answer stands still before its event of this number, for good."""
 
     async def gate(i: int) -> None:
@@ -144,7 +146,7 @@ def draw(seed: int) -> tuple[random.Random, list[Event], int]:
 
 @pytest.mark.parametrize("first", range(0, SCRIPTED, 35))
 def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, engine, history = Clock(), TalkEngine(), []
+    clock, engine, history = Clock(), ScriptedEngine(), []
     monkeypatch.setattr(responses, "clock", clock)
     with talking(engine) as running, talk(running) as c:
         c.update(audio={"input": {"turn_detection": BY_SPEECH}})

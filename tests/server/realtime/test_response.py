@@ -12,20 +12,20 @@ from stretto.server.realtime.options import Options
 from stretto.server.realtime.response import ResponseTask
 from stretto.server.realtime.writer import ResponseWriter
 from stretto.server.service import Service
-from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.silent import EventList
+from tests.server.scripted_engine import ScriptedEngine
 
 Json = dict[str, Any]
 
 
-def respond(work: Callable[[ResponseTask, list[Json], TalkEngine], Awaitable[None]]) -> None:
+def respond(work: Callable[[ResponseTask, list[Json], ScriptedEngine], Awaitable[None]]) -> None:
     """Runs `work` with a response that has begun and is not released."""
 
     async def no_engine() -> Any:
         raise AssertionError
 
     async def main() -> None:
-        engine = TalkEngine()
+        engine = ScriptedEngine()
         session: Any = engine.session()
         await session.add({"role": "user", "content": "Hello"})
         queue = EventList()
@@ -43,7 +43,7 @@ def respond(work: Callable[[ResponseTask, list[Json], TalkEngine], Awaitable[Non
 
 
 def test_nobody_hears_of_it_before_it_is_released() -> None:
-    async def work(response: ResponseTask, events: list[Json], engine: TalkEngine) -> None:
+    async def work(response: ResponseTask, events: list[Json], engine: ScriptedEngine) -> None:
         await engine.ledger.idle.wait()  # all of it was made
         assert events == []
         response.release(None)
@@ -58,7 +58,7 @@ def test_nobody_hears_of_it_before_it_is_released() -> None:
 
 
 def test_a_cancel_is_the_end_and_there_is_one_end() -> None:
-    async def work(response: ResponseTask, events: list[Json], engine: TalkEngine) -> None:
+    async def work(response: ResponseTask, events: list[Json], engine: ScriptedEngine) -> None:
         response.release(None)
         while not any(e["type"] == "response.output_audio.delta" for e in events):
             await asyncio.sleep(0)
@@ -73,7 +73,7 @@ def test_a_cancel_is_the_end_and_there_is_one_end() -> None:
 
 
 def test_what_is_dropped_was_never_there() -> None:
-    async def work(response: ResponseTask, events: list[Json], engine: TalkEngine) -> None:
+    async def work(response: ResponseTask, events: list[Json], engine: ScriptedEngine) -> None:
         await asyncio.sleep(0)
         assert response.cancel("turn_detected")
         await response.ended()

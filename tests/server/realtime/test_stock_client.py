@@ -18,8 +18,9 @@ from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from tests.server.conftest import Running
 from tests.server.real_engine import Served
-from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import say
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
@@ -70,7 +71,7 @@ async def heard(connection: AsyncRealtimeConnection) -> tuple[str, bytes, Any]:
     raise AssertionError("the connection ended")
 
 
-def test_voice_turns_with_memory(running: Running, engine: TalkEngine) -> None:
+def test_voice_turns_with_memory(running: Running, engine: ScriptedEngine) -> None:
     async def talk() -> None:
         async with connected(running) as connection:
             await manual(connection)
@@ -88,7 +89,7 @@ def test_voice_turns_with_memory(running: Running, engine: TalkEngine) -> None:
     assert [t.split(":")[0] for t in engine.asks[1].texts] == ["user", "assistant", "user"]
 
 
-def test_turns_by_vad_and_barge_in(running: Running, engine: TalkEngine) -> None:
+def test_turns_by_vad_and_barge_in(running: Running, engine: ScriptedEngine) -> None:
     hold = asyncio.Event()
 
     async def gate(i: int) -> None:
@@ -123,7 +124,7 @@ def test_turns_by_vad_and_barge_in(running: Running, engine: TalkEngine) -> None
     ]  # too little was heard to be a word
 
 
-def test_functions(running: Running, engine: TalkEngine) -> None:
+def test_functions(running: Running, engine: ScriptedEngine) -> None:
     engine.script = lambda ask: (
         say(CALL, 0.5) if len(ask.messages) == 1 else say("It is sunny.", 0.5)
     )
