@@ -162,24 +162,9 @@ class Options:
             changes["only_tool"] = default.only_tool
         elif not isinstance(fields.tool_choice, UnsetType):
             changes["tool_choice"], changes["only_tool"] = _choice(fields.tool_choice)
-        output = _fields(_fields(fields.audio).get("output"))
-        if "format" in output:
-            value = output["format"]
-            changes["output_format"] = (
-                _format(value, "audio.output.format") if value else default.output_format
-            )
-        if "voice" in output:
-            changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
-        if "speed" in output:
-            changes["speed"] = output["speed"] or default.speed
+        changes |= _output_changes(_fields(fields.audio).get("output"), default, info)
         result = replace(self, **changes)
-        size = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
-        if size > MAX_TEXT_BYTES:
-            raise Invalid(
-                f"instructions and tools have {size:,} bytes, more than the {MAX_TEXT_BYTES:,} "
-                f"allowed",
-                "session",
-            )
+        _check_size(result)
         return result
 
 
@@ -193,6 +178,33 @@ _SAME_NAMES = {
     "max_audio_frames": "max_audio_frames",
     "timeline": "timeline",
 }
+
+
+def _output_changes(
+    output: c.AudioOutput | None, default: Options, info: ModelInfo
+) -> dict[str, Any]:
+    """The options that an update of `audio.output` changes."""
+    changes: dict[str, Any] = {}
+    fields = _fields(output)
+    if "format" in fields:
+        value = fields["format"]
+        changes["output_format"] = (
+            _format(value, "audio.output.format") if value else default.output_format
+        )
+    if "voice" in fields:
+        changes["voice"] = _voice(fields["voice"], info) if fields["voice"] else default.voice
+    if "speed" in fields:
+        changes["speed"] = fields["speed"] or default.speed
+    return changes
+
+
+def _check_size(options: Options) -> None:
+    size = len(msgspec.json.encode(options.instructions)) + tools_size(options.tools)
+    if size > MAX_TEXT_BYTES:
+        raise Invalid(
+            f"instructions and tools have {size:,} bytes, more than the {MAX_TEXT_BYTES:,} allowed",
+            "session",
+        )
 
 
 @dataclass(frozen=True, slots=True)
