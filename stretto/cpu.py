@@ -31,11 +31,11 @@ LIMIT = "AVX512_CORE_BF16"  # the highest set of instructions without AMX and fl
 UNLIMITED = "ALL"
 NARROW = ("bfloat16", "float16")
 TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
-"""How a child ends that ran into a missing instruction. Other ends have other reasons."""
+"""Signals that end a child which met a missing instruction. Other ends have other reasons."""
 PATIENCE_S = 120.0
 CPUINFO = Path("/proc/cpuinfo")
 STABLE = ("vendor_id", "cpu family", "model", "stepping", "flags")
-"""What the kernel lists of a core and does not change."""
+"""Lines about a core in /proc/cpuinfo that do not change."""
 
 
 def prepare(device: str, dtype: str) -> None:

@@ -12,7 +12,7 @@ from stretto.errors import Invalid, StrettoError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""What is downloaded: weights, configuration, tokenizer and template; no pictures, no other formats
+"""Files to download: weights, configuration, tokenizer and template; no pictures, no other formats
 of the weights."""
 
 
@@ -40,7 +40,7 @@ def find_model(name: str | Path | None, say: Callable[[str], None] = lambda line
 
 
 def model_name(directory: Path) -> str:
-    """What a checkpoint is called: its directory's name or, in the hub's cache, where that is a
+    """The name of a checkpoint: its directory's name or, in the hub's cache, where that is a
     digest, the hub's."""
     cache = directory.absolute().parent
     if cache.name == "snapshots" and cache.parent.name.startswith("models--"):

@@ -246,8 +246,8 @@ async def bench(
 async def connected(
     args: argparse.Namespace, workload: Workload
 ) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
-    """What sends the workload to the server, and what the server says of itself: at the end also
-    `hops`, what it sent between its processes meanwhile."""
+    """A `Bench` that sends the workload to the server, and what the server reports about itself: at
+    the end also `hops`, what it sent between its processes meanwhile."""
     import httpx
 
     from stretto.loadtest.hops import hops
@@ -318,7 +318,7 @@ def outside_v1(client: httpx.AsyncClient, path: str) -> httpx.URL:
 
 
 async def link_numbers(client: httpx.AsyncClient) -> Series:
-    """Of the server's links. None, if it has no /metrics, or not for us."""
+    """Counters of the server's links; empty if it has no /metrics, or not for this client."""
     import httpx
 
     from stretto.loadtest.hops import read_series
@@ -456,7 +456,7 @@ async def find_limits(
 
 
 async def answers_speak(runner: Bench) -> bool:
-    """By one request that is not counted."""
+    """Whether answers have speech: one request finds out, which is not counted."""
     from stretto.loadtest.runner import Closed, Targets
     from stretto.loadtest.sse import RequestFailed
 
@@ -501,7 +501,7 @@ def rate_from(rate: float) -> Bounds:
 
 
 def read_find(args: argparse.Namespace) -> list[tuple[Limit, Bounds]]:
-    """What is searched for, and from where."""
+    """The limits that are searched, each with the loads that may be tried."""
     from stretto.loadtest.find import LEAST_RATE, MOST, Bounds, FirstWithin, NoUnderrun
 
     streams, rates = args.concurrency or [], args.rate or []

@@ -23,8 +23,8 @@ from stretto.params import ChunkSizes, Params
 MEDIA = ("audio", "image", "video")
 SOUND_FILES = (".wav", ".flac")
 LEFT_OUT = ("min_pace", "share_prefix_cache")
-"""Settings of an engine that are for servers: nobody listens while a file is made, and all prompts
-are one owner's."""
+"""Settings of an engine that only a server needs: no client listens while a file is made, and all
+prompts have one owner."""
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -135,7 +135,7 @@ def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read_batch(path: Path) -> list[str]:
-    """Its lines, each a conversation. They are decoded later, one by one."""
+    """The lines of the file, each a conversation. They are decoded later, one by one."""
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:

@@ -226,7 +226,7 @@ def checkpoint(model: str | None) -> Path:
 
 
 def greeting(config: ServerConfig, service: Service) -> str:
-    """What is printed when the server is ready: where, and a line to paste."""
+    """The lines to print when the server is ready: its addresses, and a request to paste."""
     engine = service.engine()
     name = service.model_names(engine)[0]
     path, body, then = _example(engine.info)

@@ -64,9 +64,8 @@ def _number_of(cards: int) -> str:
 def fit_card(
     engine: EngineConfig, server: ServerConfig, directory: Path, explicit: Collection[str]
 ) -> tuple[EngineConfig, ServerConfig]:
-    """As many rows as a card has memory for, and twice as many requests, where nobody set how many
-    (`explicit`: names of settings that somebody set). Called by `stretto serve` when it knows its
-    model."""
+    """Set as many rows as a card has memory for, and twice as many requests, unless these settings
+    are `explicit`. `stretto serve` calls it when it knows its model."""
     host = engine.host
     memory = None
     if "max_rows" not in explicit and engine.placement == "one":

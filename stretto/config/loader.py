@@ -60,7 +60,7 @@ class Sources:
 
     values: Mapping[str, SourceValue]
     warnings: tuple[str, ...] = ()
-    """Sentences about old names, for whoever starts the program."""
+    """Sentences about old names that the user has written."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -86,7 +86,7 @@ class Settings:
     server: ServerConfig
     cluster: ClusterConfig
     explicit: frozenset[str] = frozenset()
-    """Names of the settings that somebody gave."""
+    """Names of the settings that flags, environment or file have."""
     warnings: tuple[str, ...] = ()
 
 
@@ -207,7 +207,7 @@ def _old_spelling(name: str, value: Any, place: _Place) -> str:
 
 
 def _spelling(f: Field[Any], value: Any, place: _Place) -> str:
-    """How the setting is spelt in this place, for somebody who used an old name."""
+    """The setting's new spelling in this place, for a user of an old name."""
     name = name_of(f)
     if not is_tuning(f):
         return place.spell(name)
@@ -296,7 +296,7 @@ def _unknown_key(name: str, known: Collection[str]) -> str:
 
 
 def _switched(name: str, spell: Callable[[str], str], off: str) -> str:
-    """How a setting is spelt where nothing begins with `no_`."""
+    """The spelling of a setting in a place where no name begins with `no_`."""
     switch = name.removeprefix("no_")
     return off.format(spell(switch)) if switch != name else spell(name)
 

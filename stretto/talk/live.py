@@ -88,7 +88,7 @@ class LiveTalk:
     _microphone_pcm: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> int:
-        """Until the person leaves (Ctrl-C), the server does, or enough was answered."""
+        """Talk until the user leaves (Ctrl-C), the server closes, or `max_answers` have come."""
         self._send("session.update", session=self.session())
         sender = threading.Thread(target=self._speak, name="microphone", daemon=True)
         sender.start()

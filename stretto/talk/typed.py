@@ -42,7 +42,7 @@ class Talk:
     num_saved: int = 0
 
     def run(self) -> int:
-        """Until the person leaves."""
+        """Read and answer lines until the user leaves."""
         self.greet()
         while True:
             try:

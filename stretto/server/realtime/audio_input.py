@@ -72,7 +72,7 @@ class AudioInput:
 
     @property
     def silence_s(self) -> float:
-        """How long a pause ends a turn."""
+        """Length of the pause that ends a turn."""
         return self._detector.pauses.end * WINDOW / RATE
 
     @property

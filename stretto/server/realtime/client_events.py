@@ -203,7 +203,7 @@ class SessionUpdate(ClientEvent, tag="session.update"):
 
 
 class TranscriptionUpdate(ClientEvent, tag="transcription_session.update"):
-    """Of the beta."""
+    """An event of the beta protocol."""
 
     session: TranscriptionFields
 
@@ -502,7 +502,7 @@ def _parts(event: Event) -> Iterator[Part]:
 
 
 def _media(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where the long strings of the fields `audio` and `image_url` stand."""
+    """The positions of the long strings of the fields `audio` and `image_url`."""
     at = left = 0
     following = {key: data.find(key) for key in _KEYS}
     while any(place >= 0 for place in following.values()):
@@ -532,5 +532,5 @@ def _escaped(data: bytes, start: int, stop: int) -> bool:
 
 
 def _only_slashes(text: bytes) -> bool:
-    """Its escapes are slashes: some clients write them so."""
+    """Whether all escapes are slashes: some clients write them so."""
     return text.count(b"\\") == text.count(b"\\/")

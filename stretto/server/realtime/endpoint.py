@@ -219,8 +219,8 @@ class RealtimeConnection:
             return None
 
     async def watch(self) -> Ending:
-        """Until the session has lasted too long, the client has sent nothing for too long, its API
-        key is removed, or the server drains."""
+        """Wait until the session has lasted too long, the client has sent nothing for too long, the
+        API key is removed, or the server drains."""
         config = self.service.config
         draining = self.service.sessions.draining
         ends = time.monotonic() + config.realtime_minutes * 60

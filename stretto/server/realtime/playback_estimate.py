@@ -41,7 +41,7 @@ def reading_time(text: str) -> float:
 
 
 def _word_ends(text: str) -> list[int]:
-    """Where words end: before white space, after each sign, at the end."""
+    """The positions at which words end: before white space, after each sign, at the end."""
     return [m.end() for m in re.finditer(rf"{_SIGN.pattern}|[^\s{_SIGN.pattern[1:]}+", text)]
 
 
@@ -55,7 +55,7 @@ class Speech:
     speed: float = 1.0
 
     def played_text(self, played_s: float) -> str:
-        """Its words up to this time of the sound."""
+        """The words up to this time of the sound."""
         times = played_s * self.speed, self.seconds * self.speed
         return played_text(self.text, *times, self.complete)
 

@@ -147,7 +147,7 @@ class RealtimeSession:
 
     @property
     def transcribes(self) -> bool:
-        """It transcribes, and answers nothing."""
+        """The session transcribes, and answers nothing."""
         return self.state.kind == "transcription"
 
     def greet(self, beta: bool = False) -> None:

@@ -124,7 +124,7 @@ class ResponseTask:
         self.cuts[item_id] = played_s
 
     def closing_log(self) -> AnswerLog:
-        """What the log says of it, now that its task is over."""
+        """The complete log of the response, once its task is over."""
         log = self.log
         if not self._released.is_set():
             if self.error is not None:
@@ -167,7 +167,7 @@ class ResponseTask:
             self.audio_started.set()
 
     async def _generate(self) -> Finished | None:
-        """How it ended; None if it was ended here."""
+        """Run the request. Returns its end, or None if it was ended here, after a function call."""
         end: Finished | None = None
         async with aclosing(await self._events()) as events:
             async for event in events:
@@ -349,7 +349,7 @@ class ResponseTask:
         return usage_to_wire(self._engine_usage())
 
     def _engine_usage(self) -> Usage:
-        """Of the prompt, and of what was made so far."""
+        """Usage of the prompt and of the answer so far."""
         samples = self.log.num_samples
         frames = round(self.writer.frames_of(samples))
         return replace(

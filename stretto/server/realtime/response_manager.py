@@ -52,8 +52,8 @@ class ResponseManager:
         return self.active is not None or bool(self.out_of_band) or self.speculative is not None
 
     async def wait_for_audio(self, grace_s: float) -> None:
-        """Until the conversation's response has sent its first sound, or is over. If none is under
-        way, one may come within `grace_s`."""
+        """Wait until the conversation's response has sent its first sound, or is over. If none is
+        running, wait `grace_s` for one to start."""
         if self.active is None:
             await asyncio.sleep(grace_s)
         if self.active is not None:
@@ -197,7 +197,8 @@ class ResponseManager:
         return self.speculative.turn if self.speculative is not None else None
 
     def confirm_speculative(self, speech_end: SpeechEnd) -> None:
-        """It is the answer: the client gets the events that were held back."""
+        """The turn has ended: the speculative response is its answer, and the client gets the
+        events that were held back."""
         response = self.speculative
         self.speculative = None
         assert response is not None

@@ -62,7 +62,7 @@ class SendQueue:
         return self.held.size
 
     async def wait_for_space(self) -> None:
-        """Until the client has taken enough of the queue."""
+        """Wait until the client has taken enough of the queue."""
         await self._has_space.wait()
 
     def finish(self) -> None:

@@ -103,13 +103,13 @@ class SessionUpdated(ServerEvent, tag="session.updated"):
 
 
 class TranscriptionSessionCreated(ServerEvent, tag="transcription_session.created"):
-    """Of the beta."""
+    """An event of the beta protocol."""
 
     session: dict[str, Any]
 
 
 class TranscriptionSessionUpdated(ServerEvent, tag="transcription_session.updated"):
-    """Of the beta."""
+    """An event of the beta protocol."""
 
     session: dict[str, Any]
 

@@ -13,7 +13,7 @@ from stretto.server.shares import Holding
 
 @dataclass(slots=True, eq=False)
 class SessionMemory:
-    """What waits to be sent is not counted here: `SendQueue` has a holding of its own."""
+    """Events that wait to be sent are not counted here: `SendQueue` has a holding of its own."""
 
     holding: Holding  # of the memory of all sessions
     limit: int  # bytes that one session may hold
@@ -52,7 +52,7 @@ class SessionMemory:
         self._task_bytes += num_bytes
 
     def remove_task(self, num_bytes: int) -> None:
-        """It is over, and what it made is stored."""
+        """The response or transcription is over, and its result is stored."""
         self._task_bytes -= num_bytes
         self.recount()
 

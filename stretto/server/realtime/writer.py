@@ -170,7 +170,7 @@ class ResponseWriter:
         return entry
 
     def frames_of(self, num_samples: int) -> float:
-        """How many frames of speech these samples were made of."""
+        """The number of codec frames of these samples."""
         seconds = num_samples / self.info.sample_rate * self.options.speed
         return seconds * FRAMES_A_SECOND
 

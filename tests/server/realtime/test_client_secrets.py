@@ -206,7 +206,7 @@ def test_it_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) 
 # ---- the store
 
 
-def test_an_owner_has_half_of_the_memory_and_gets_it_back_when_secrets_expire() -> None:
+def test_an_owner_has_half_of_the_memory_until_secrets_expire() -> None:
     now = [0.0]
     store = ClientSecrets(lambda: now[0], Shares(8 * OWN_BYTES))
 

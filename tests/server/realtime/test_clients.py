@@ -79,9 +79,9 @@ def test_an_example_hears_and_is_heard(
     assert done.returncode == 0, done.stdout + done.stderr
     with wave.open(str(answer)) as file:
         assert abs(file.getnframes() / 24_000 - 1.0) < 0.1, done.stdout + done.stderr
-    asked = [a for a in engine.asks if "Transcribe the" not in a.texts[0]]
-    assert asked[-1].texts[0] == "system: You are a friendly assistant. Be brief."
-    assert "[" in asked[-1].texts[1]
+    requests = [a for a in engine.asks if "Transcribe the" not in a.texts[0]]
+    assert requests[-1].texts[0] == "system: You are a friendly assistant. Be brief."
+    assert "[" in requests[-1].texts[1]
 
 
 @pytest.mark.parametrize("name", DRIVERS)

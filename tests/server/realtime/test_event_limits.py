@@ -178,10 +178,10 @@ def test_sounds_and_pictures_are_cut_out(monkeypatch: pytest.MonkeyPatch) -> Non
         assert content[201].audio == bytes(3)
         assert content[202].text == '"audio": "' + "A" * SHORT + '"'
     assert max(seen.sizes) < 8 * SHORT
-    given = json.dumps(
+    event = json.dumps(
         {"type": "response.create", "response": {"input": [message(*parts[:2])]}}
     ).encode()
-    got = decode(given)
+    got = decode(event)
     assert isinstance(got, ce.ResponseCreate)
     assert [p.audio for p in got.response.input[0].content] == [sound, sound[1:]]  # type: ignore[union-attr, index]
     bad = plainly.replace(b"AAECAwQFBgcI", b"AAE\xff\x02\x01\x01\x01\x01\x01\x01\x01", 1)
@@ -238,9 +238,9 @@ def test_an_update_reads_and_reports_only_what_it_changes(
             {"instructions": "Be kind. " * 1000},
             {"temperature": 0.5},
         ):
-            told = c.update(**fields)
-            assert len(json.dumps(told)) < SHORT_TEXT_BYTES
-            assert told["audio"]["input"]["turn_detection"] is None
+            session = c.update(**fields)
+            assert len(json.dumps(session)) < SHORT_TEXT_BYTES
+            assert session["audio"]["input"]["turn_detection"] is None
         assert len(read) == 20
         assert c.update(tools=big_tools("b"))["tools"] == big_tools("b")
         assert "instructions" in c.update(instructions="Short.")
@@ -447,26 +447,26 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
     assert not asyncio.run(main())
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("requested", [True, False])
 def test_log_probabilities_of_a_transcription(
-    asked: bool, running: Running, engine: ScriptedEngine
+    requested: bool, running: Running, engine: ScriptedEngine
 ) -> None:
     word = TokenLogprob(1, "what", b"what", -0.25)
 
     def script(ask: Ask) -> Any:
         if "Transcribe the" not in ask.texts[0]:
             return plain(ask)
-        assert ask.given["params"].logprobs == (0 if asked else None)
-        return [TextDelta((1,), "what", (word,) if asked else ())]
+        assert ask.given["params"].logprobs == (0 if requested else None)
+        return [TextDelta((1,), "what", (word,) if requested else ())]
 
     engine.script = script
     with talk(running) as c:
-        include = {"include": [options.LOGPROBS]} if asked else {}
-        told = c.manual(audio={"input": {"transcription": {"model": "any"}}}, **include)
-        assert told["include"] == ([options.LOGPROBS] if asked else None)
+        include = {"include": [options.LOGPROBS]} if requested else {}
+        session = c.manual(audio={"input": {"transcription": {"model": "any"}}}, **include)
+        assert session["include"] == ([options.LOGPROBS] if requested else None)
         say_something(c)
         done = c.until("conversation.item.input_audio_transcription.completed")
-    expected = [{"token": "what", "logprob": -0.25, "bytes": list(b"what")}] if asked else None
+    expected = [{"token": "what", "logprob": -0.25, "bytes": list(b"what")}] if requested else None
     assert done.get("logprobs") == expected
     delta = next(e for e in c.seen if e["type"].endswith("transcription.delta"))
     assert delta.get("logprobs") == expected
@@ -500,8 +500,9 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
             {"audio": {"output": {"speed": None}}, "truncation": None, "include": []},
             {"truncation": {"type": "auto"}},
         ):
-            told = c.update(**session)
-            assert (told["audio"]["output"]["speed"], told["truncation"], told["include"]) == (
+            updated = c.update(**session)
+            speed = updated["audio"]["output"]["speed"]
+            assert (speed, updated["truncation"], updated["include"]) == (
                 1.0,
                 "auto",
                 None,

@@ -115,10 +115,10 @@ def test_interruption_at_any_moment(by: str) -> None:
                 engine.gate = gate
                 c.append(question)
                 response = c.until("response.created")["response"]["id"]
-                wanted = sum(
+                num_events = sum(
                     1 for e in script(Ask([], {}))[:stop_after] if isinstance(e, AudioChunk)
                 )
-                for _ in range(wanted):
+                for _ in range(num_events):
                     c.until("response.output_audio.delta")
                 if by == "speech":
                     c.append(pcm(speech(0.3)))
@@ -137,11 +137,11 @@ def test_interruption_at_any_moment(by: str) -> None:
                 ]
                 running.do(engine.ledger.idle.wait())
                 session = engine.sessions[-1]
-                said = [
+                remembered = [
                     i.message["content"] for i in session.items if i.message["role"] == "assistant"
                 ]
-                told = [o["content"][0]["transcript"] for o in done["output"]]
-                assert all(t.startswith(s) for s, t in zip(said, told, strict=False))
+                transcripts = [o["content"][0]["transcript"] for o in done["output"]]
+                assert all(t.startswith(s) for s, t in zip(remembered, transcripts, strict=False))
                 if done["output"]:
                     c.send(
                         "conversation.item.truncate",
@@ -150,15 +150,15 @@ def test_interruption_at_any_moment(by: str) -> None:
                         audio_end_ms=1000,
                     )
                     c.until("conversation.item.truncated")
-                    kept = [
+                    stored = [
                         i.message["content"]
                         for i in session.items
                         if i.message["role"] == "assistant"
                     ]
-                    assert kept == [] or (
-                        len(kept) == 1
-                        and told[0].startswith(kept[0])
-                        and len(kept[0].split()) <= 11
+                    assert stored == [] or (
+                        len(stored) == 1
+                        and transcripts[0].startswith(stored[0])
+                        and len(stored[0].split()) <= 11
                     )
         assert left_behind(running) == []
         assert not engine.ledger.running

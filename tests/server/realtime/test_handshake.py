@@ -144,11 +144,11 @@ def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "POLL_S", 0.01)
-    engine, ahead, looks = ScriptedEngine(), 0.0, 0
+    engine, ahead, polls = ScriptedEngine(), 0.0, 0
 
     def monotonic() -> float:
-        nonlocal looks
-        looks += 1
+        nonlocal polls
+        polls += 1
         return time.monotonic() + ahead
 
     clock = SimpleNamespace(monotonic=monotonic, perf_counter=time.perf_counter)
@@ -159,8 +159,8 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         c.send("response.create")
         c.until("response.created")
         ahead = 400.0
-        before = looks
-        while looks < before + 20:
+        before = polls
+        while polls < before + 20:
             running.do(asyncio.sleep(0))
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
@@ -178,12 +178,12 @@ def test_who_has_listened_for_long_may_think_before_speaking(
         class Speaking:
             """For the first three looks."""
 
-            looks = 0
+            polls = 0
 
             @property
             def busy(self) -> bool:
-                self.looks += 1
-                return self.looks <= 3
+                self.polls += 1
+                return self.polls <= 3
 
         async def watch() -> bool:
             session: Any = Speaking()
@@ -191,7 +191,7 @@ def test_who_has_listened_for_long_may_think_before_speaking(
                 service, session, *[None] * 3, last_received=-1e9
             )  # type: ignore[list-item]
             task = asyncio.create_task(connection.watch())
-            while session.looks < 6 and not task.done():
+            while session.polls < 6 and not task.done():
                 await asyncio.sleep(0.001)
             ended = task.done()
             task.cancel()
@@ -312,8 +312,8 @@ def test_sound_is_sent_no_further_ahead_than_allowed(
         c.manual(instructions="x")
         c.send("response.create")
         sent = 0
-        for now[0], wanted in ((0.0, 3), (0.45, 5), (0.85, 7)):
-            while sent < wanted:
+        for now[0], expected in ((0.0, 3), (0.45, 5), (0.85, 7)):
+            while sent < expected:
                 c.until("response.output_audio.delta")
                 sent += 1
             assert "response.output_audio.delta" not in types(c.sync())

@@ -104,8 +104,9 @@ def test_by_hand_with_a_language_and_what_is_not_possible(
     running: Running, engine: ScriptedEngine
 ) -> None:
     engine.script = counting
-    heard = {"turn_detection": None, "transcription": {"language": "de-AT", "prompt": "Mozart"}}
-    with transcribing(running, audio={"input": heard}) as c:
+    transcription = {"language": "de-AT", "prompt": "Mozart"}
+    audio_input = {"turn_detection": None, "transcription": transcription}
+    with transcribing(running, audio={"input": audio_input}) as c:
         c.append(pcm(speech(0.5)))
         c.send("input_audio_buffer.commit")
         c.until(f"{WORDS}completed")
@@ -151,9 +152,9 @@ def test_clients_of_the_beta(running: Running, engine: ScriptedEngine) -> None:
             "turn_detection": {"type": "server_vad", "silence_duration_ms": 300},
         }
         socket.send(json.dumps({"type": "transcription_session.update", "session": session}))
-        told = until("transcription_session.updated")["session"]
-        assert told["input_audio_format"] == "g711_ulaw"
-        assert told["turn_detection"]["silence_duration_ms"] == 300
+        session = until("transcription_session.updated")["session"]
+        assert session["input_audio_format"] == "g711_ulaw"
+        assert session["turn_detection"]["silence_duration_ms"] == 300
 
 
 def test_a_model_that_does_not_write_down_speech() -> None:
@@ -174,7 +175,7 @@ def test_a_model_that_does_not_write_down_speech() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "wanted"),
+    ("one", "two", "expected"),
     [
         ("", "hello", ""),
         ("hello wor", "hello world is", "hello"),
@@ -185,6 +186,6 @@ def test_a_model_that_does_not_write_down_speech() -> None:
         ("don't go", "don't stop", "don't"),
     ],
 )
-def test_agreed_words(one: str, two: str, wanted: str) -> None:
-    assert agreed(one, two) == wanted
-    assert agreed(two, one) == wanted
+def test_agreed_words(one: str, two: str, expected: str) -> None:
+    assert agreed(one, two) == expected
+    assert agreed(two, one) == expected

@@ -54,10 +54,10 @@ def test_voice_turn_in_order(running: Running, engine: ScriptedEngine) -> None:
     first, done = events[0]["response"], events[-1]["response"]
     assert first["metadata"] == done["metadata"] == {"client_event_id": "x1"}
     assert (first["status"], done["status"]) == ("in_progress", "completed")
-    said = "".join(
+    text = "".join(
         e["delta"] for e in events if e["type"] == "response.output_audio_transcript.delta"
     )
-    assert said == done["output"][0]["content"][0]["transcript"] == "I know 1 messages so far."
+    assert text == done["output"][0]["content"][0]["transcript"] == "I know 1 messages so far."
     assert {e["part"]["type"] for e in events if "part" in e} == {"audio"}
     assert events[1]["item"]["role"] == "assistant"
     assert events[2]["previous_item_id"] == committed[0]["item_id"]
@@ -103,9 +103,9 @@ def test_memory_of_two_turns(running: Running, engine: ScriptedEngine) -> None:
         "user: [0.50 s]",
     ]  # fmt: skip
     assert not engine.ledger.running
-    given = engine.asks[0].given  # sound was read ahead behind the same words
+    options = engine.asks[0].given  # sound was read ahead behind the same words
     assert engine.sessions[-1].expected == {
-        k: given[k] for k in ("modalities", "instructions", "tools")
+        k: options[k] for k in ("modalities", "instructions", "tools")
     }
 
 
@@ -246,7 +246,7 @@ def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None
         }
         c.send("conversation.item.create", item=item)
         c.until("conversation.item.done")
-        asked = [
+        events = [
             ("response_cancel_not_active", c.send("response.cancel")),
             ("input_audio_buffer_commit_empty", c.send("input_audio_buffer.commit")),
             ("item_retrieve_invalid_item_id", c.send("conversation.item.retrieve", item_id="no")),
@@ -265,7 +265,7 @@ def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None
             ("invalid_event", c.send("session.destroy")),
             ("input_audio_buffer_commit_empty", c.send("input_audio_buffer.commit")),
         ]  # fmt: skip
-        for code, event_id in asked:
+        for code, event_id in events:
             error = c.until("error")["error"]
             assert (error["code"], error["event_id"]) == (code, event_id)
             if code == "response_cancel_not_active":
@@ -317,9 +317,9 @@ def test_telephones(running: Running, engine: ScriptedEngine) -> None:
         sound = (speech(1.0, 8000) * 32767).astype(np.int16)
         speak(c, encode_g711(sound, "mu"))
         events = answer(c)
-    heard = engine.asks[0].messages[0]["content"][0]["data"]
-    assert len(heard) == 16_000
-    assert 0.02 < np.abs(heard).mean() < 0.3
+    samples = engine.asks[0].messages[0]["content"][0]["data"]
+    assert len(samples) == 16_000
+    assert 0.02 < np.abs(samples).mean() < 0.3
     data = b"".join(
         base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta"
     )
@@ -368,7 +368,7 @@ def test_beside_the_conversation(running: Running, engine: ScriptedEngine) -> No
     with talk(running) as c:
         c.manual(output_modalities=["text"])
         item = add_text(c, "in the conversation")["item"]
-        given = [
+        items = [
             {"type": "item_reference", "id": item["id"]},
             {
                 "type": "message",
@@ -377,7 +377,7 @@ def test_beside_the_conversation(running: Running, engine: ScriptedEngine) -> No
             },
         ]
         events = answer(
-            c, conversation="none", input=given, instructions="Judge.", metadata={"topic": "side"}
+            c, conversation="none", input=items, instructions="Judge.", metadata={"topic": "side"}
         )
         assert "conversation.item.added" not in types(events)
         assert events[-1]["response"]["conversation_id"] is None

@@ -260,8 +260,8 @@ def test_history_is_what_was_heard(running: Running, engine: ScriptedEngine) -> 
             c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=ms)
             assert c.until("conversation.item.truncated")["audio_end_ms"] == min(ms, 10_000)
             c.send("conversation.item.retrieve", item_id=item)
-            heard = c.until("conversation.item.retrieved")["item"]["content"][0]["transcript"]
-            assert heard == " ".join(words.split()[: 0 if last is None else last + 1])
+            transcript = c.until("conversation.item.retrieved")["item"]["content"][0]["transcript"]
+            assert transcript == " ".join(words.split()[: 0 if last is None else last + 1])
         c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=5000)
         c.send("conversation.item.create", item=text_item("Go on."))
         c.send("response.create")
@@ -295,9 +295,9 @@ def test_a_truncate_before_the_cancel_counts(running: Running, engine: ScriptedE
         engine.gate = None
         c.send("response.create")
         c.until("response.done")
-    said = engine.asks[1].texts[1].removeprefix("assistant: ").split()
-    assert said == words.split()[: len(said)]
-    assert 1 <= len(said) <= 4  # a second of twenty words of about half a second
+    played = engine.asks[1].texts[1].removeprefix("assistant: ").split()
+    assert played == words.split()[: len(played)]
+    assert 1 <= len(played) <= 4  # a second of twenty words of about half a second
 
 
 def text_item(text: str) -> Json:
@@ -440,13 +440,13 @@ def test_transcription(running: Running, engine: ScriptedEngine) -> None:
         first = next(i for i, e in enumerate(c.seen) if e["type"] == "response.output_audio.delta")
         assert first < c.seen.index(deltas[0])  # the answer goes first
         c.send("conversation.item.retrieve", item_id=item)
-        kept = c.until("conversation.item.retrieved")["item"]["content"][0]
-        assert kept == {"type": "input_audio", "transcript": "what was said"}
-    asked = engine.asks[-1]
-    assert asked.texts[0].endswith("Transcribe the English audio into text.")
-    assert asked.given["modalities"] == ("text",)
-    assert asked.given["remember"] is False
-    assert asked.given["params"].priority > 0
+        part = c.until("conversation.item.retrieved")["item"]["content"][0]
+        assert part == {"type": "input_audio", "transcript": "what was said"}
+    request = engine.asks[-1]
+    assert request.texts[0].endswith("Transcribe the English audio into text.")
+    assert request.given["modalities"] == ("text",)
+    assert request.given["remember"] is False
+    assert request.given["params"].priority > 0
 
 
 def test_a_model_that_cannot_transcribe(running: Running, engine: ScriptedEngine) -> None:
@@ -460,8 +460,8 @@ def test_a_model_that_cannot_transcribe(running: Running, engine: ScriptedEngine
         assert done["usage"]["total_tokens"] == 0
         c.until("response.done")
         c.send("conversation.item.retrieve", item_id=done["item_id"])
-        kept = c.until("conversation.item.retrieved")["item"]["content"][0]
-        assert kept.get("transcript") is None
+        part = c.until("conversation.item.retrieved")["item"]["content"][0]
+        assert part.get("transcript") is None
     assert len(engine.asks) == 1
 
 
