@@ -78,7 +78,7 @@ class Realtime:
             with self.service.sessions.slot(request_log.sender):
                 held = Holding(self.service.sessions.memory, request_log.sender)
                 send_queue = SendQueue(self.service.config.send_timeout, held)
-                session = RealtimeSession.open(
+                session = RealtimeSession(
                     self.service, engine, send_queue, request_log, model, kind
                 )
                 beta = (b"openai-beta", b"realtime=v1") in scope.get("headers", ())

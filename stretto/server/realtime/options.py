@@ -81,7 +81,7 @@ class Options:
     """The settings of the next answer. A response may have others for itself alone."""
 
     voice: str
-    modalities: tuple[Modality, ...] = ("audio",)
+    output_modalities: tuple[Modality, ...] = ("audio",)
     instructions: str = ""
     tools: tuple[Function, ...] = ()
     tool_choice: str = "auto"
@@ -97,7 +97,7 @@ class Options:
 
     @property
     def has_audio(self) -> bool:
-        return "audio" in self.modalities
+        return "audio" in self.output_modalities
 
     @property
     def num_bytes(self) -> int:
@@ -148,11 +148,11 @@ class Options:
         `tools`: those that a `ToolReader` has read of the update, if it names any."""
         changes: dict[str, Any] = {}
         default = self if isinstance(fields, c.ResponseFields) else Options(info.default_voice)
-        for name, target in _SAME_NAMES.items():
+        for name in _SAME_NAMES:
             if (value := getattr(fields, name)) is not UNSET:
-                changes[target] = getattr(default, target) if value is None else value
-        if "modalities" in changes:
-            changes["modalities"] = ("audio",) if "audio" in changes["modalities"] else ("text",)
+                changes[name] = getattr(default, name) if value is None else value
+        if (modalities := changes.get("output_modalities")) is not None:
+            changes["output_modalities"] = ("audio",) if "audio" in modalities else ("text",)
         if bytes(fields.tools) == b"null":
             changes["tools"] = default.tools
         elif tools is not None:
@@ -168,16 +168,17 @@ class Options:
         return result
 
 
-_SAME_NAMES = {
-    "output_modalities": "modalities",
-    "instructions": "instructions",
-    "max_output_tokens": "max_output_tokens",
-    "temperature": "temperature",
-    "seed": "seed",
-    "greedy_speech": "greedy_speech",
-    "max_audio_frames": "max_audio_frames",
-    "timeline": "timeline",
-}
+_SAME_NAMES = (
+    "output_modalities",
+    "instructions",
+    "max_output_tokens",
+    "temperature",
+    "seed",
+    "greedy_speech",
+    "max_audio_frames",
+    "timeline",
+)
+"""Fields that clients and `Options` call the same."""
 
 
 def _output_changes(
@@ -282,7 +283,7 @@ class SessionState:
             "id": self.id,
             "model": self.model,
             "expires_at": self.expires_at,
-            "output_modalities": list(a.modalities),
+            "output_modalities": list(a.output_modalities),
             **long,
             "tool_choice": a.tool_choice,
             "max_output_tokens": a.max_output_tokens,

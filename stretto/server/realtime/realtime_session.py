@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from msgspec import UNSET
 
 from stretto.engine.protocol import EngineClient
-from stretto.engine.session import INPUT_RATE, Session
+from stretto.engine.session import INPUT_RATE
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.server.openai.error_body import Refused, describe
@@ -53,32 +53,27 @@ MAX_MS = 1 << 32
 MAX_EVENT_ID = 512  # characters
 
 
-@dataclass(slots=True, eq=False)
 class RealtimeSession:
-    service: Service
-    engine: EngineClient
-    engine_session: Session
-    send_queue: SendQueue
-    sender: str  # the API key or address whose share of the server it uses
-    state: SessionState
-    recorder: AnswerRecorder
-    memory: SessionMemory = field(init=False)
-    conversation: Conversation = field(init=False)
-    audio_input: AudioInput = field(init=False)
-    responses: ResponseManager = field(init=False)
-    transcriber: Transcriber = field(init=False)
-    partials: PartialTranscripts = field(init=False)
-    tool_reader: ToolReader = field(init=False)
-    item_reader: ItemReader = field(init=False)
-    _item_id: str = ""  # of the turn that is being spoken
-    _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
-    _closed: bool = False
-    _transcribed: str | None = None  # the last item that was no part of a conversation
-
-    def __post_init__(self) -> None:
-        service = self.service
-        session = self.engine_session
-        state = self.state
+    def __init__(
+        self,
+        service: Service,
+        engine: EngineClient,
+        send_queue: SendQueue,
+        request_log: RequestLog,
+        model: str,
+        kind: Kind = "realtime",
+    ) -> None:
+        expires = int(time.time() + service.config.realtime_minutes * 60)
+        state = SessionState.default(engine.info, kind, new_id("sess"), model, expires)
+        request_log.realtime_session = state.id
+        session = engine.session(owner=request_log.owner, sender=request_log.sender)
+        self.service = service
+        self.engine = engine
+        self.engine_session = session
+        self.send_queue = send_queue
+        self.sender = request_log.sender  # the API key or address whose share it uses
+        self.state = state
+        self.recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
         self.conversation = Conversation(session)
         self.audio_input = AudioInput(
             session, service.sessions.batcher, state.turns, state.input_format
@@ -92,9 +87,9 @@ class RealtimeSession:
         )
         self.responses = ResponseManager(
             service,
-            self.engine,
+            engine,
             session,
-            self.send_queue,
+            send_queue,
             self.sender,
             self.conversation,
             self.audio_input,
@@ -105,32 +100,17 @@ class RealtimeSession:
         self.tool_reader = ToolReader(service.turns)
         self.item_reader = ItemReader(service, session, self.conversation, self.sender, self.memory)
         self.transcriber = Transcriber(
-            session, self.send_queue, self.responses, self.recorder, self.memory
+            session, send_queue, self.responses, self.recorder, self.memory
         )
         self.partials = PartialTranscripts(
-            session, self.send_queue, service.metrics.realtime.partial_transcripts
+            session, send_queue, service.metrics.realtime.partial_transcripts
         )
-
-    @classmethod
-    def open(
-        cls,
-        service: Service,
-        engine: EngineClient,
-        send_queue: SendQueue,
-        request_log: RequestLog,
-        model: str,
-        kind: Kind = "realtime",
-    ) -> RealtimeSession:
-        expires = int(time.time() + service.config.realtime_minutes * 60)
-        state = SessionState.default(engine.info, kind, new_id("sess"), model, expires)
-        engine_session = engine.session(owner=request_log.owner, sender=request_log.sender)
-        request_log.realtime_session = state.id
-        recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
-        session = cls(
-            service, engine, engine_session, send_queue, request_log.sender, state, recorder
-        )
-        session._expect()
-        return session
+        self._item_id = ""  # of the turn that is being spoken
+        # when the client ended a turn that was not answered yet
+        self._committed: SpeechEnd | None = None
+        self._transcribed: str | None = None  # the last item that was no part of a conversation
+        self._closed = False
+        self._expect()
 
     async def begin_with(self, fields: c.SessionFields) -> None:
         """Apply the settings of a client secret, before the session is open."""

@@ -83,7 +83,7 @@ class ResponseWriter:
         return s.Response(
             id=self.id,
             status=status,
-            output_modalities=list(o.modalities),
+            output_modalities=list(o.output_modalities),
             audio={"output": {"format": format_to_wire(o.output_format), "voice": o.voice}},
             max_output_tokens=o.max_output_tokens,
             conversation_id=self.conversation_id if self.conversation is not None else None,

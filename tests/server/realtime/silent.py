@@ -48,9 +48,7 @@ class SilentSession:
         self.service = Service.of(ServerConfig(**settings), no_engine)
         self.queue = EventList()
         connection = RequestLog(RequestId("req-1"), "req-1", time.perf_counter(), owner="key1")
-        self.session = RealtimeSession.open(
-            self.service, self.engine, self.queue, connection, "model"
-        )
+        self.session = RealtimeSession(self.service, self.engine, self.queue, connection, "model")
 
     async def send(self, type: str, **fields: Any) -> None:
         await self.session.handle(decode(json.dumps({"type": type, **fields}).encode()))
