@@ -59,7 +59,7 @@ thread of its own."""
 
 
 @dataclass(slots=True)
-class Answer:
+class LiveAnswer:
     id: str
     item: str | None = None
     speaker: Speaker | None = None
@@ -84,7 +84,7 @@ class LiveTalk:
     max_answers: int | None = None  # then it leaves
     num_answers: int = 0
     num_saved: int = 0
-    _answer: Answer | None = None
+    _answer: LiveAnswer | None = None
     _microphone_pcm: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> int:
@@ -140,7 +140,7 @@ class LiveTalk:
             case "conversation.item.input_audio_transcription.completed":
                 self.say(f"\nyou> {event['transcript'].strip()}")
             case "response.created":
-                self._answer = Answer(event["response"]["id"])
+                self._answer = LiveAnswer(event["response"]["id"])
             case "response.output_item.added" if (
                 answer is not None and ours and event["item"]["type"] == "message"
             ):
@@ -157,7 +157,7 @@ class LiveTalk:
             case "error" if event["error"].get("code") not in HARMLESS:
                 raise RequestFailed("error", event["error"]["message"])
 
-    def play(self, answer: Answer, pcm: bytes) -> None:
+    def play(self, answer: LiveAnswer, pcm: bytes) -> None:
         answer.pcm.append(pcm)
         if self.speaker is not None:
             answer.speaker = answer.speaker or self.speaker(MICROPHONE_RATE)
@@ -186,7 +186,7 @@ class LiveTalk:
                 audio_end_ms=played_ms,
             )
 
-    def finish(self, answer: Answer, response: dict[str, Any]) -> None:
+    def finish(self, answer: LiveAnswer, response: dict[str, Any]) -> None:
         self.num_answers += 1
         if response["status"] == "failed":
             self.say(f"! {response['status_details']['error']['message']}")

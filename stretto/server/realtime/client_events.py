@@ -81,22 +81,22 @@ class Truncation(Struct):
     type: str
 
 
-class AudioInput(Struct):
+class AudioInputFields(Struct):
     format: Format | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: NoiseReduction | UnsetType | None = UNSET
     turn_detection: TurnDetection | UnsetType | None = UNSET
 
 
-class AudioOutput(Struct):
+class AudioOutputFields(Struct):
     format: Format | UnsetType | None = UNSET
     voice: Name | VoiceId | UnsetType | None = UNSET
     speed: Annotated[float, Meta(ge=0.25, le=4)] | UnsetType | None = UNSET
 
 
-class Audio(Struct):
-    input: AudioInput | UnsetType | None = UNSET
-    output: AudioOutput | UnsetType | None = UNSET
+class AudioFields(Struct):
+    input: AudioInputFields | UnsetType | None = UNSET
+    output: AudioOutputFields | UnsetType | None = UNSET
 
 
 class Sampling(Struct):
@@ -121,7 +121,7 @@ class Common(Sampling):
     max_output_tokens: (
         Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"] | UnsetType | None
     ) = UNSET
-    audio: Audio | UnsetType | None = UNSET
+    audio: AudioFields | UnsetType | None = UNSET
 
 
 class SessionFields(Common):
@@ -144,13 +144,13 @@ class TranscriptionFields(Struct):
         format: Format | UnsetType | None = UNSET
         if self.input_audio_format is None or isinstance(self.input_audio_format, str):
             format = Format(BETA_FORMATS[self.input_audio_format or "pcm16"])
-        audio = AudioInput(
+        audio = AudioInputFields(
             format,
             self.input_audio_transcription,
             self.input_audio_noise_reduction,
             self.turn_detection,
         )
-        return SessionFields(type="transcription", include=self.include, audio=Audio(audio))
+        return SessionFields(type="transcription", include=self.include, audio=AudioFields(audio))
 
 
 BETA_FORMATS: dict[str, FormatName] = {

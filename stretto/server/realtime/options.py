@@ -182,7 +182,7 @@ _SAME_NAMES = (
 
 
 def _output_changes(
-    output: c.AudioOutput | None, default: Options, info: ModelInfo
+    output: c.AudioOutputFields | None, default: Options, info: ModelInfo
 ) -> dict[str, Any]:
     """The options that an update of `audio.output` changes."""
     changes: dict[str, Any] = {}
