@@ -54,9 +54,9 @@ from stretto.params import DEFAULT_STYLE, Params, SpeechStyle
 from stretto.preprocess.pool.jobs import Conversation
 
 BOTH: tuple[Modality, ...] = ("text", "audio")
-Asked = str | Sequence[Message]
-"""A question, or a conversation in OpenAI's chat format. A part of a message may hold what it is in
-memory: an array of samples, a PIL image, frames; or name a file by `path`."""
+Question = str | Sequence[Message]
+"""A question, or a conversation in OpenAI's chat format. A part of a message may hold its medium as
+an object in memory (an array of samples, a PIL image, frames) or name a file by `path`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +181,7 @@ class AsyncEngine:
     async def chat(
         self,
         /,
-        messages: Asked,
+        messages: Question,
         *,
         modalities: Sequence[Modality] = BOTH,
         voice: str | None = None,
@@ -199,7 +199,7 @@ class AsyncEngine:
     def stream(
         self,
         /,
-        messages: Asked,
+        messages: Question,
         *,
         modalities: Sequence[Modality] = BOTH,
         voice: str | None = None,
@@ -249,7 +249,7 @@ class AsyncEngine:
         )
 
     async def make_voice(self, path: str | Path, text: str = "") -> bytes:
-        """A voice of a sound file, for `SpeechStyle.voice`; with what is said in it, a closer
+        """A voice of a sound file, for `SpeechStyle.voice`; with its transcript `text`, a closer
         likeness."""
         return await self._running.enrol(clip(path, text))
 
@@ -352,24 +352,24 @@ def _config(device: str | None, config: EngineConfig | None) -> EngineConfig:
         if device is not None:
             raise Invalid("name the device in the config, or alone", "device")
         return config
-    named = parse_devices(device) if device is not None else (find_device(),)
-    if len(named) != 1:
+    devices = parse_devices(device) if device is not None else (find_device(),)
+    if len(devices) != 1:
         raise Invalid(f"device must be one device, got {device!r}; more are for config", "device")
     plain = EngineConfig()
-    return replace(plain, host=replace(plain.host, device=named[0]))
+    return replace(plain, host=replace(plain.host, device=devices[0]))
 
 
-def _messages(asked: Asked) -> Sequence[Message]:
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+def _messages(question: Question) -> Sequence[Message]:
+    return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
 
 def clip(path: str | Path, text: str = "") -> Conversation:
-    """A sound file, and what is said in it, as a message that a voice is made of."""
+    """A sound file and its transcript, as a message that a voice is made of."""
     try:
         data = Path(path).read_bytes()
     except OSError as e:
         raise Invalid(f"{path}: cannot be read ({e.strerror})", "clip") from None
-    # whichever format it is, its first bytes tell
+    # the decoder finds the format by the first bytes, whatever this says
     sound = {"data": base64.b64encode(data).decode(), "format": "wav"}
     content: list[dict[str, Any]] = [{"type": "input_audio", "input_audio": sound}]
     if text.strip():

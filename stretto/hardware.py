@@ -24,13 +24,13 @@ def cards() -> tuple[str, ...]:
     )
 
 
-def visible(variable: str | None, found: int) -> tuple[str, ...]:
-    """Of `found` cards, those that the variable leaves. As CUDA reads it, the list ends at the
-    first that is none."""
-    if not found:
+def visible(variable: str | None, count: int) -> tuple[str, ...]:
+    """The cards, of `count` that the machine has, that the variable leaves visible. As CUDA reads
+    it, the list ends at the first name that is no card."""
+    if not count:
         return ()
     if variable is None:
-        return tuple(str(i) for i in range(found))
+        return tuple(str(i) for i in range(count))
     return tuple(
         takewhile(
             lambda name: name not in ("", "-1"), (part.strip() for part in variable.split(","))

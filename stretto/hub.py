@@ -3,7 +3,6 @@ commands and the Python API before anything is loaded; imports `huggingface_hub`
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from stretto.errors import Invalid, StrettoError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""What is downloaded: weights, configuration, tokenizer and template; no pictures, no other formats
+"""Files to download: weights, configuration, tokenizer and template; no pictures, no other formats
 of the weights."""
 
 
@@ -23,10 +22,10 @@ MODEL_HELP = (
 
 
 def find_model(name: str | Path | None, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The checkpoint's directory; without a name, that of the embedded model. A name of the hub is
-    looked for in its cache on this machine, then downloaded, with progress on stderr; `say` is
-    called before that begins."""
-    if name is None or embedded.is_meant(name):
+    """The checkpoint's directory; without a name, that of the embedded model. A name on the hub is
+    searched in its cache on this machine, then downloaded, with progress on stderr; `say` gets a
+    line before that."""
+    if name is None or embedded.is_embedded(name):
         return embedded.directory()
     path = Path(name)
     if path.is_dir():
@@ -41,7 +40,7 @@ def find_model(name: str | Path | None, say: Callable[[str], None] = lambda line
 
 
 def model_name(directory: Path) -> str:
-    """What a checkpoint is called: its directory's name or, in the hub's cache, where that is a
+    """The name of a checkpoint: its directory's name or, in the hub's cache, where that is a
     digest, the hub's."""
     cache = directory.absolute().parent
     if cache.name == "snapshots" and cache.parent.name.startswith("models--"):
@@ -50,7 +49,8 @@ def model_name(directory: Path) -> str:
 
 
 def _cached(name: str) -> Path | None:
-    """Its directory in the hub's cache, if all of its weights are there."""
+    """Its directory in the hub's cache, if all of its weights are there: a download may have been
+    interrupted between two files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -58,21 +58,7 @@ def _cached(name: str) -> Path | None:
         path = Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
-    return path if _complete(path) else None
-
-
-def _complete(path: Path) -> bool:
-    """A download may have been interrupted between two files."""
-    index = path / "model.safetensors.index.json"
-    try:
-        files = (
-            set(json.loads(index.read_text())["weight_map"].values())
-            if index.exists()
-            else {"model.safetensors"}
-        )
-    except (OSError, ValueError, LookupError, AttributeError):
-        return False
-    return (path / "config.json").exists() and all((path / f).exists() for f in files)
+    return path if embedded.is_complete(path) else None
 
 
 def _downloaded(name: str, say: Callable[[str], None]) -> Path:
@@ -90,11 +76,8 @@ def _downloaded(name: str, say: Callable[[str], None]) -> Path:
         ) from None
     except HfHubHTTPError as e:
         why = f"the hub answered: {' '.join(str(e).split())[:200]}"
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as e:  # no network, no space: many classes, most of them OSErrors
+    # no network, no space: many classes, most of them OSErrors
+    except (OSError, ValueError, RuntimeError) as e:
         why = f"it cannot be downloaded from here ({type(e).__name__})"
     raise StrettoError(
         f"{name}: there is no such directory, it is not in the Hugging Face cache, and {why}. "

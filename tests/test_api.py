@@ -50,9 +50,9 @@ def test_an_answer(engine: Engine, tmp_path: Path) -> None:
     assert answer.finished.seed == 3
     for name in ("a.wav", "a.flac"):
         answer.save(tmp_path / name)
-        heard, rate = soundfile.read(tmp_path / name, dtype="float32")
+        samples, rate = soundfile.read(tmp_path / name, dtype="float32")
         assert rate == 24_000
-        np.testing.assert_allclose(heard, np.clip(answer.audio, -1, 1), atol=1 / 32_000)
+        np.testing.assert_allclose(samples, np.clip(answer.audio, -1, 1), atol=1 / 32_000)
 
 
 def test_a_stream_is_the_same_answer(engine: Engine) -> None:
@@ -60,8 +60,8 @@ def test_a_stream_is_the_same_answer(engine: Engine) -> None:
     *events, end = engine.stream("Hello!", params=Params(max_text_tokens=6, max_frames=8), seed=3)
     assert isinstance(end, Finished)
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == whole.text
-    heard = np.concatenate([e.samples for e in events if isinstance(e, AudioChunk)])
-    np.testing.assert_allclose(heard, whole.audio, atol=1e-5)  # packets may be grouped otherwise
+    samples = np.concatenate([e.samples for e in events if isinstance(e, AudioChunk)])
+    np.testing.assert_allclose(samples, whole.audio, atol=1e-5)  # packets may be grouped otherwise
 
 
 def test_text_alone_has_nothing_to_save(engine: Engine, tmp_path: Path) -> None:

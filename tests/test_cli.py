@@ -110,7 +110,7 @@ def test_speak_reads_standard_input_while_it_comes(
         os.write(ours, b"Hello, how are ")
         os.write(ours, "you täday?".encode())
         os.close(ours)
-        given = [
+        command = [
             "speak",
             str(folder),
             "--out",
@@ -121,9 +121,9 @@ def test_speak_reads_standard_input_while_it_comes(
             "--max-frames",
             "3",
         ]
-        assert main([*given, "--voice", "vivian"]) == 0
+        assert main([*command, "--voice", "vivian"]) == 0
     assert soundfile.info(out).frames in (2 * 1920, 3 * 1920)
-    assert main([*given, "--text", "Hello", "--voice", "nobody"]) == 2
+    assert main([*command, "--text", "Hello", "--voice", "nobody"]) == 2
 
 
 def test_tiny_checkpoints_of_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

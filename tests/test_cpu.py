@@ -44,11 +44,11 @@ class Machine:
     folder: Path
     lives: tuple[str, ...]
     flags: str = "avx512f avx512_bf16 amx_bf16 amx_tile"
-    asked: list[str] = field(default_factory=list)
+    probed: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
 
     def probe(self, limit: str) -> bool:
-        self.asked.append(limit)
+        self.probed.append(limit)
         return limit in self.lives
 
     def decide(self, probe: Callable[[str], bool | None] | None = None) -> str | None:
@@ -57,7 +57,7 @@ class Machine:
         cpu.limit_onednn(self.environ, info, probe or self.probe)
         return self.environ.get(cpu.VARIABLE)
 
-    def kept(self) -> list[str]:
+    def stored(self) -> list[str]:
         return [p.read_text().strip() for p in (self.folder / "cache" / "stretto").glob("onednn-*")]
 
 
@@ -67,22 +67,22 @@ BOTH = [cpu.UNLIMITED, cpu.LIMIT]
 def test_a_cpu_that_does_what_it_says_is_not_limited(tmp_path: Path) -> None:
     machine = Machine(tmp_path, tuple(BOTH))
     assert machine.decide() is None
-    assert machine.asked == [cpu.UNLIMITED]
-    assert machine.kept() == [cpu.UNLIMITED]
+    assert machine.probed == [cpu.UNLIMITED]
+    assert machine.stored() == [cpu.UNLIMITED]
 
 
 def test_a_cpu_that_traps_is_limited(tmp_path: Path) -> None:
     machine = Machine(tmp_path, (cpu.LIMIT,))
     assert machine.decide() == cpu.LIMIT
-    assert machine.asked == BOTH
-    assert machine.kept() == [cpu.LIMIT]
+    assert machine.probed == BOTH
+    assert machine.stored() == [cpu.LIMIT]
 
 
 @pytest.mark.parametrize("lives", BOTH)
 def test_it_is_found_out_once(tmp_path: Path, lives: str) -> None:
     first, second = Machine(tmp_path, (lives,)), Machine(tmp_path, ())
     assert first.decide() == second.decide()
-    assert second.asked == []
+    assert second.probed == []
 
 
 def test_another_cpu_or_torch_is_asked_anew(
@@ -102,8 +102,8 @@ def test_no_limit_works(tmp_path: Path) -> None:
     machine = Machine(tmp_path, ())
     with pytest.raises(CpuError, match="use float32"):
         machine.decide()
-    assert machine.asked == BOTH
-    assert machine.kept() == []
+    assert machine.probed == BOTH
+    assert machine.stored() == []
 
 
 @pytest.mark.parametrize("name", [cpu.VARIABLE, "DNNL_MAX_CPU_ISA"])
@@ -112,17 +112,17 @@ def test_the_users_value_stays(tmp_path: Path, name: str) -> None:
     machine.decide()
     assert machine.environ[name] == "SSE41"
     assert {cpu.VARIABLE, "DNNL_MAX_CPU_ISA"} & machine.environ.keys() == {name}
-    assert machine.asked == []
+    assert machine.probed == []
 
 
 @pytest.mark.parametrize("flags", ["", "avx2", "avx512f avx512_bf16 avx512_fp16"])
 def test_without_amx_nothing_is_asked_or_written(tmp_path: Path, flags: str) -> None:
     machine = Machine(tmp_path, (), flags=flags)
     assert machine.decide() is None
-    assert machine.asked == []
+    assert machine.probed == []
     assert not (tmp_path / "cache").exists()
     cpu.limit_onednn(machine.environ, tmp_path / "nowhere", machine.probe)
-    assert machine.asked == []
+    assert machine.probed == []
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_without_amx_nothing_is_asked_or_written(tmp_path: Path, flags: str) -> 
 def test_costs_nothing_where_it_cannot_matter(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, checked: bool
 ) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(cpu, "limit_onednn", asked.append)
+    calls: list[object] = []
+    monkeypatch.setattr(cpu, "limit_onednn", calls.append)
     cpu.prepare(device, dtype)
-    assert asked == [os.environ] * checked
+    assert calls == [os.environ] * checked
 
 
 # -- the cache
@@ -147,17 +147,17 @@ def test_costs_nothing_where_it_cannot_matter(
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"AVX", b"ALL" * 9999, None])
 def test_a_cache_that_makes_no_sense_is_written_anew(tmp_path: Path, content: bytes | None) -> None:
     Machine(tmp_path, (cpu.LIMIT,)).decide()
-    [kept] = (tmp_path / "cache" / "stretto").glob("onednn-*")
-    kept.unlink()
+    [cache] = (tmp_path / "cache" / "stretto").glob("onednn-*")
+    cache.unlink()
     if content is None:
-        kept.mkdir()  # not even a file
+        cache.mkdir()  # not even a file
     else:
-        kept.write_bytes(content)
+        cache.write_bytes(content)
     second = Machine(tmp_path, (cpu.LIMIT,))
     assert second.decide() == cpu.LIMIT
-    assert second.asked == BOTH
+    assert second.probed == BOTH
     if content is not None:
-        assert second.kept() == [cpu.LIMIT]
+        assert second.stored() == [cpu.LIMIT]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     for _ in range(2):
         machine = Machine(tmp_path, (cpu.LIMIT,))
         assert machine.decide() == cpu.LIMIT
-        assert machine.asked == BOTH
+        assert machine.probed == BOTH
 
 
 def test_nobodys_home() -> None:
-    given = {"XDG_CACHE_HOME": "/given", "HOME": "/home"}
-    assert cpu.cache_file(given, "").parent == Path("/given/stretto")
+    environ = {"XDG_CACHE_HOME": "/given", "HOME": "/home"}
+    assert cpu.cache_file(environ, "").parent == Path("/given/stretto")
     assert cpu.cache_file({"HOME": "/home"}, "").parent == Path("/home/.cache/stretto")
     assert cpu.cache_file({}, "").parent == Path("/dev/null/.cache/stretto"), "nothing can be kept"
 
@@ -191,7 +191,7 @@ def test_one_line_is_logged(
     [record] = caplog.records
     assert words in record.getMessage()
     assert "\n" not in record.getMessage()
-    assert machine.kept() == ([lives] if lives else []), "what could not be told is not kept"
+    assert machine.stored() == ([lives] if lives else []), "what could not be told is not kept"
 
 
 # -- children
@@ -289,8 +289,8 @@ def test_a_host_decides_before_anything_is_computed(tiny_dir: Path) -> None:
 def test_every_source_of_weights_asks(
     tiny_config: OmniConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(cpu, "prepare", lambda *what: asked.append(what))
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setattr(cpu, "prepare", lambda *what: calls.append(what))
     for dtype in (None, torch.bfloat16, torch.float16):
         Source.open(tiny_config, "cpu", dtype, "dummy")
-    assert asked == [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float16")]
+    assert calls == [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float16")]

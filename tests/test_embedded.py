@@ -167,7 +167,7 @@ def test_the_extra_is_the_voice() -> None:
 
 def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
     assert open_model(tiny_dir).info.example_prompts == ()
-    for words, wanted in (
+    for words, expected in (
         (["Who are you?"], ("Who are you?",)),
         ([str(i) for i in range(9)], tuple("012345")),
         (["x" * 201], ()),
@@ -175,20 +175,20 @@ def test_ideas_come_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
         ([1], ()),
     ):
         (tmp_path / embedded.EXAMPLE_PROMPTS).write_text(json.dumps(words))
-        assert embedded.read_example_prompts(tmp_path) == wanted
+        assert embedded.read_example_prompts(tmp_path) == expected
     (tmp_path / embedded.EXAMPLE_PROMPTS).write_text("[")
     assert embedded.read_example_prompts(tmp_path) == ()
 
 
 def test_the_description_comes_from_the_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
     assert open_model(tiny_dir).info.description == ""
-    for words, wanted in (
+    for words, expected in (
         (b"A voice.\nIt sings.\n", "A voice. It sings."),
         (b"x" * 401, ""),
         (b"\xff", ""),
     ):
         (tmp_path / embedded.DESCRIPTION).write_bytes(words)
-        assert embedded.read_description(tmp_path) == wanted
+        assert embedded.read_description(tmp_path) == expected
 
 
 @pytest.mark.parametrize(

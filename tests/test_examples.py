@@ -16,7 +16,6 @@ import pytest
 
 from tests.server.conftest import Running, serve
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine
 from tests.server.scripted_engine import ScriptedEngine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -181,7 +180,7 @@ def test_realtime_with_a_recording_of_nothing(
     write_wav(folder / "silence.wav")
     monkeypatch.syspath_prepend(REALTIME)
     monkeypatch.setattr(importlib.import_module("recording"), "PATIENCE_S", 0.5)
-    with talking(TalkEngine()) as running:
+    with talking(ScriptedEngine()) as running:
         words = ["silence.wav", "a.wav", "--url", f"{running.url}/v1"]
         sentence = refused("realtime/openai_client.py", *words)
     assert sentence.startswith("no answer within")

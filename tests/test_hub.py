@@ -43,9 +43,9 @@ def test_a_name_that_is_nowhere_says_what_to_run(
         main(["generate", "Qwen/Qwen3-Omni-30B-A3B-Instruct", "--text", "hi", "--device", "cpu"])
         == 1
     )
-    told = capsys.readouterr().err
-    assert "hf download Qwen/Qwen3-Omni-30B-A3B-Instruct" in told
-    assert "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert "hf download Qwen/Qwen3-Omni-30B-A3B-Instruct" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_name_that_is_not_here_is_downloaded(
@@ -57,23 +57,23 @@ def test_a_name_that_is_not_here_is_downloaded(
         assert "*.safetensors" in allow_patterns
         return str(cache)
 
-    said: list[str] = []
+    lines: list[str] = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert find_model("org/other", said.append) == cache
-    assert said == ["org/other is not in the Hugging Face cache: downloading it"]
+    assert find_model("org/other", lines.append) == cache
+    assert lines == ["org/other is not in the Hugging Face cache: downloading it"]
 
 
 def test_a_broken_download_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     next(cache.glob("*.safetensors")).unlink()
-    asked: list[str] = []
+    names: list[str] = []
 
     def download(name: str, local_files_only: bool = False, **_: object) -> str:
         if local_files_only:
             return str(cache)
-        asked.append(name)
+        names.append(name)
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(StrettoError, match="hf download org/tiny"):
         find_model("org/tiny")
-    assert asked == ["org/tiny"]
+    assert names == ["org/tiny"]

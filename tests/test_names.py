@@ -8,12 +8,12 @@ ROOT = Path(__file__).parent.parent / "stretto"
 
 # fmt: off
 SHARED = {
-    "Answer", "Attention", "Audio", "AudioDelta", "AudioDone", "AudioEncoder", "AudioInput",
+    "Attention", "AudioDelta", "AudioDone", "AudioEncoder",
     "Block", "Book", "Choice", "Codebook", "CodecIds", "Conv", "Conversation", "Function",
     "Item", "Layer", "Mlp", "NamedTool", "Norm", "Part", "Progress", "Quantizer",
     "Scale", "Sound", "Source", "Talker", "TalkerAdapter",
     "TalkerConfig", "TalkerInput", "TalkerParams", "TalkerStage", "TextDelta", "TokenIds",
-    "Tool", "TranscriptDelta", "TranscriptDone", "Transcription", "Usage", "VoiceId", "Windows",
+    "Tool", "TranscriptDelta", "TranscriptDone", "Transcription", "VoiceId", "Windows",
 }
 # fmt: on
 """Names of more than one class. The list only gets shorter."""

@@ -1,4 +1,5 @@
-"""`stretto bench URL`: flags, and the joining of the parts. cli.py wires it in."""
+"""`stretto bench URL`: its flags, and the parts of `loadtest` that they select. `cli.py` calls
+it."""
 
 from __future__ import annotations
 
@@ -245,8 +246,8 @@ async def bench(
 async def connected(
     args: argparse.Namespace, workload: Workload
 ) -> AsyncIterator[tuple[Bench, dict[str, Any]]]:
-    """What sends the workload to the server, and what the server says of itself: at the end also
-    `hops`, what it sent between its processes meanwhile."""
+    """A `Bench` that sends the workload to the server, and what the server reports about itself: at
+    the end also `hops`, what it sent between its processes meanwhile."""
     import httpx
 
     from stretto.loadtest.hops import hops
@@ -261,7 +262,7 @@ async def connected(
         timeout=timeouts(args.timeout),
         limits=pool,
     ) as client:
-        model, server = await look(client, args.model)
+        model, server = await read_server(client, args.model)
 
         def send(index: int) -> AsyncIterator[tuple[float, Piece]]:
             return answers(client, workload.body(index, model.name), clock.now)
@@ -292,7 +293,7 @@ class Progress:
         self.bar.close()
 
 
-async def look(
+async def read_server(
     client: httpx.AsyncClient, model_name: str | None
 ) -> tuple[ListedModel, dict[str, Any]]:
     """The model to ask for, and what the server says of itself; ours also tells its version."""
@@ -317,7 +318,7 @@ def outside_v1(client: httpx.AsyncClient, path: str) -> httpx.URL:
 
 
 async def link_numbers(client: httpx.AsyncClient) -> Series:
-    """Of the server's links. None, if it has no /metrics, or not for us."""
+    """Counters of the server's links; empty if it has no /metrics, or not for this client."""
     import httpx
 
     from stretto.loadtest.hops import read_series
@@ -370,12 +371,12 @@ def read_extra(args: argparse.Namespace) -> dict[str, Any]:
 def read_loads(args: argparse.Namespace) -> list[Load]:
     from stretto.loadtest.runner import Closed, Open
 
-    streams, many = args.concurrency or [], args.rate or []
+    streams, rates = args.concurrency or [], args.rate or []
     check(all(n >= 1 for n in streams), "--concurrency must be at least 1")
-    check(all(r > 0 for r in many), "--rate must be above 0")
+    check(all(r > 0 for r in rates), "--rate must be above 0")
     check(args.requests is None or args.requests >= 1, "--requests must be at least 1")
     check(args.duration is None or args.duration > 0, "--duration must be above 0")
-    loads: list[Load] = [*(Closed(n) for n in streams), *(Open(r, args.seed) for r in many)]
+    loads: list[Load] = [*(Closed(n) for n in streams), *(Open(r, args.seed) for r in rates)]
     return loads or [Closed(1)]
 
 
@@ -406,12 +407,13 @@ def run_find(args: argparse.Namespace, workload: Workload) -> int:
     levels = [probe.level for _, _, search in results for probe in search.probes]
     if args.json:
         places = accumulate((len(search.probes) for _, _, search in results), initial=0)
-        found = [
+        searches = [
             to_json(limit, search, first)
             for (limit, _, search), first in zip(results, places, strict=False)
         ]
         write_json(
-            args, record(levels, args.prebuffer, arguments(args), server, started) | {"find": found}
+            args,
+            record(levels, args.prebuffer, arguments(args), server, started) | {"find": searches},
         )
     if any(level.interrupted for level in levels):
         return 130
@@ -454,7 +456,7 @@ async def find_limits(
 
 
 async def answers_speak(runner: Bench) -> bool:
-    """By one request that is not counted."""
+    """Whether answers have speech: one request finds out, which is not counted."""
     from stretto.loadtest.runner import Closed, Targets
     from stretto.loadtest.sse import RequestFailed
 
@@ -499,23 +501,23 @@ def rate_from(rate: float) -> Bounds:
 
 
 def read_find(args: argparse.Namespace) -> list[tuple[Limit, Bounds]]:
-    """What is searched for, and from where."""
+    """The limits that are searched, each with the loads that may be tried."""
     from stretto.loadtest.find import LEAST_RATE, MOST, Bounds, FirstWithin, NoUnderrun
 
-    streams, many = args.concurrency or [], args.rate or []
+    streams, rates = args.concurrency or [], args.rate or []
     check(
-        len(streams) + len(many) <= 1,
+        len(streams) + len(rates) <= 1,
         "with --find, -c or -r names one load, from which the search starts",
     )
     check(args.underrun_ms >= 0, "--underrun-ms must not be negative")
     check(args.first_audio_ms > 0, "--first-audio-ms must be above 0")
     check(0 < args.percentile < 100, "--percentile must be between 0 and 100")
     check(
-        all(n <= MOST for n in (*streams, *many)),
+        all(n <= MOST for n in (*streams, *rates)),
         f"--find tries at most {MOST} listeners, or requests a second",
     )
     check(
-        all(r >= LEAST_RATE for r in many),
+        all(r >= LEAST_RATE for r in rates),
         f"--find tries at least {LEAST_RATE:g} requests a second",
     )
     check(
@@ -528,9 +530,9 @@ def read_find(args: argparse.Namespace) -> list[tuple[Limit, Bounds]]:
     )
     in_time = (
         FirstWithin(args.first_audio_ms / 1e3, args.percentile / 100),
-        rate_from(many[0] if many else 1.0),
+        rate_from(rates[0] if rates else 1.0),
     )
-    return [smooth] if streams else [in_time] if many else [smooth, in_time]
+    return [smooth] if streams else [in_time] if rates else [smooth, in_time]
 
 
 # --- both

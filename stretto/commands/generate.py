@@ -23,8 +23,8 @@ from stretto.params import ChunkSizes, Params
 MEDIA = ("audio", "image", "video")
 SOUND_FILES = (".wav", ".flac")
 LEFT_OUT = ("min_pace", "share_prefix_cache")
-"""Settings of an engine that are for servers: nobody listens while a file is made, and all prompts
-are one owner's."""
+"""Settings of an engine that only a server needs: no client listens while a file is made, and all
+prompts have one owner."""
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -98,7 +98,7 @@ def read_config(args: argparse.Namespace, max_requests: int) -> EngineConfig:
 
 
 def parameters(args: argparse.Namespace, defaults: Params) -> Params:
-    """As the flags say; what they leave open, as the checkpoint does."""
+    """The parameters of the flags; those of the checkpoint where there is no flag."""
     each = args.each_frames if args.each_frames is not None else args.first_frames
     flags = {
         "temperature": 0.0 if args.greedy else args.temperature,
@@ -135,7 +135,7 @@ def read_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read_batch(path: Path) -> list[str]:
-    """Its lines, each a conversation. They are decoded later, one by one."""
+    """The lines of the file, each a conversation. They are decoded later, one by one."""
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
@@ -159,10 +159,12 @@ def _messages(raw: Any, where: str) -> list[dict[str, Any]]:
 def run_generate(args: argparse.Namespace) -> int:
     check_inputs(args)
     check_outputs(args)
-    parameters(args, Params())  # are they numbers that can be?
-    # What is asked is read before the model: a name misspelt should not cost a minute.
-    asked: list[Any] = read_batch(args.batch) if args.batch is not None else read_messages(args)
-    return asyncio.run(_generate(args, asked))
+    parameters(args, Params())  # refuses impossible numbers before the model is loaded
+    # The conversation is read before the model: a misspelt file should not cost a minute.
+    conversation: list[Any] = (
+        read_batch(args.batch) if args.batch is not None else read_messages(args)
+    )
+    return asyncio.run(_generate(args, conversation))
 
 
 def check_inputs(args: argparse.Namespace) -> None:
@@ -188,9 +190,9 @@ def check_outputs(args: argparse.Namespace) -> None:
     if args.out is not None:
         check_sound_file(args.out)
     sound = {"--out": args.out, "--samples": args.samples, "--codes": args.codes}
-    if args.text_only and (given := [flag for flag, path in sound.items() if path is not None]):
+    if args.text_only and (flags := [flag for flag, path in sound.items() if path is not None]):
         raise Invalid(
-            f"--text-only makes no speech: there is nothing to write for {', '.join(given)}",
+            f"--text-only makes no speech: there is nothing to write for {', '.join(flags)}",
             "text_only",
         )
     for path in (args.samples, args.codes, args.json, args.trace):
@@ -206,7 +208,7 @@ def check_sound_file(path: Path) -> None:
         raise Invalid(f"{path} is a directory; name a file", "out")
 
 
-async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
+async def _generate(args: argparse.Namespace, conversation: list[Any]) -> int:
     from stretto.api import AsyncEngine
 
     config = settings(args)
@@ -215,8 +217,8 @@ async def _generate(args: argparse.Namespace, asked: list[Any]) -> int:
         load_s = time.perf_counter() - start
         params = parameters(args, engine.info.defaults)
         if args.batch is not None:
-            return await _batch(args, asked, engine, params, load_s)
-        return await _one(args, asked, engine, params, load_s)
+            return await _batch(args, conversation, engine, params, load_s)
+        return await _one(args, conversation, engine, params, load_s)
 
 
 async def _answer(
@@ -232,7 +234,7 @@ async def _answer(
 
 
 async def _shown(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The words go to standard output as they come."""
+    """Passes the events on, and writes their text to standard output."""
     from stretto.engine.events import TextDelta
 
     async for event in events:

@@ -1,5 +1,5 @@
-"""What the parsers of the command line know, and clauses about words that they do not know. cli.py
-and the completion script use it."""
+"""The commands and flags that the parsers of the command line have, and hints for unknown ones.
+`cli.py` and the completion script call it."""
 
 from __future__ import annotations
 

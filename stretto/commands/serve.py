@@ -1,5 +1,4 @@
-"""`stretto serve` and `stretto env`: flags, what is printed, and how it ends. `cli.py` wires them
-in."""
+"""`stretto serve` and `stretto env`: their flags, output and exit codes. `cli.py` calls them."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from stretto import __version__
 from stretto.config.cluster import ClusterConfig
-from stretto.config.devices import check_cards
+from stretto.config.devices import check_cards, fit_card
 from stretto.config.engine import check_model
 from stretto.config.flags import add_flags, table
-from stretto.config.loader import RECORDS, Settings, fit_card, load_settings, unknown_variables
+from stretto.config.loader import RECORDS, Settings, load_settings, unknown_variables
 from stretto.config.server import ServerConfig
 from stretto.errors import Invalid, StrettoError
 from stretto.hardware import cards
@@ -144,11 +143,11 @@ def run_serve(args: argparse.Namespace, backends: Mapping[str, Run]) -> int:
 def variable_warnings(environ: Mapping[str, str]) -> list[str]:
     """A line for each variable of ours that is set and has no effect."""
     lines = []
-    for name, meant in unknown_variables(environ, OTHER_VARIABLES).items():
+    for name, suggestion in unknown_variables(environ, OTHER_VARIABLES).items():
         if name in REMOVED_VARIABLES:
             lines.append(f"{name} was removed: {REMOVED_VARIABLES[name]}")
         else:
-            hint = f"; {meant}" if meant else ""
+            hint = f"; {suggestion}" if suggestion else ""
             lines.append(f"{name} is set, but there is no such setting{hint}")
     return lines
 
@@ -168,7 +167,7 @@ def _serve(settings: Settings) -> int:
 
 
 async def announce(server: Server) -> None:
-    """Tells how far loading is, and in the end where to find the server."""
+    """Print how far loading is, and in the end the address of the server."""
     last = ""
     while (progress := server.service.progress).state == "loading":
         line = ", ".join(f"{stage}: {what}" for stage, what in progress.stages.items())
@@ -177,8 +176,7 @@ async def announce(server: Server) -> None:
             last = line
         await asyncio.sleep(POLL_SECONDS)
     if progress.state == "ready":
-        # What is loaded stays: full collections should not look through it while answers are on
-        # their way.
+        # All that is loaded stays: full collections should not scan it while answers are made.
         gc.collect()
         gc.freeze()
         if server.config.log_format == "json":
@@ -228,7 +226,7 @@ def checkpoint(model: str | None) -> Path:
 
 
 def greeting(config: ServerConfig, service: Service) -> str:
-    """What is printed when the server is ready: where, and a line to paste."""
+    """The lines to print when the server is ready: its addresses, and a request to paste."""
     engine = service.engine()
     name = service.model_names(engine)[0]
     path, body, then = _example(engine.info)
@@ -261,10 +259,8 @@ def greeting(config: ServerConfig, service: Service) -> str:
 
 
 def _example(info: ModelInfo) -> tuple[str, dict[str, Any], str]:
-    """A request that the model can answer: its path, its body, and what is done with the answer."""
-    if (
-        "text" not in info.output_modalities
-    ):  # it reads aloud, with a voice that has to be made first if it has none
+    """A request that the model can answer: its path, its body, and what follows curl."""
+    if "text" not in info.output_modalities:  # a voice may have to be made first
         voice = info.default_voice or ("NAME" if info.cloning else None)
         how = (
             {"voice": voice}
@@ -353,7 +349,7 @@ def _gpus() -> dict[str, str]:
 
 
 def _say(line: str) -> None:
-    """To people at a terminal; where the log is for machines, so is this."""
+    """Print a line for people, or log it where logs are JSON."""
     if os.environ.get(FORMAT) == "json":
         log.info("%s", line.strip().removeprefix("stretto: "))
         return

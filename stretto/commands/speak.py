@@ -70,12 +70,12 @@ def run_speak(args: argparse.Namespace) -> int:
         check_sound_file(args.out)
     if args.clip is not None and not args.clip.is_file():
         raise Invalid(f"--clip {args.clip}: there is no such file", "clip")
-    parameters(args, Params())  # are they numbers that can be?
+    parameters(args, Params())  # refuses impossible numbers before the model is loaded
     return asyncio.run(_speak(args))
 
 
 def parameters(args: argparse.Namespace, defaults: Params) -> Params:
-    """As the flags say; what they leave open, as the checkpoint does."""
+    """The parameters of the flags; those of the checkpoint where there is no flag."""
     most = {} if args.max_audio_frames is None else {"max_frames": args.max_audio_frames}
     return replace(defaults, seed=args.seed, greedy_speech=args.greedy, speed=args.speed, **most)
 
@@ -116,7 +116,7 @@ def finish(out: Path, answer: Answer) -> int:
 
 
 async def _played(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The sound goes to standard output as it is made, and is not kept."""
+    """Passes the events on without their samples, which go to standard output."""
     from stretto.engine.events import AudioChunk
 
     async for event in events:
@@ -129,7 +129,7 @@ async def _played(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
 
 
 async def standard_input() -> AsyncIterator[str]:
-    """What comes, as soon as it does; never half a character."""
+    """Standard input as it comes; never half a character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while data := await asyncio.to_thread(os.read, sys.stdin.fileno(), PIECE):
         if piece := decoder.decode(data):

@@ -1,4 +1,4 @@
-"""`stretto talk`: flags, and the joining of the parts. cli.py wires it in."""
+"""`stretto talk`: its flags, and the parts that they select. `cli.py` calls it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
     from websockets.sync.client import connect
 
     from stretto.loadtest.sse import RequestFailed
-    from stretto.talk.live import LiveTalk, Recorded, realtime_url
+    from stretto.talk.live import FileMicrophone, LiveTalk, realtime_url
     from stretto.talk.sound import MICROPHONE_RATE, NoSound, find_sound
 
     if args.text or args.text_only:
@@ -108,7 +108,7 @@ def run_live(args: argparse.Namespace, root: str, model: str) -> int:
         pcm = read_pcm(args.file, MICROPHONE_RATE)
 
         def listen(rate: int, take: Callable[[bytes], None]) -> Any:
-            return Recorded(pcm, rate, take)
+            return FileMicrophone(pcm, rate, take)
     elif isinstance(sound, NoSound):
         raise Invalid(f"there is no microphone to listen with: {sound.why}; or give --file")
     else:

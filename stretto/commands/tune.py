@@ -73,7 +73,7 @@ def check(args: argparse.Namespace) -> None:
 def search_for(
     args: argparse.Namespace, model: Path, timer: Any, say: Callable[[str], None]
 ) -> Any:
-    """What is measured, by the flags; `timer` instead of the device's own."""
+    """The search that the flags select; `timer` replaces the device's own."""
     from stretto.registry import open_model
 
     ahead = load(open_model(model).pipeline.build).compile_ahead

@@ -316,7 +316,7 @@ def unknown_connector(name: str, known: Iterable[str]) -> Invalid:
 LINK_DETAILS: Mapping[str, Mapping[str, str]] = {
     "shm": {}, "tcp": {}, "mooncake": {"protocol": r"tcp|rdma", "device": r"[\w.:+-]{0,256}"},
 }  # fmt: skip
-"""What `link_details` of these connectors may be."""
+"""The `link_details` that these connectors accept, with patterns for their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +438,7 @@ class EngineConfig:
         return self.replicas
 
     def replica(self, number: int) -> EngineConfig:
-        """The same for one pipeline alone: replicas take the devices of a list in turn."""
+        """The configuration of one pipeline alone: replicas take the devices of a list in turn."""
         host, placement = self.host, self.placement
         if self.devices:
             host = replace(host, device=self.devices[number % len(self.devices)])

@@ -111,7 +111,7 @@ def kind_of(record: type[Any], f: Field[Any]) -> Any:
 
 
 def default_text(f: Field[Any]) -> str:
-    """As people write it; empty where there is no default."""
+    """A setting's default as people write it; empty where there is none."""
     value = default_of(f)
     if value is MISSING or value in (None, "", ()):
         return ""

@@ -36,7 +36,7 @@ from stretto.config.setting import (
     variable_of,
 )
 from stretto.errors import Invalid
-from stretto.hardware import card_memory, cards, find_device
+from stretto.hardware import cards, find_device
 
 C = TypeVar("C")
 ENGINE_RECORDS = (EngineConfig, HostSettings, OverlapSwitches)
@@ -60,7 +60,7 @@ class Sources:
 
     values: Mapping[str, SourceValue]
     warnings: tuple[str, ...] = ()
-    """Sentences about old names, for whoever starts the program."""
+    """Sentences about old names that the user has written."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -86,7 +86,7 @@ class Settings:
     server: ServerConfig
     cluster: ClusterConfig
     explicit: frozenset[str] = frozenset()
-    """Names of the settings that somebody gave."""
+    """Names of the settings that flags, environment or file have."""
     warnings: tuple[str, ...] = ()
 
 
@@ -207,7 +207,7 @@ def _old_spelling(name: str, value: Any, place: _Place) -> str:
 
 
 def _spelling(f: Field[Any], value: Any, place: _Place) -> str:
-    """How the setting is spelt in this place, for somebody who used an old name."""
+    """The setting's new spelling in this place, for a user of an old name."""
     name = name_of(f)
     if not is_tuning(f):
         return place.spell(name)
@@ -296,7 +296,7 @@ def _unknown_key(name: str, known: Collection[str]) -> str:
 
 
 def _switched(name: str, spell: Callable[[str], str], off: str) -> str:
-    """How a setting is spelt where nothing begins with `no_`."""
+    """The spelling of a setting in a place where no name begins with `no_`."""
     switch = name.removeprefix("no_")
     return off.format(spell(switch)) if switch != name else spell(name)
 
@@ -359,41 +359,3 @@ def _int(value: Any) -> int:
 
 _PARSERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: float, str: str}
 _KINDS = {bool: "on or off", int: "a whole number", float: "a number", str: "text"}
-
-
-# ---- sizes that depend on the card
-
-GIB = 1 << 30
-ROWS = ((48 * GIB, 128), (24 * GIB, 64), (8 * GIB, 32))
-"""Rows of a stage's batch, by the memory beside the weights: a row of a few thousand tokens takes
-about 0.4 GiB."""
-FEWEST = 16
-# of the bytes of a checkpoint whose experts are kept in 8 bits: they are nine tenths of it
-FLOAT8 = 0.55
-
-
-def fit_card(
-    engine: EngineConfig, server: ServerConfig, directory: Path, explicit: Collection[str]
-) -> tuple[EngineConfig, ServerConfig]:
-    """As many rows as a card has memory for, and twice as many requests, where nobody set how many
-    (`explicit`: names of settings that somebody set). Called by `stretto serve` when it knows its
-    model."""
-    host = engine.host
-    memory = None
-    if "max_rows" not in explicit and engine.placement == "one":
-        memory = card_memory(host.device)
-    if memory is not None:
-        size = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
-        weights = size * (FLOAT8 if host.expert_weights == "float8" else 1)
-        host = replace(host, max_rows=rows_for(memory - int(weights)))
-    rows = host.max_rows * engine.num_pipelines
-    if "max_concurrent" not in explicit:
-        server = replace(server, max_concurrent=2 * rows)
-    if "max_live" not in explicit:
-        server = replace(server, max_live=max(2, rows))
-    return replace(engine, host=host, max_requests=server.engine_requests), server
-
-
-def rows_for(spare: int) -> int:
-    """Rows for the bytes of a card beside the weights."""
-    return next((rows for least, rows in ROWS if spare >= least), FEWEST)

@@ -1,5 +1,5 @@
-"""What somebody meant who wrote the name of a setting that there is none of: a misspelt one, or one
-of vLLM, vLLM-Omni or SGLang. Used for flags, variables, YAML keys and `--tune`."""
+"""Hints for unknown names of settings: misspelt ones, and those of vLLM, vLLM-Omni and SGLang. Used
+for flags, variables, YAML keys and `--tune`."""
 
 from __future__ import annotations
 

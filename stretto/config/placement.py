@@ -27,7 +27,7 @@ class HostPlace:
         return "+".join(self.stages)
 
     def of_replica(self, number: int) -> HostPlace:
-        """With the device of this replica alone."""
+        """This host in one replica, with the device of that replica alone."""
         if self.device is None:
             return self
         devices = self.device.split("|")

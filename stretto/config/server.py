@@ -325,7 +325,7 @@ class ServerConfig:
 
     @property
     def packets(self) -> ChunkSizes:
-        """Of the sound of each answer."""
+        """Frames in the packets of each answer's sound."""
         if not self.streaming:
             return ChunkSizes(WHOLE, WHOLE, None)
         return ChunkSizes(self.first_frames, self.each_frames, self.packet_ramp or None)

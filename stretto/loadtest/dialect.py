@@ -1,5 +1,4 @@
-"""What servers want to be asked in words of their own: the fields of a chat request that are not
-OpenAI's."""
+"""The fields of a chat request that are not OpenAI's, as each kind of server spells them."""
 
 from __future__ import annotations
 

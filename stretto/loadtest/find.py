@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from stretto.loadtest.player import play
 from stretto.loadtest.report import rates, show
@@ -155,27 +155,6 @@ async def find(
 # --- what is searched for
 
 
-class Limit(Protocol):
-    """What a level must keep to, and which loads are searched."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    def describe(self, load: float) -> str: ...
-
-    def load(self, load: float, seed: int) -> Load: ...
-
-    def num_answers(self, load: float, requests: int | None = None) -> tuple[int, int]:
-        """How many answers a probe needs (`requests` of them if that is possible), and how many
-        come before them as a warm-up."""
-        ...
-
-    def failure(self, good: Sequence[Sample]) -> str | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class NoUnderrun:
     """No player waits longer than `wait_s` in all. Listeners ask again as soon as they have their
@@ -203,7 +182,9 @@ class NoUnderrun:
         return Closed(int(load))
 
     def num_answers(self, load: float, requests: int | None = None) -> tuple[int, int]:
-        """One for each listener at least, or there would not be so many."""
+        """How many answers a probe needs (`requests` of them if that is possible), and how many
+        come before them as a warm-up. One for each listener at least, or there would not be so
+        many."""
         listeners = int(load)
         return max(32, 4 * listeners) if requests is None else max(listeners, requests), listeners
 
@@ -240,7 +221,8 @@ class FirstWithin:
         return Open(load, seed)
 
     def num_answers(self, load: float, requests: int | None = None) -> tuple[int, int]:
-        """Enough for the percentile to be one of them, and ten seconds of requests at least."""
+        """As of `NoUnderrun`: enough for the percentile to be one of them, and ten seconds of
+        requests at least."""
         usual = max(32, math.ceil(1 / (1 - self.share) - 1e-9), math.ceil(10 * load))
         number = usual if requests is None else requests
         return number, math.ceil(number / 5)
@@ -251,6 +233,10 @@ class FirstWithin:
         )
         reached = percentile(first, self.share) if first else math.inf
         return f"{self.measure} was {show(reached, 's')}" if reached > self.limit_s else None
+
+
+Limit = NoUnderrun | FirstWithin
+"""What a level must keep to, and which loads are searched."""
 
 
 def longest_wait(good: Sequence[Sample]) -> float:

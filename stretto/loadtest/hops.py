@@ -1,8 +1,7 @@
-"""What a hop between two processes of a server costs, from what its /metrics say of its links. No
-I/O.
+"""The cost of a hop between two processes of a server, from the counters in its /metrics. No I/O.
 
-Only Stretto's servers say it, and only those whose stages are in several processes. A host is asked
-for its numbers once a second, so the last chunks of a run may not be counted."""
+Only Stretto's servers have these counters, if their stages are in several processes. The engine
+reads them from its hosts once a second, so the last chunks of a run may not be counted."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ PARTS = {
     "take": ("take", "in"),
     "receiver's queue": ("queue", "in"),
 }
-"""Of the way of a chunk: the histogram, and the end of the link that has it. Copies off and onto
-the device are in `put` and `take`."""
+"""The parts of a chunk's hop: each has a histogram at one end of the link. Copies off and onto the
+device are in `put` and `take`."""
 
 Series = dict[tuple[str, str, str], float]
-"""By link, end and name."""
+"""Values by link, end and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,13 @@ class Hop:
 
 def read_series(page: str) -> Series:
     """Counters of links in a page of Prometheus text."""
-    found: Series = {}
+    series: Series = {}
     for name, labels, value in LINE.findall(page):
         tags = dict(LABEL.findall(labels))
         if "le" not in tags and {"link", "end"} <= tags.keys():
             key = tags["link"], tags["end"], name.removeprefix("stretto_link_")
-            found[key] = found.get(key, 0.0) + float(value)
-    return found
+            series[key] = series.get(key, 0.0) + float(value)
+    return series
 
 
 def hops(before: Series, after: Series) -> Iterator[Hop]:

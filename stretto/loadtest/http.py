@@ -1,5 +1,4 @@
-"""The way to a server: its address, its model, and streamed answers with the time of each
-arrival."""
+"""A server over HTTP: its address, its model, and streamed answers with their times of arrival."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ async def answers(
 
 
 def answers_now(client: httpx.Client, body: Mapping[str, Any]) -> Iterator[Piece]:
-    """The same without asyncio, for a terminal."""
+    """The pieces of a streamed answer without asyncio, for a terminal."""
     splitter = EventSplitter()
     with failures(), client.stream("POST", "chat/completions", json=body) as response:
         if response.status_code >= 400:

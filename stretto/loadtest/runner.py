@@ -12,16 +12,10 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from stretto.loadtest.player import Packet, play
 from stretto.loadtest.sse import Piece, RequestFailed, Sound, StreamEnd, Used, Words
 from stretto.loadtest.workload import poisson
-
-
-class LoadClock(Protocol):
-    def now(self) -> float: ...
-    async def sleep_until(self, at: float) -> None: ...
 
 
 class SystemClock:
@@ -179,7 +173,7 @@ def ignore(sample: Sample) -> None:
 @dataclass(slots=True)
 class Bench:
     send: Send
-    clock: LoadClock
+    clock: SystemClock
     want_audio: bool = True  # an answer without speech counts as an error
     numbers: Iterator[int] = field(
         default_factory=itertools.count

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server says, as typed pieces: server-sent events in, words and sound
+"""The answer of an OpenAI-compatible server as typed pieces: server-sent events in, words and sound
 out. No I/O.
 
 Two ways of streaming speech are understood: OpenAI's (`delta.audio.data`, raw 16-bit samples at 24
@@ -65,7 +65,7 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What the server counted."""
+    """The usage that the server reports."""
 
     usage: Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks, and when: request bodies and arrival times. Pure but for reading files."""
+"""A benchmark's requests: their bodies and arrival times. Pure but for reading files."""
 
 from __future__ import annotations
 

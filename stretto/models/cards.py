@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from stretto._imports import load
+from stretto.config.devices import rows_for
 from stretto.config.engine import HostSettings
-from stretto.config.loader import rows_for
 from stretto.errors import Invalid
 from stretto.family import PipelineSpec
 from stretto.models.building import FamilyBuild

@@ -29,8 +29,8 @@ PIECE_S = 0.04
 HARMLESS = ("response_cancel_not_active",)
 
 
-class Recorded:
-    """A recording in place of a microphone: spoken at its own pace, then silence."""
+class FileMicrophone:
+    """A recording in place of a microphone: sent in real time, then silence."""
 
     def __init__(self, pcm: bytes, rate: int, take: Callable[[bytes], None]) -> None:
         self._pcm = pcm
@@ -59,12 +59,12 @@ thread of its own."""
 
 
 @dataclass(slots=True)
-class Answer:
+class LiveAnswer:
     id: str
     item: str | None = None
     speaker: Speaker | None = None
     pcm: list[bytes] = field(default_factory=list)
-    hushed: bool = False
+    silenced: bool = False
 
     @property
     def size(self) -> int:
@@ -84,11 +84,11 @@ class LiveTalk:
     max_answers: int | None = None  # then it leaves
     num_answers: int = 0
     num_saved: int = 0
-    _answer: Answer | None = None
+    _answer: LiveAnswer | None = None
     _microphone_pcm: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> int:
-        """Until the person leaves (Ctrl-C), the server does, or enough was answered."""
+        """Talk until the user leaves (Ctrl-C), the server closes, or `max_answers` have come."""
         self._send("session.update", session=self.session())
         sender = threading.Thread(target=self._speak, name="microphone", daemon=True)
         sender.start()
@@ -96,9 +96,9 @@ class LiveTalk:
         self.say("Listening. Speak when you like; Ctrl-C ends.")
         try:
             while self.max_answers is None or self.num_answers < self.max_answers:
-                self.take(json.loads(self.socket.recv()))
+                self.handle(json.loads(self.socket.recv()))
         except KeyboardInterrupt:
-            self.hush()
+            self.silence()
             self.say("")
         finally:
             microphone.close()
@@ -131,16 +131,16 @@ class LiveTalk:
     def _send(self, type: str, **fields: Any) -> None:
         self.socket.send(json.dumps({"type": type, **fields}))
 
-    def take(self, event: dict[str, Any]) -> None:
+    def handle(self, event: dict[str, Any]) -> None:
         answer = self._answer
         ours = answer is not None and answer.id == event.get("response_id")
         match event["type"]:
             case "input_audio_buffer.speech_started":
-                self.hush()
+                self.silence()
             case "conversation.item.input_audio_transcription.completed":
                 self.say(f"\nyou> {event['transcript'].strip()}")
             case "response.created":
-                self._answer = Answer(event["response"]["id"])
+                self._answer = LiveAnswer(event["response"]["id"])
             case "response.output_item.added" if (
                 answer is not None and ours and event["item"]["type"] == "message"
             ):
@@ -148,26 +148,33 @@ class LiveTalk:
             case "response.output_audio_transcript.delta" if ours:
                 self.out.write(event["delta"])
                 self.out.flush()
-            case "response.output_audio.delta" if answer is not None and ours and not answer.hushed:
+            case "response.output_audio.delta" if (
+                answer is not None and ours and not answer.silenced
+            ):
                 self.play(answer, base64.b64decode(event["delta"]))
             case "response.done" if answer is not None and answer.id == event["response"]["id"]:
                 self.finish(answer, event["response"])
             case "error" if event["error"].get("code") not in HARMLESS:
                 raise RequestFailed("error", event["error"]["message"])
 
-    def play(self, answer: Answer, pcm: bytes) -> None:
+    def play(self, answer: LiveAnswer, pcm: bytes) -> None:
         answer.pcm.append(pcm)
         if self.speaker is not None:
             answer.speaker = answer.speaker or self.speaker(MICROPHONE_RATE)
             answer.speaker.write(pcm)
 
-    def hush(self) -> None:
-        """Somebody speaks: stop playing, and report to the server how much was played."""
+    def silence(self) -> None:
+        """The user speaks: stop playing, and report to the server how much was played."""
         answer = self._answer
-        if answer is None or answer.hushed or answer.speaker is None or not answer.speaker.pending:
+        if (
+            answer is None
+            or answer.silenced
+            or answer.speaker is None
+            or not answer.speaker.pending
+        ):
             return
         played = answer.size - answer.speaker.pending
-        answer.hushed = True
+        answer.silenced = True
         answer.speaker.close()
         answer.speaker = None
         if answer.item is not None:
@@ -179,7 +186,7 @@ class LiveTalk:
                 audio_end_ms=played_ms,
             )
 
-    def finish(self, answer: Answer, response: dict[str, Any]) -> None:
+    def finish(self, answer: LiveAnswer, response: dict[str, Any]) -> None:
         self.num_answers += 1
         if response["status"] == "failed":
             self.say(f"! {response['status_details']['error']['message']}")

@@ -34,7 +34,7 @@ class Speaker:
         self._stream.start()
 
     def write(self, pcm: bytes) -> None:
-        """Never waits."""
+        """Add samples to play; never waits."""
         with self._changed:
             self._buffer += pcm
 
@@ -54,7 +54,7 @@ class Speaker:
             return len(self._buffer)
 
     def wait(self) -> None:
-        """Until all that was written has been heard."""
+        """Wait until all samples have been played."""
         with self._changed:
             self._changed.wait_for(lambda: not self._buffer)
         self._stream.stop()  # plays what the device itself still holds

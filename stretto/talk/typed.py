@@ -42,7 +42,7 @@ class Talk:
     num_saved: int = 0
 
     def run(self) -> int:
-        """Until the person leaves."""
+        """Read and answer lines until the user leaves."""
         self.greet()
         while True:
             try:
@@ -56,7 +56,7 @@ class Talk:
             try:
                 if line.lower() in LEAVE:
                     return 0
-                self.take(line)
+                self.handle(line)
             except (Invalid, RequestFailed) as e:
                 self.say(f"! {e}")
 
@@ -74,15 +74,15 @@ class Talk:
         if self.speak and isinstance(self.sound, NoSound) and self.save is None:
             self.say(f"Answers come as text only: {self.sound.why}. Or give --save DIR.")
 
-    def take(self, line: str) -> None:
+    def handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         match command:
             case "":
-                self.answer(self.recorded())
+                self.answer(self.record_question())
             case "/help":
                 self.say(HELP)
             case "/voice":
-                self.choose(rest.strip())
+                self.choose_voice(rest.strip())
             case "/image":
                 self.images.append(read_image(Path(rest.strip()).expanduser()))
                 self.say("It goes with your next question.")
@@ -97,7 +97,7 @@ class Talk:
             case _:
                 self.answer(self.parts(line, None))
 
-    def choose(self, name: str) -> None:
+    def choose_voice(self, name: str) -> None:
         known = {voice.lower(): voice for voice in self.model.voices}
         if not name:
             self.say("Voices: " + (", ".join(self.model.voices) or "the server lists none"))
@@ -118,7 +118,7 @@ class Talk:
             parts.append({"type": "text", "text": text})
         return parts
 
-    def recorded(self) -> list[dict[str, Any]]:
+    def record_question(self) -> list[dict[str, Any]]:
         if isinstance(self.sound, NoSound):
             raise Invalid(f"there is no microphone to record with: {self.sound.why}")
         pieces: list[bytes] = []
@@ -170,7 +170,7 @@ class Talk:
         if words:
             self.messages += [question, {"role": "assistant", "content": "".join(words)}]
         if pcm_chunks and self.save is not None:
-            self.keep(rate, b"".join(pcm_chunks))
+            self.save_speech(rate, b"".join(pcm_chunks))
 
     def body(self, question: dict[str, Any], aloud: bool) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -186,7 +186,7 @@ class Talk:
             body["max_tokens"] = self.max_tokens
         return body
 
-    def keep(self, rate: int, pcm: bytes) -> None:
+    def save_speech(self, rate: int, pcm: bytes) -> None:
         assert self.save is not None
         self.num_saved, path = save_answer(self.save, self.num_saved + 1, rate, pcm)
         self.say(f"({len(pcm) / 2 / rate:.2f} s of speech in {path})")

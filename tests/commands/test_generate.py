@@ -104,7 +104,7 @@ def test_generate_into_head(tiny_dir: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        said = process.stderr.read()
+        stderr = process.stderr.read()
         assert process.wait() == 128 + signal.SIGPIPE
-    assert "Traceback" not in said
-    assert "BrokenPipe" not in said
+    assert "Traceback" not in stderr
+    assert "BrokenPipe" not in stderr

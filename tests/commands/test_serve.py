@@ -96,10 +96,10 @@ def test_ctrl_c_while_it_loads(words: tuple[str, ...], tiny_dir: Path) -> None:
         groups = [os.getpgid(pid) for pid in begun]
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.stderr is not None
-        said = process.stderr.read()
+        stderr = process.stderr.read()
         assert process.wait() in (0, 130)
-    assert "Traceback" not in said
-    assert "died" not in said
+    assert "Traceback" not in stderr
+    assert "died" not in stderr
     assert process.pid not in groups  # or the children would have been interrupted in their imports
 
 
@@ -124,11 +124,11 @@ def test_sigterm_while_it_loads(tiny_dir: Path) -> None:
             time.sleep(0.01)
         process.terminate()
         assert process.stderr is not None
-        said = process.stderr.read()  # until the last of its processes has ended
+        stderr = process.stderr.read()  # until the last of its processes has ended
         assert process.wait() == 0
-    assert "Traceback" not in said
-    assert "died" not in said
-    assert "cannot be served" not in said
+    assert "Traceback" not in stderr
+    assert "died" not in stderr
+    assert "cannot be served" not in stderr
     assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
 
 

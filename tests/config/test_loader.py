@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,17 +17,14 @@ from stretto.cli import main, parser
 from stretto.commands.generate import settings
 from stretto.commands.serve import OTHER_VARIABLES, settings_table
 from stretto.config import engine as known
-from stretto.config import loader
 from stretto.config.cluster import ClusterConfig
 from stretto.config.engine import EngineConfig, HostSettings, OverlapSwitches, PoolSettings
 from stretto.config.loader import (
     ENGINE_RECORDS,
     RECORDS,
     Settings,
-    fit_card,
     load_settings,
     read_yaml,
-    rows_for,
     unknown_variables,
 )
 from stretto.config.placement import HostPlace, parse_placement
@@ -549,31 +546,3 @@ def test_a_refusal_for_lack_of_memory_recommends_flags(
     named = set(re.findall(r"--[a-z0-9-]+", advice))
     assert {"--placement"} < named <= options("serve") & options("generate")
     assert not re.search(r"[a-z]_[a-z]", advice), "settings are named by their flags"
-
-
-# ---- sizes that depend on the card
-
-GIB = 1 << 30
-
-
-@pytest.mark.parametrize(("spare", "rows"), [(74, 128), (43, 64), (13, 32), (5, 16), (-3, 16)])
-def test_rows_follow_from_the_memory_beside_the_weights(spare: int, rows: int) -> None:
-    assert rows_for(spare * GIB) == rows
-
-
-def test_defaults_follow_from_the_card_unless_they_are_stated(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, server = EngineConfig(host=HostSettings(device="cuda")), ServerConfig()
-    monkeypatch.setattr(loader, "card_memory", lambda device: 140 * GIB)
-    sized, front = fit_card(engine, server, tiny_dir, {"device"})
-    assert (sized.host.max_rows, front.max_concurrent, front.max_live) == (128, 256, 128)
-    assert sized.max_requests == front.engine_requests >= 256 + 128
-    stated = replace(engine, host=replace(engine.host, max_rows=40))
-    sized, front = fit_card(
-        stated,
-        replace(server, max_concurrent=7, max_live=9),
-        tiny_dir,
-        {"max_rows", "max_concurrent", "max_live"},
-    )
-    assert (sized.host.max_rows, front.max_concurrent, front.max_live) == (40, 7, 9)

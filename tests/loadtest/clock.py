@@ -8,11 +8,13 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from stretto.loadtest.runner import SystemClock
+
 T = TypeVar("T")
 SETTLE = 50  # turns of the loop after which everything that can run has run
 
 
-class FakeClock:
+class FakeClock(SystemClock):
     def __init__(self) -> None:
         self.time = 0.0
         self.waiters: list[tuple[float, int, asyncio.Future[None]]] = []

@@ -128,18 +128,18 @@ def test_overview_has_a_line_per_level() -> None:
 
 def test_record_holds_every_sample_and_is_json() -> None:
     _, level = run(Open(2.0, seed=7), Targets(requests=3))
-    told = json.loads(
+    loaded = json.loads(
         json.dumps(
             record([level], [0.0], {"url": "x"}, {"model": "tiny"}, "2026-01-01T00:00:00+00:00")
         )
     )
-    (one,) = told["levels"]
+    (one,) = loaded["levels"]
     assert one["load"] == {"kind": "open", "rate": 2.0, "seed": 7}
     assert len(one["samples"]) == 3
     assert one["samples"][0]["packets"] == [[0.25, 1.0], [1.5, 1.0]]
     assert one["summary"]["first_audio_s"]["p99"] == 0.25
-    assert told["client"]["cores"] >= 1
-    assert told["server"] == {"model": "tiny"}
+    assert loaded["client"]["cores"] >= 1
+    assert loaded["server"] == {"model": "tiny"}
 
 
 def test_usage_of_other_servers() -> None:

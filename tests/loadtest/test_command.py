@@ -62,11 +62,11 @@ def test_bench_measures_and_writes(
         "first audio",
     ):
         assert words in printed
-    told = json.loads(out.read_text())
+    record = json.loads(out.read_text())
     assert "sk-secret" not in out.read_text()
-    assert told["server"]["model"] == "tiny"
-    assert [len(level["samples"]) for level in told["levels"]] == [6, 6, 6]
-    sample = told["levels"][0]["samples"][0]
+    assert record["server"]["model"] == "tiny"
+    assert [len(level["samples"]) for level in record["levels"]] == [6, 6, 6]
+    sample = record["levels"][0]["samples"][0]
     speech = (sum(server.script.packets) * 1920 - 555) / 24000
     assert sum(seconds for _, seconds in sample["packets"]) == pytest.approx(speech)
     assert 0 < sample["words"][0] <= sample["packets"][0][0] <= sample["end"]
@@ -155,8 +155,8 @@ def test_talk_once(
         == 0
     )
     assert ANSWER in capsys.readouterr().out
-    (asked,) = server.requests
-    assert (asked["voice"], asked["params"].max_text_tokens) == ("aiden", 9)
+    (request,) = server.requests
+    assert (request["voice"], request["params"].max_text_tokens) == ("aiden", 9)
     with wave.open(str(tmp_path / "answer-1.wav")) as file:
         assert file.getnframes() == sum(server.script.packets) * 1920 - 555
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.config.devices import rows_for
 from stretto.config.engine import HostSettings
-from stretto.config.loader import rows_for
 from stretto.errors import Invalid
 from stretto.family import PipelineSpec, StageSpec
 from stretto.models.building import FamilyBuild

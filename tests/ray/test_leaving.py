@@ -11,12 +11,12 @@ from stretto.ray import leaving
 from stretto.ray.leaving import MISSING, close_websockets_on_exit
 from tests.server.realtime.client import closed, hold, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine
+from tests.server.scripted_engine import ScriptedEngine
 
 
 def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "POLL_S", 0.001)
-    engine = TalkEngine()
+    engine = ScriptedEngine()
     with (
         talking(engine, drain_timeout=60.0) as running,
         talk(running) as busy,
@@ -44,7 +44,7 @@ def test_sessions_are_told_and_requests_are_taken_on(monkeypatch: pytest.MonkeyP
 
 
 def test_what_lasts_too_long_is_cut() -> None:
-    with talking(TalkEngine(), drain_timeout=0.0) as running:
+    with talking(ScriptedEngine(), drain_timeout=0.0) as running:
         service = running.server.service
         running.do(close_websockets_on_exit(service, lambda: True))
         assert service.cut.done()
@@ -53,7 +53,7 @@ def test_what_lasts_too_long_is_cut() -> None:
 
 def test_a_missing_flag_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        talking(TalkEngine()) as running,
+        talking(ScriptedEngine()) as running,
         caplog.at_level(logging.WARNING, logger=leaving.__name__),
     ):
         running.do(close_websockets_on_exit(running.server.service, None))

@@ -24,7 +24,7 @@ from stretto.server.openai.error_body import Refused
 from stretto.server.openai.voice_store import VoiceStore
 from stretto.server.realtime.vad import Batcher
 from tests.server.conftest import Running, serve
-from tests.server.realtime.scripted import LoudnessVad
+from tests.server.realtime.loudness_vad import LoudnessVad
 from tests.server.scripted_engine import Ledger, ScriptedEngine
 from tests.server.scripted_session import Ask, Float
 

@@ -30,7 +30,6 @@ from tests.server.held import HeldServer
 from tests.server.http.frames import CONTINUED, TEXT, frame
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.sounds import b64
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -258,7 +257,7 @@ def refused(running: Running, **options: Any) -> tuple[int, str]:
 
 
 def test_one_client_opens_at_most_half_of_all_sessions() -> None:
-    with talking(TalkEngine(), realtime_sessions=8) as running, ExitStack() as stack:
+    with talking(ScriptedEngine(), realtime_sessions=8) as running, ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(talk(running))
         assert refused(running) == (429, "rate_limit_exceeded")
@@ -268,7 +267,7 @@ def test_one_client_opens_at_most_half_of_all_sessions() -> None:
 
 
 def test_all_sessions_of_one_client_have_one_sender() -> None:
-    engine = TalkEngine()
+    engine = ScriptedEngine()
     with talking(engine) as running, ExitStack() as stack:
         for address in (ME, ME, OTHER):
             stack.enter_context(talk(running, source_address=(address, 0)))
@@ -296,7 +295,7 @@ def test_by_default_that_is_64() -> None:
 def keyed(tmp_path: Path, **settings: Any) -> Iterator[tuple[Running, Path]]:
     file = tmp_path / "keys"
     file.write_text("mine\nother\n")
-    with talking(TalkEngine(), api_key_file=str(file), **settings) as running:
+    with talking(ScriptedEngine(), api_key_file=str(file), **settings) as running:
         yield running, file
 
 
@@ -324,7 +323,7 @@ def test_a_session_ends_with_its_key(
             )  # fmt: skip
             other.manual()
         engine = running.server.service.maybe_engine
-        assert isinstance(engine, TalkEngine)
+        assert isinstance(engine, ScriptedEngine)
         assert not engine.asks
 
 
@@ -360,7 +359,7 @@ def fill(c: Client, size: int, piece: int = 1_440_000) -> str:
 
 def test_all_sessions_of_one_client_have_half_of_the_memory() -> None:
     with (
-        talking(TalkEngine(), realtime_held_mb=16.0, realtime_total_mb=48.0) as running,
+        talking(ScriptedEngine(), realtime_held_mb=16.0, realtime_total_mb=48.0) as running,
         ExitStack() as stack,
     ):
         memory = running.server.service.sessions.memory
@@ -389,7 +388,7 @@ def test_settings_and_texts_of_sessions_count() -> None:
     """Instructions, tools and texts are of the sender's share; what it gives up, it may use
     again."""
     with (
-        talking(TalkEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,
+        talking(ScriptedEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,
         ExitStack() as stack,
     ):
         memory = running.server.service.sessions.memory
@@ -419,7 +418,7 @@ def test_settings_and_texts_of_sessions_count() -> None:
 
 
 def test_inputs_of_a_response_count_until_it_ends() -> None:
-    engine = TalkEngine()
+    engine = ScriptedEngine()
     release = asyncio.Event()
 
     async def gate(i: int) -> None:
@@ -459,7 +458,7 @@ def resident() -> int:
 
 def test_memory_of_sessions_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "POLL_S", 0.01)
-    with talking(TalkEngine(), realtime_held_mb=64.0) as running:
+    with talking(ScriptedEngine(), realtime_held_mb=64.0) as running:
         with talk(running) as c:
             c.manual()
             for _ in range(100):
@@ -480,7 +479,7 @@ def test_memory_of_sessions_goes_back_to_the_system(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_of_a_message_stays_when_it_was_handled() -> None:
-    with talking(TalkEngine(), realtime_held_mb=1.0) as running, ExitStack() as stack:
+    with talking(ScriptedEngine(), realtime_held_mb=1.0) as running, ExitStack() as stack:
         sessions = [stack.enter_context(talk(running)) for _ in range(4)]
         gc.collect()
         heap.trim()
@@ -496,7 +495,7 @@ def test_unfinished_messages_count_and_are_bounded() -> None:
     """Beyond its half of the memory, a client's connections are closed; those with little in them
     are not."""
     with (
-        talking(TalkEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,
+        talking(ScriptedEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,
         ExitStack() as stack,
     ):
         memory = running.server.service.sessions.memory

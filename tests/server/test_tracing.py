@@ -18,7 +18,6 @@ from tests.server.conftest import Running, serve
 from tests.server.real_engine import served
 from tests.server.realtime.client import add_text, answer, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine
 from tests.server.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
@@ -108,7 +107,7 @@ def test_speech_that_is_written_meanwhile(collector: Collector) -> None:
 
 
 def test_answers_of_a_session_are_parts_of_it(collector: Collector) -> None:
-    with talking(TalkEngine(), otlp_endpoint=collector.url) as running:
+    with talking(ScriptedEngine(), otlp_endpoint=collector.url) as running:
         with talk(running, additional_headers=HEADERS) as c:
             c.manual()
             add_text(c, "Hello")

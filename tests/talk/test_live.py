@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from stretto.errors import Invalid
-from stretto.talk.live import LiveTalk, Recorded, realtime_url
+from stretto.talk.live import FileMicrophone, LiveTalk, realtime_url
 from tests.loadtest.command import run
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import say
 
 
 def test_a_file_is_spoken_and_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +28,7 @@ def test_a_file_is_spoken_and_answered(tmp_path: Path, capsys: pytest.CaptureFix
         file.setsampwidth(2)
         file.setframerate(24_000)
         file.writeframes(pcm(silence(0.2), speech(0.6)))
-    engine = TalkEngine(script=lambda ask: say("Good day to you.", 0.5))
+    engine = ScriptedEngine(script=lambda ask: say("Good day to you.", 0.5))
     with talking(engine, api_key=("k",)) as server:
         live = (
             "talk",
@@ -88,7 +89,7 @@ class Script:
         return json.dumps(self.events.pop(0))
 
 
-class Ear:
+class Microphone:
     def close(self) -> None:
         pass
 
@@ -101,7 +102,7 @@ def delta(data: bytes) -> dict[str, Any]:
     }
 
 
-def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
+def test_speech_stops_the_loudspeaker_and_truncates_the_answer() -> None:
     made: list[Loudspeaker] = []
 
     def speaker(rate: int) -> Loudspeaker:
@@ -118,31 +119,31 @@ def test_speech_silences_the_loudspeaker_and_tells_what_was_heard() -> None:
         delta(bytes(48_000)),
     )
     out = io.StringIO()
-    talk = LiveTalk(server, out, lambda rate, take: Ear(), speaker)
+    talk = LiveTalk(server, out, lambda rate, take: Microphone(), speaker)
     for event in server.events:
-        talk.take(event)
+        talk.handle(event)
     assert len(made[0].written) == 48_000
     made[0].played = 24_000  # half a second was heard
-    talk.take({"type": "input_audio_buffer.speech_started"})
+    talk.handle({"type": "input_audio_buffer.speech_started"})
     assert made[0].closed
     assert server.sent[-1] == {
         "type": "conversation.item.truncate", "item_id": "i", "content_index": 0,
         "audio_end_ms": 500,
     }  # fmt: skip
-    talk.take(delta(bytes(4800)))  # was on its way
+    talk.handle(delta(bytes(4800)))  # was on its way
     assert len(made) == 1
-    talk.take({"type": "response.done", "response": {"id": "r", "status": "cancelled"}})
+    talk.handle({"type": "response.done", "response": {"id": "r", "status": "cancelled"}})
     assert "(interrupted)" in out.getvalue()
     count = len(server.sent)
-    talk.take({"type": "input_audio_buffer.speech_started"})
+    talk.handle({"type": "input_audio_buffer.speech_started"})
     assert len(server.sent) == count
 
 
-def test_who_leaves_hears_no_more() -> None:
+def test_leaving_stops_the_loudspeaker() -> None:
     loudspeaker = Loudspeaker(24_000)
     talk = LiveTalk(
         Script({"type": "response.created", "response": {"id": "r"}}, delta(bytes(48_000))),
-        io.StringIO(), lambda rate, take: Ear(), lambda rate: loudspeaker,
+        io.StringIO(), lambda rate, take: Microphone(), lambda rate: loudspeaker,
     )  # fmt: skip
     assert talk.run() == 0  # the script ends as Ctrl-C does
     assert loudspeaker.closed
@@ -160,9 +161,9 @@ def test_a_recording_goes_on_as_silence() -> None:
         if len(got) == 4:
             enough.set()
 
-    recorded = Recorded(b"\x01" * 2000, 24_000, take)
+    microphone = FileMicrophone(b"\x01" * 2000, 24_000, take)
     assert enough.wait(60)
-    recorded.close()
+    microphone.close()
     assert b"".join(got[:2]) == b"\x01" * 2000
     assert set(got[2]) == {0}
 

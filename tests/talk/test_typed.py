@@ -22,12 +22,12 @@ ANSWER: list[Piece] = [
     Words("lo."),
     StreamEnd("stop"),
 ]
-SILENCE = NoSound("nobody has ears here")
+SILENCE = NoSound("no sound device here")
 
 
 @dataclass
 class FakeSound:
-    """Ears and a mouth that remember."""
+    """A sound device that records what it plays."""
 
     played: bytes = b""
     waited: int = 0
@@ -80,7 +80,7 @@ class Person:
             self.ask, ListedModel("tiny", ("Ethan", "Chelsie")), self.out, self.read, sound, **more
         )
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.out.getvalue()
 
 
@@ -88,7 +88,7 @@ def text(words: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": words}]}
 
 
-def test_conversation_is_told_in_full_each_time() -> None:
+def test_each_request_has_the_whole_conversation() -> None:
     person = Person(["One?", "Two?", "/new", "Three?", "/quit", "never reached"])
     assert person.talk(system="Be brief.").run() == 0
     brief = {"role": "system", "content": "Be brief."}
@@ -98,21 +98,21 @@ def test_conversation_is_told_in_full_each_time() -> None:
         [brief, text("One?"), hello, text("Two?")],
         [brief, text("Three?")],
     ]
-    assert person.said().count("Hello.\n") == 3
+    assert person.output().count("Hello.\n") == 3
 
 
-def test_without_sound_only_text_is_asked_for_and_it_says_why() -> None:
+def test_without_sound_only_text_is_requested() -> None:
     person = Person(["Hi"])
     person.talk().run()
     assert person.bodies[0]["modalities"] == ["text"]
-    assert "nobody has ears here" in person.said()
+    assert "no sound device here" in person.output()
 
 
 def test_answers_are_played() -> None:
-    person, ears = Person(["Hi"]), FakeSound()
-    person.talk(ears, voice="Ethan").run()
+    person, device = Person(["Hi"]), FakeSound()
+    person.talk(device, voice="Ethan").run()
     assert person.bodies[0]["audio"] == {"format": "pcm16", "voice": "Ethan"}
-    assert (ears.played, ears.waited, ears.closed) == (PCM, 1, 0)
+    assert (device.played, device.waited, device.closed) == (PCM, 1, 0)
 
 
 def test_answers_are_saved(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_answers_are_saved(tmp_path: Path) -> None:
 
 
 def test_spoken_question() -> None:
-    person, ears = Person(["", ""]), FakeSound()
-    person.talk(ears).run()
+    person, device = Person(["", ""]), FakeSound()
+    person.talk(device).run()
     (part,) = person.bodies[0]["messages"][0]["content"]
     assert base64.b64decode(part["input_audio"]["data"]) == wav_file(MICROPHONE_RATE, PCM)
 
@@ -134,15 +134,15 @@ def test_speaking_without_a_microphone_is_explained() -> None:
     person = Person([""])
     person.talk().run()
     assert person.bodies == []
-    assert "! there is no microphone" in person.said()
+    assert "! there is no microphone" in person.output()
 
 
 def test_voice_is_chosen_from_those_there_are() -> None:
     person = Person(["/voice chelsie", "/voice Bob", "/voice", "Hi"])
     person.talk(FakeSound()).run()
     assert person.bodies[0]["audio"]["voice"] == "Chelsie"
-    assert "! no voice 'Bob'; there are Ethan, Chelsie" in person.said()
-    assert "Voices: Ethan, Chelsie" in person.said()
+    assert "! no voice 'Bob'; there are Ethan, Chelsie" in person.output()
+    assert "Voices: Ethan, Chelsie" in person.output()
 
 
 def test_image_goes_with_the_next_question_only(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_image_goes_with_the_next_question_only(tmp_path: Path) -> None:
     }
     assert person.bodies[0]["messages"][0]["content"] == [image, {"type": "text", "text": "What?"}]
     assert person.bodies[1]["messages"][-1] == text("And?")
-    assert "! nothing.png: No such file" in person.said()
-    assert "! notes.txt: not an image" in person.said()
+    assert "! nothing.png: No such file" in person.output()
+    assert "! notes.txt: not an image" in person.output()
 
 
 def test_sound_file_as_question(tmp_path: Path) -> None:
@@ -167,29 +167,29 @@ def test_sound_file_as_question(tmp_path: Path) -> None:
     person.talk().run()
     (part,) = person.bodies[0]["messages"][0]["content"]
     assert part["input_audio"]["format"] == "wav"
-    assert "! missing.wav" in person.said()
+    assert "! missing.wav" in person.output()
     once = Person([])
     assert once.talk().once("What is it?", tmp_path / "q.wav") == 0
     assert [p["type"] for p in once.bodies[0]["messages"][0]["content"]] == ["input_audio", "text"]
 
 
 def test_failure_is_shown_and_forgotten() -> None:
-    person, ears = Person(["One?", "Two?"]), FakeSound()
+    person, device = Person(["One?", "Two?"]), FakeSound()
     person.answers = [[Words("Hal"), ANSWER[1], RequestFailed("http 503", "the stage died")]]
-    person.talk(ears).run()
-    assert "! the stage died" in person.said()
-    assert ears.closed == 1
+    person.talk(device).run()
+    assert "! the stage died" in person.output()
+    assert device.closed == 1
     assert person.bodies[1]["messages"] == [text("Two?")]
     with pytest.raises(RequestFailed):
         Person([], [[RequestFailed("connect", "nobody there")]]).talk().once("Hi", None)
 
 
 def test_interrupting_an_answer_keeps_the_conversation() -> None:
-    person, ears = Person([KeyboardInterrupt(), "One?", "Two?"]), FakeSound()
+    person, device = Person([KeyboardInterrupt(), "One?", "Two?"]), FakeSound()
     person.answers = [[Words("So far"), ANSWER[1], KeyboardInterrupt()]]
-    assert person.talk(ears).run() == 0
-    assert "So far (stopped)" in person.said()
-    assert ears.closed == 1
+    assert person.talk(device).run() == 0
+    assert "So far (stopped)" in person.output()
+    assert device.closed == 1
     assert person.bodies[1]["messages"][1] == {"role": "assistant", "content": "So far"}
 
 
@@ -197,7 +197,7 @@ def test_unknown_command_shows_those_there_are() -> None:
     person = Person(["/dance", "/help"])
     person.talk().run()
     assert person.bodies == []
-    assert person.said().count("/image FILE") == 3
+    assert person.output().count("/image FILE") == 3
 
 
 class Stream:
@@ -238,12 +238,12 @@ def test_a_loudspeaker_plays_silence_where_it_has_nothing() -> None:
     assert stream.calls == ["start", "stop", "close"]
 
 
-def test_a_microphone_hands_over_what_it_hears() -> None:
-    module, heard = Module(), []
-    microphone = SoundDevice(module).listen(24_000, heard.append)
+def test_a_microphone_passes_its_samples_on() -> None:
+    module, samples = Module(), []
+    microphone = SoundDevice(module).listen(24_000, samples.append)
     microphone.fill(bytearray(b"abcd"), 2, None, None)
     microphone.close()
-    assert heard == [b"abcd"]
+    assert samples == [b"abcd"]
     assert microphone.calls == ["start", "close"]
 
 
@@ -260,17 +260,17 @@ def test_missing_package_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_talk_understands_exit_and_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "answer-1.wav").write_bytes(b"mine")
     lines = iter(["hello", "exit", "never asked"])
-    out, asked = io.StringIO(), []
+    out, bodies = io.StringIO(), []
 
     def ask(body):
-        asked.append(body)
+        bodies.append(body)
         return iter([Words("Hi.")])
 
     talk = Talk(
         ask, ListedModel("m"), out, lambda prompt: next(lines), NoSound("none"), save=tmp_path
     )
     assert talk.run() == 0
-    assert len(asked) == 1
-    talk.keep(24000, b"\0\0" * 2400)
+    assert len(bodies) == 1
+    talk.save_speech(24000, b"\0\0" * 2400)
     assert (tmp_path / "answer-1.wav").read_bytes() == b"mine"
     assert (tmp_path / "answer-2.wav").exists()

@@ -1,12 +1,13 @@
-"""What the server's log and metrics say of each answer in a realtime session: a response, or a
-transcription of what the user said. Used on the event loop, once for each answer, when its task is
-over: however that happened, also before its first step."""
+"""What is known of an answer in a realtime session, a response or a transcription, while it is made
+(`AnswerLog`), and what the log, the metrics and the traces say of it in the end (`AnswerRecorder`).
+On the event loop. Every answer is recorded once, when its task is over, even if it never ran."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,37 +22,51 @@ from stretto.server.tracing import record_since
 log = logging.getLogger("stretto.realtime")
 
 Outcome = Literal["completed", "incomplete", "cancelled", "failed", "dropped"]
-"""`dropped`: it was begun at a pause, and the client never heard of it."""
+"""`dropped`: a speculative response that was never released to the client."""
 CLOSED = "session_closed"
 
 
 @dataclass(slots=True)
 class AnswerLog:
-    """Filled in as the answer goes."""
+    """Filled in by the answer's task."""
 
     kind: Literal["response", "transcription"]
     id: str  # a response's, or that of the item that is transcribed
-    arrived: float = field(default_factory=time.perf_counter)
-    outcome: Outcome | None = None  # None: nobody has said; its task was cancelled
+    clock: Callable[[], float] = time.perf_counter
+    arrived: float = field(init=False)  # on `clock`
+    outcome: Outcome | None = None  # None: it goes on, or its task was cancelled
     ended: str = ""  # why
-    error: str = ""  # what the server failed with, in words
+    error: str = ""  # what failed in the server, as text
     queued: float | None = None  # seconds in the queue; None: its turn has not come
     first_text: float | None = None
     first_audio: float | None = None
     speech_to_audio: float | None = None  # from the end of speech to the first sound
     speculative: bool = False
     num_tokens: int = 0  # of text, so far
-    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0))
+    num_samples: int = 0  # of speech, so far
+    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0))  # of the prompt, until the end
     sample_rate: int = 24_000
     finished: Finished | None = None  # the engine's last event
+
+    def __post_init__(self) -> None:
+        self.arrived = self.clock()
 
     def saw_text(self, tokens: int) -> None:
         self.num_tokens += tokens
         if self.first_text is None:
             self.first_text = self.elapsed()
 
+    def saw_audio(self, samples: int) -> None:
+        self.num_samples += samples
+        if self.first_audio is None:
+            self.first_audio = self.elapsed()
+
+    def finish(self, event: Finished) -> None:
+        self.finished = event
+        self.usage = event.usage
+
     def end(self, outcome: Outcome, why: str) -> None:
-        """How it ended; the first word counts."""
+        """The first call counts: a cancelled answer stays cancelled."""
         if self.outcome is None:
             self.outcome = outcome
             self.ended = why
@@ -62,7 +77,7 @@ class AnswerLog:
             self.error = server_fault(error)
 
     def elapsed(self) -> float:
-        return time.perf_counter() - self.arrived
+        return self.clock() - self.arrived
 
     @property
     def audio_seconds(self) -> float:
@@ -71,7 +86,7 @@ class AnswerLog:
 
 @dataclass(slots=True)
 class AnswerRecorder:
-    """Of one session; `connection` is its WebSocket's."""
+    """Records the answers of one session; `connection` is the log of its WebSocket."""
 
     metrics: Metrics
     connection: RequestLog

@@ -56,7 +56,7 @@ class AudioDecoder:
         return self._resample(samples.astype(np.float32) / np.float32(32768.0))
 
     def flush(self) -> Float:
-        """What the resampler still holds; the next sound is a new beginning."""
+        """The samples that the resampler still holds; the next sound starts afresh."""
         rest = self._resample(np.zeros(0, np.float32), last=True)
         self._stream.clear()
         self._odd = b""
@@ -93,7 +93,7 @@ class AudioEncoder:
 
 
 def decode_whole(data: bytes, format: FormatName) -> Float:
-    """All of a sound at once."""
+    """Decode a whole sound at once."""
     sound = AudioDecoder(format)
     return np.concatenate([sound.feed(data), sound.flush()])
 
@@ -138,7 +138,7 @@ def _g711_samples(law: Law) -> Int16:
 
 @cache
 def _g711_codes(law: Law) -> npt.NDArray[np.uint8]:
-    """By the sample's bits, read as an unsigned number."""
+    """Codes by a sample's bits, read as an unsigned number."""
     x = np.arange(65536).astype(np.uint16).view(np.int16).astype(np.int64)
     if law == "mu":
         size = np.minimum(np.abs(x >> 2), _MU_CLIP) + (

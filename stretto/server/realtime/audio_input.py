@@ -1,29 +1,29 @@
-"""A session's input: sound as it comes, cut into turns, given to the engine while it is spoken.
+"""A session's input: it cuts a client's sound into turns and passes them to the engine while they
+are spoken. The session's reader calls it on the event loop; threads do what takes long.
 
 Without turn detection all sound goes to the engine at once. With it, only a turn's own sound does:
 from a little before its first word to a short pause after its last, however long the silence is
 that ends it. So silence is never encoded, and a turn's sound is the same whether or not an answer
-was begun at the pause. On the event loop, by the session's reader; what takes long is done in
-threads."""
+was begun at the pause."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from stretto.engine.session import Session
+from stretto.engine.session import INPUT_RATE, Session
 from stretto.server.realtime.audio_formats import AudioDecoder, Float, FormatName
 from stretto.server.realtime.options import TurnSettings
 from stretto.server.realtime.turn_detection import RATE, START_WINDOWS, WINDOW, Signal, TurnDetector
 from stretto.server.realtime.vad import Batcher, VadState
 
 IN_A_THREAD = 64 << 10  # bytes of sound that are converted elsewhere
-AT_ONCE = 256 << 10  # bytes that are heard in one go: some seconds
+AT_ONCE = 256 << 10  # bytes that are processed in one go: some seconds
 SAMPLE_BYTES = 4
-OnSignal = Callable[[Signal], Awaitable[None]]
 _NOTHING = np.zeros(0, np.float32)
 
 
@@ -54,17 +54,17 @@ class AudioInput:
     turns: TurnSettings | None
     format: FormatName
     turn: Turn | None = None
-    position: int = 0  # samples that were looked at
+    position: int = 0  # samples that were processed
+    idle_from: int | None = None  # position at which waiting for the user to speak began
     _decoder: AudioDecoder = field(init=False)
     _detector: TurnDetector = field(init=False)
     _state: VadState = field(default_factory=VadState)
     _partial_window: Float = field(default_factory=lambda: _NOTHING)  # less than a window
-    _buffered: list[Float] = field(
-        default_factory=list
-    )  # whole windows that the engine does not have, and may get
+    # whole windows that the engine does not have, and may get
+    _buffered: list[Float] = field(default_factory=list)
     _buffered_size: int = 0  # samples of them
-    _paused: bool = False  # as of the last window that was looked at
-    _queued: list[Float] = field(default_factory=list)  # that it gets before anything else happens
+    _paused: bool = False  # as of the last window that was processed
+    _queued: list[Float] = field(default_factory=list)  # sound for the next `_flush_to_engine`
 
     def __post_init__(self) -> None:
         self._decoder = AudioDecoder(self.format)
@@ -72,7 +72,7 @@ class AudioInput:
 
     @property
     def silence_s(self) -> float:
-        """How long a pause ends a turn."""
+        """Length of the pause that ends a turn."""
         return self._detector.pauses.end * WINDOW / RATE
 
     @property
@@ -84,7 +84,7 @@ class AudioInput:
         ) * SAMPLE_BYTES
 
     def configure(self, turns: TurnSettings | None, format: FormatName) -> None:
-        """New settings. What was heard stays."""
+        """New settings. The sound so far stays."""
         if format != self.format:
             self.format = format
             self._decoder = AudioDecoder(format)
@@ -95,26 +95,34 @@ class AudioInput:
                 self._detector.pauses = turns.pauses
             self.turns = turns
 
-    async def append(self, data: bytes, on_signal: OnSignal) -> None:
-        """More sound of the client's. `on_signal` is called for each signal when the engine has all
-        that belongs before it. A long sound is processed piece by piece, so that it does not keep
-        the event loop from others."""
+    def begin_idle(self, after_s: float) -> None:
+        """The user may speak when so much more sound has come: until then, an answer is played."""
+        self.idle_from = self.position + int(after_s * INPUT_RATE)
+
+    def end_idle(self) -> None:
+        self.idle_from = None
+
+    async def append(self, data: bytes) -> AsyncGenerator[Signal]:
+        """More of the client's sound. Yields each signal when the engine has all sound before it;
+        the caller acts on it before it goes on. A long sound is processed piece by piece, so that
+        it does not keep the event loop from others."""
         for at in range(0, len(data), AT_ONCE):
-            await self._append(data[at : at + AT_ONCE], on_signal)
+            samples = await self._decode(data[at : at + AT_ONCE])
+            if self.turns is None:
+                self.position += len(samples)
+                self._queued.append(samples)
+                await self._flush_to_engine()
+                continue
+            async with aclosing(self._detect_turns(samples)) as signals:
+                async for signal in signals:
+                    yield signal
 
-    async def _append(self, data: bytes, on_signal: OnSignal) -> None:
+    async def _decode(self, data: bytes) -> Float:
         if len(data) > IN_A_THREAD:
-            samples = await asyncio.to_thread(self._decoder.feed, data)
-        else:
-            samples = self._decoder.feed(data)
-        if self.turns is None:
-            self.position += len(samples)
-            self._queued.append(samples)
-            await self._flush_to_engine()
-        else:
-            await self._detect_turns(samples, on_signal)
+            return await asyncio.to_thread(self._decoder.feed, data)
+        return self._decoder.feed(data)
 
-    async def _detect_turns(self, samples: Float, on_signal: OnSignal) -> None:
+    async def _detect_turns(self, samples: Float) -> AsyncGenerator[Signal]:
         if len(self._partial_window):
             samples = np.concatenate([self._partial_window, samples])
         whole = len(samples) // WINDOW * WINDOW
@@ -126,17 +134,35 @@ class AudioInput:
             at = place + 1
             self._buffer(samples[place * WINDOW : at * WINDOW])
             for signal in signals:
-                await self._handle_signal(signal, on_signal)
+                match signal:
+                    case Signal.STARTED:
+                        sound = self._begin_turn()
+                        yield signal
+                        self._queue(sound)
+                    case Signal.RESUMED:
+                        self._paused = False
+                        yield signal
+                        self._queue_buffered()
+                    case Signal.PAUSED:
+                        self._paused = True
+                        self._queue_buffered()
+                        await self._flush_to_engine()
+                        yield signal
+                    case Signal.STOPPED:
+                        try:
+                            yield signal
+                        finally:
+                            self.turn = None
         self._skip(samples[at * WINDOW : whole])
         await self._flush_to_engine()
 
     def _signals(self, probabilities: list[float]) -> list[tuple[int, list[Signal]]]:
-        """The windows, by number, at which something happens."""
+        """The windows, by number, that have signals."""
         fed = ((place, self._detector.feed(p)) for place, p in enumerate(probabilities))
         return [(place, signals) for place, signals in fed if signals]
 
     def _skip(self, sound: Float) -> None:
-        """Windows at which nothing happens."""
+        """Windows without a signal."""
         if not len(sound):
             return
         self._buffer(sound)
@@ -147,36 +173,17 @@ class AudioInput:
         elif not self._paused:
             self._queue_buffered()
 
-    async def _handle_signal(self, signal: Signal, on_signal: OnSignal) -> None:
-        """Something happens at the window that was kept last."""
-        match signal:
-            case Signal.STARTED:
-                length = min(
-                    self._buffered_size, self._detector.pauses.prefix + START_WINDOWS * WINDOW
-                )
-                self._trim_buffer(length)
-                sound = self._drain_buffer()
-                # What a client has left uncommitted before it asked for turns belongs to the first
-                # one.
-                start = self.position - length - self.session.pending
-                self.turn = Turn(start, self.position)
-                self._paused = False
-                await on_signal(signal)  # first of all: it may have to silence an answer
-                self._queue(sound)
-            case Signal.RESUMED:
-                self._paused = False
-                await on_signal(signal)
-                self._queue_buffered()
-            case Signal.PAUSED:
-                self._paused = True
-                self._queue_buffered()
-                await self._flush_to_engine()
-                await on_signal(signal)
-            case Signal.STOPPED:
-                try:
-                    await on_signal(signal)
-                finally:
-                    self.turn = None
+    def _begin_turn(self) -> Float:
+        """The sound that belongs to a turn which begins at the window that was buffered last."""
+        prefix = self._detector.pauses.prefix + START_WINDOWS * WINDOW
+        length = min(self._buffered_size, prefix)
+        self._trim_buffer(length)
+        # What a client has left uncommitted before it asked for turns belongs to the first one.
+        start = self.position - length - self.session.pending
+        self.turn = Turn(start, self.position)
+        self._paused = False
+        self.end_idle()
+        return self._drain_buffer()
 
     def _buffer(self, sound: Float) -> None:
         self.position += len(sound)
@@ -210,7 +217,7 @@ class AudioInput:
         self._queue(self._drain_buffer())
 
     def _queue(self, sound: Float) -> None:
-        """Belongs to the turn; the engine gets it with the next `_flush_to_engine`."""
+        """Sound of the turn: the engine gets it with the next `_flush_to_engine`."""
         if self.turn is not None and len(sound):
             self.turn.stop = self.position
             self._queued.append(sound)
@@ -222,7 +229,7 @@ class AudioInput:
             await self.session.append(sound)
 
     async def finish(self) -> None:
-        """The client ends the turn: all that was heard and kept belongs to it."""
+        """The client ends the turn: all buffered sound belongs to it."""
         self._release()
         if len(last := self._decoder.flush()):
             self.position += len(last)
@@ -230,8 +237,7 @@ class AudioInput:
         await self._flush_to_engine()
 
     def _release(self) -> None:
-        """No turn is looked for any more: all that was heard and kept is the engine's, in its
-        order."""
+        """Turn detection ends: all buffered sound goes to the engine, in its order."""
         self.position += len(self._partial_window)
         self._queued += [sound for sound in (*self._buffered, self._partial_window) if len(sound)]
         self._clear_buffer()
@@ -240,7 +246,7 @@ class AudioInput:
         self.turn = None
 
     async def clear(self) -> None:
-        """Forget what is not committed."""
+        """Forget the sound that is not committed."""
         self._decoder.flush()
         self._clear_buffer()
         self._queued.clear()

@@ -1,10 +1,10 @@
-"""What clients may send over `/v1/realtime`, as one tagged union, and how a message becomes one of
-them.
+"""The events that clients may send over `/v1/realtime`, as one tagged union, and how a message is
+decoded to one of them. The endpoint's reader calls `decode`.
 
-Fields that nobody knows are ignored, as OpenAI's clients expect. Where a field may be absent, null
-and given with three meanings, it is `UNSET`, None or a value. `decode` also does what msgspec
-cannot: it tells which event was wrong, it bounds what is decoded, and it decodes sound and pictures
-in pieces, so that a thread that does it lets others run."""
+Unknown fields are ignored, as OpenAI's clients expect. Where an absent field, null and a value have
+three meanings, the field is `UNSET`, None or the value. `decode` also does what msgspec cannot: an
+error names the event, the size of what is decoded is bounded, and sound and pictures are decoded in
+pieces, so that a thread that does it lets others run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,10 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
-SHORT = (
-    8 << 10
-)  # bytes of an event of most types; what is longer is looked at more closely before it is decoded
-LARGE = 256 << 10  # bytes of a message that are decoded in a thread, and not on the event loop
+SHORT = 8 << 10  # bytes of an event of most types; longer ones are checked before they are decoded
+LARGE = 256 << 10  # bytes of a message; longer ones are decoded in a thread, not on the event loop
 MOST = 1 << 20  # bytes of an event without its sound and pictures
-MOST_FIELD = (
-    16 << 10
-)  # bytes of a field of a session or a response, if it is not one of those that may be long
+MOST_FIELD = 16 << 10  # bytes of a field of a session or a response, but for those in `_LONG`
 MAX_PARTS = 256  # of an item
 _MEDIA = 4 << 10  # bytes of a string from which on it is decoded by itself
 _PIECE = 1 << 18  # characters of base64 at a time; a multiple of 4
@@ -85,26 +81,26 @@ class Truncation(Struct):
     type: str
 
 
-class AudioInput(Struct):
+class AudioInputFields(Struct):
     format: Format | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: NoiseReduction | UnsetType | None = UNSET
     turn_detection: TurnDetection | UnsetType | None = UNSET
 
 
-class AudioOutput(Struct):
+class AudioOutputFields(Struct):
     format: Format | UnsetType | None = UNSET
     voice: Name | VoiceId | UnsetType | None = UNSET
     speed: Annotated[float, Meta(ge=0.25, le=4)] | UnsetType | None = UNSET
 
 
-class Audio(Struct):
-    input: AudioInput | UnsetType | None = UNSET
-    output: AudioOutput | UnsetType | None = UNSET
+class AudioFields(Struct):
+    input: AudioInputFields | UnsetType | None = UNSET
+    output: AudioOutputFields | UnsetType | None = UNSET
 
 
 class Sampling(Struct):
-    """Ours: how an answer is made. Beside OpenAI's fields of a session and of a response."""
+    """How an answer is made: fields that are not OpenAI's, of a session and of a response."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | UnsetType | None = UNSET
     seed: Annotated[int, Meta(ge=0, lt=1 << 62)] | UnsetType | None = UNSET
@@ -114,7 +110,7 @@ class Sampling(Struct):
 
 
 class Common(Sampling):
-    """What a session and a single response both say."""
+    """The fields that a session and a single response share."""
 
     output_modalities: Modalities | UnsetType | None = UNSET
     instructions: Text | UnsetType | None = UNSET
@@ -125,7 +121,7 @@ class Common(Sampling):
     max_output_tokens: (
         Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["inf"] | UnsetType | None
     ) = UNSET
-    audio: Audio | UnsetType | None = UNSET
+    audio: AudioFields | UnsetType | None = UNSET
 
 
 class SessionFields(Common):
@@ -144,17 +140,17 @@ class TranscriptionFields(Struct):
     include: Annotated[list[Name], Meta(max_length=16)] | UnsetType | None = UNSET
 
     def session(self) -> SessionFields:
-        """The same as a session of today."""
+        """The same settings as a current session has them."""
         format: Format | UnsetType | None = UNSET
         if self.input_audio_format is None or isinstance(self.input_audio_format, str):
             format = Format(BETA_FORMATS[self.input_audio_format or "pcm16"])
-        audio = AudioInput(
+        audio = AudioInputFields(
             format,
             self.input_audio_transcription,
             self.input_audio_noise_reduction,
             self.turn_detection,
         )
-        return SessionFields(type="transcription", include=self.include, audio=Audio(audio))
+        return SessionFields(type="transcription", include=self.include, audio=AudioFields(audio))
 
 
 BETA_FORMATS: dict[str, FormatName] = {
@@ -207,7 +203,7 @@ class SessionUpdate(ClientEvent, tag="session.update"):
 
 
 class TranscriptionUpdate(ClientEvent, tag="transcription_session.update"):
-    """Of the beta."""
+    """An event of the beta protocol."""
 
     session: TranscriptionFields
 
@@ -252,7 +248,7 @@ class ResponseCancel(ClientEvent, tag="response.cancel"):
 
 
 class OutputClear(ClientEvent, tag="output_audio_buffer.clear"):
-    """Means something to WebRTC alone."""
+    """It has a meaning for WebRTC alone."""
 
 
 Event = (
@@ -271,14 +267,15 @@ Event = (
 
 
 class Head(Struct):
-    """What is looked at before an event is read, and when it cannot be read."""
+    """The fields that name an event, to read before the event and when it cannot be decoded."""
 
     type: Raw = msgspec.field(default_factory=Raw)
     event_id: Raw = msgspec.field(default_factory=Raw)
 
 
-class Malformed(Exception):
-    """A message that is not an event. `code` as clients know it; `event_id` if it could be told."""
+class EventError(Exception):
+    """Why an event of a client was refused: what the `error` event says. `event_id`: that of a
+    message that is no event, if it could be read."""
 
     def __init__(
         self, code: str, message: str, param: str | None = None, event_id: str | None = None
@@ -302,7 +299,7 @@ _LONG = {
 
 
 def decode(data: bytes) -> Event:
-    """A message of a client. Raises `Malformed`."""
+    """A message of a client. Raises `EventError`."""
     if len(data) <= SHORT:
         return _decoded(data)
     cut = CutMedia(data)
@@ -321,27 +318,27 @@ def _decoded(data: bytes, bounded: bytes | None = None) -> Event:
         raise _not_json(e) from None
 
 
-def _not_json(error: Exception) -> Malformed:
-    return Malformed("invalid_json", f"this is not JSON: {str(error)[:200]}")
+def _not_json(error: Exception) -> EventError:
+    return EventError("invalid_json", f"this is not JSON: {str(error)[:200]}")
 
 
-def _explain(data: bytes, error: msgspec.ValidationError) -> Malformed:
+def _explain(data: bytes, error: msgspec.ValidationError) -> EventError:
     try:
         kind, event_id = _read_head(data)
     except msgspec.ValidationError:
-        return Malformed("invalid_event", "an event must be a JSON object with a type")
+        return EventError("invalid_event", "an event must be a JSON object with a type")
     except NOT_JSON as e:
         return _not_json(e)
     wrong = wrong_field(error)
     if kind is None:
-        return Malformed(
+        return EventError(
             "invalid_event", "an event needs a type, which is a string", "type", event_id
         )
     if wrong.param == "type":
-        return Malformed(
+        return EventError(
             "invalid_event", f"there is no event of type {kind[:100]!r}", "type", event_id
         )
-    return Malformed("invalid_value", str(wrong), wrong.param, event_id)
+    return EventError("invalid_value", str(wrong), wrong.param, event_id)
 
 
 def _read_head(data: bytes) -> tuple[str | None, str | None]:
@@ -365,8 +362,8 @@ def _read_head(data: bytes) -> tuple[str | None, str | None]:
 
 
 def _bounded(data: bytes) -> bytes:
-    """The same event without what takes long to decode and is good for nothing: fields that are
-    there more than once (a number such as 1e-320 takes 7 us), fields that nobody knows, more parts
+    """The same event without what takes long to decode and has no use: fields that are there more
+    than once (a number such as 1e-320 takes 7 us), unknown fields. Refuses an event with more parts
     than an item may have."""
     try:
         kind, event_id = _read_head(data)
@@ -418,8 +415,8 @@ def _check_parts(item: Mapping[str, Raw], place: str, event_id: str | None) -> N
         )
 
 
-def _too_long(words: str, param: str | None, event_id: str | None) -> Malformed:
-    return Malformed("invalid_value", words, param, event_id)
+def _too_long(message: str, param: str | None, event_id: str | None) -> EventError:
+    return EventError("invalid_value", message, param, event_id)
 
 
 _KEYS = (b'"audio"', b'"image_url"')
@@ -431,9 +428,9 @@ _MARK_TEXT = b64encode(_MARK).decode()
 
 
 class CutMedia:
-    """An event and the long strings of its sound and pictures, which were cut out of it: `short` is
-    what is left. They are found by their names, and by the end of their strings; so no decoder ever
-    sees them, but one small piece after the other."""
+    """The long strings of an event's sound and pictures, cut out of it: `short` is what is left.
+    They are found by their names, and by the end of their strings; so no decoder gets them whole,
+    but one small piece after the other."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -445,7 +442,7 @@ class CutMedia:
             at = stop
         self.short = b"".join([*parts, data[at:]]) if parts else data
         if len(self.short) > MOST:
-            raise Malformed(
+            raise EventError(
                 "invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes"
             )
 
@@ -463,7 +460,7 @@ class CutMedia:
                     part.image_url = self._url(part.image_url)
         except (binascii.Error, UnicodeDecodeError):
             where = "audio" if isinstance(event, Append) else "content"
-            raise Malformed(
+            raise EventError(
                 "invalid_value", f"{where}: Invalid base64 encoded string", where, event.event_id
             ) from None
 
@@ -505,7 +502,7 @@ def _parts(event: Event) -> Iterator[Part]:
 
 
 def _media(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where the long strings of the fields `audio` and `image_url` stand."""
+    """The positions of the long strings of the fields `audio` and `image_url`."""
     at = left = 0
     following = {key: data.find(key) for key in _KEYS}
     while any(place >= 0 for place in following.values()):
@@ -524,7 +521,7 @@ def _media(data: bytes) -> Iterator[tuple[int, int]]:
                 left += start - at
                 at = stop
         if left > MOST:
-            raise Malformed(
+            raise EventError(
                 "invalid_value", f"without sound and pictures, an event has at most {MOST:,} bytes"
             )
         following = {k: p if p >= at or p < 0 else data.find(k, at) for k, p in following.items()}
@@ -535,5 +532,5 @@ def _escaped(data: bytes, start: int, stop: int) -> bool:
 
 
 def _only_slashes(text: bytes) -> bool:
-    """Its escapes are slashes: some clients write them so."""
+    """Whether all escapes are slashes: some clients write them so."""
     return text.count(b"\\") == text.count(b"\\/")

@@ -15,7 +15,7 @@ from stretto.server.http.exchange import Exchange, Left, decode
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.items import new_id
 from stretto.server.realtime.options import Kind, SessionState
-from stretto.server.realtime.tool_reader import ToolReader
+from stretto.server.realtime.tools import ToolReader
 from stretto.server.realtime.transcribe import check_transcribes
 from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
@@ -41,7 +41,7 @@ class ClientSecretAnswer(Struct, frozen=True):
 
 
 class SessionHead(Struct, frozen=True):
-    """What settings say that an open session takes from its address."""
+    """The settings of a session that a WebSocket has in its address instead."""
 
     type: Kind | None = None
     model: c.Name | None = None
@@ -52,7 +52,7 @@ _head = msgspec.json.Decoder(SessionHead)
 
 
 class ClientSecretRoute:
-    """The endpoint. It waits for no place: nothing is generated."""
+    """The endpoint. It needs no place in the admission queue: nothing is generated."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -79,10 +79,11 @@ class ClientSecretRoute:
 
 async def make_secret(service: Service, data: bytes, request_log: RequestLog) -> ClientSecretAnswer:
     request = decode(data, _decoder)
-    stated = bytes(request.session)
-    stated = b"{}" if stated == b"null" else stated
-    fields = read_session(stated)
-    head = decode(stated, _head)
+    session = bytes(request.session)
+    if session == b"null":
+        session = b"{}"
+    fields = read_session(session)
+    head = decode(session, _head)
     engine = service.engine()
     kind = head.type or "realtime"
     if kind == "transcription":
@@ -95,16 +96,16 @@ async def make_secret(service: Service, data: bytes, request_log: RequestLog) ->
     state = state.updated(fields, engine.info, tools)
     seconds = (request.expires_after or ExpiresAfter()).seconds
     value, expires_at = service.secrets.make(
-        request_log.owner, request_log.sender, kind, stated, seconds
+        request_log.owner, request_log.sender, kind, session, seconds
     )
     return ClientSecretAnswer(value, expires_at, state.to_wire())
 
 
-def read_session(stated: bytes) -> c.SessionFields:
+def read_session(session: bytes) -> c.SessionFields:
     """Settings, within the limits of those that come over a WebSocket."""
     try:
-        event = c.decode(b'{"type":"session.update","session":' + stated + b"}")
-    except c.Malformed as e:
+        event = c.decode(b'{"type":"session.update","session":' + session + b"}")
+    except c.EventError as e:
         raise Invalid(str(e), e.param) from None
     assert isinstance(event, c.SessionUpdate)
     return event.session

@@ -20,7 +20,7 @@ from stretto.server.shares import Shares
 
 CLIENT_SECRET = "stretto.client_secret"  # where an ASGI scope has the one it was opened with
 MAX_BYTES = 32 << 20  # of all secrets; one owner has half at most
-OWN_BYTES = 2 << 10  # of a secret, beside its session
+OWN_BYTES = 2 << 10  # of a secret without its session
 _NAME = 16  # hex digits by which a secret is found; the other 32 are compared
 
 

@@ -1,9 +1,9 @@
 """`/v1/realtime`: a WebSocket from its handshake to its close. An ASGI app behind the middleware,
-which has looked at key, name and origin.
+which has checked key, host name and origin.
 
 Refusals come before the upgrade, as HTTP. Then three tasks: one reads and handles events, one
-writes, one watches the clock. Whichever ends first ends the session, and the client is told why in
-the close frame."""
+writes, one watches the clock. The first that ends ends the session, with the reason in the close
+frame."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.errors import Invalid, StrettoError
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.error_body import respond
 from stretto.server.realtime import server_events as s
-from stretto.server.realtime.client_events import LARGE, Event, Malformed, decode
+from stretto.server.realtime.client_events import LARGE, Event, EventError, decode
 from stretto.server.realtime.client_secret_route import read_session
 from stretto.server.realtime.client_secrets import CLIENT_SECRET, ClientSecret
 from stretto.server.realtime.options import Kind
@@ -78,7 +78,7 @@ class Realtime:
             with self.service.sessions.slot(request_log.sender):
                 held = Holding(self.service.sessions.memory, request_log.sender)
                 send_queue = SendQueue(self.service.config.send_timeout, held)
-                session = RealtimeSession.open(
+                session = RealtimeSession(
                     self.service, engine, send_queue, request_log, model, kind
                 )
                 beta = (b"openai-beta", b"realtime=v1") in scope.get("headers", ())
@@ -119,7 +119,7 @@ class RealtimeConnection:
     owner: str = ""
     beta: bool = False  # the client speaks the dialect of the beta
     ending: Ending = LEFT
-    error: str = ""  # what the server failed with, in words
+    error: str = ""  # what failed in the server, as text
     last_received: float = field(default_factory=time.monotonic)
 
     async def run(self, subprotocol: str | None) -> None:
@@ -170,16 +170,14 @@ class RealtimeConnection:
         async def send(data: bytes) -> None:
             try:
                 await self.send({"type": "websocket.send", "text": data.decode()})
-            except (
-                RuntimeError
-            ) as e:  # the server's word for a connection that is closing, or never opened
+            except RuntimeError as e:  # of uvicorn: the connection is closing, or never opened
                 raise ConnectionError("the client is leaving") from e
 
         try:
             await self.send_queue.run(send)
         except SlowClient:
             return SLOW
-        except OSError:  # the server's word for a client that has gone
+        except OSError:  # the client has gone
             return LEFT
         return self.ending
 
@@ -216,13 +214,13 @@ class RealtimeConnection:
                 return decode(data)
             async with self.service.thread_turns.turn(self.session.sender):
                 return await asyncio.to_thread(decode, data)
-        except Malformed as e:
+        except EventError as e:
             self.session.error(e.code, str(e), e.param, e.event_id)
             return None
 
     async def watch(self) -> Ending:
-        """Until the session has lasted too long, nobody has sent anything for too long, or the
-        server goes."""
+        """Wait until the session has lasted too long, the client has sent nothing for too long, the
+        API key is removed, or the server drains."""
         config = self.service.config
         draining = self.service.sessions.draining
         ends = time.monotonic() + config.realtime_minutes * 60
@@ -240,7 +238,7 @@ class RealtimeConnection:
                 self.send_queue.put(s.Error(error=error))
                 return EXPIRED
             if self.session.busy:
-                self.last_received = now  # whoever listens need not speak
+                self.last_received = now  # a client that listens need not send
                 await asyncio.sleep(POLL_S / 10 if draining.is_set() else 0)
             elif draining.is_set():
                 return DRAINING

@@ -1,8 +1,8 @@
-"""The conversation as clients see it: items with ids, in order, and what each means to the model.
+"""The conversation as clients see it: items with ids, in order, each with its item in the engine's
+session. A realtime session's own tasks use it, on the event loop.
 
-`Conversation` keeps the clients' view and the engine's session in step. An item that says nothing
-to the model, such as an empty message, has no counterpart there. All on the event loop, by the
-session's own tasks."""
+`Conversation` keeps the two in step. An item that says nothing to the model, such as an empty
+message, has no counterpart in the engine's session."""
 
 from __future__ import annotations
 
@@ -14,49 +14,22 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
 
 from stretto.engine.events import Message
-from stretto.engine.session import END, INPUT_RATE, Session
+from stretto.engine.session import END, Session
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.preprocess.prompt import AudioClip, Patches
-from stretto.server.realtime import client_events as c
-from stretto.server.realtime.audio_formats import FormatName, decode_whole
-from stretto.server.realtime.playback_estimate import played_text
+from stretto.server.realtime.client_events import EventError
+from stretto.server.realtime.playback_estimate import Speech
 from stretto.server.realtime.server_events import Item, Part
 
 MAX_ITEMS = 4000
-MAX_ITEM_BYTES = 768 << 10  # bytes of an item in JSON: clients take messages of up to a MiB
-SHOWN_URL = 64 << 10  # characters of a picture's address that are told again
 FRONT = "root"
 
 
 def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
-
-
-class NoSuchItem(Invalid):
-    pass
-
-
-class DuplicateItem(Invalid):
-    pass
-
-
-@dataclass(slots=True)
-class Speech:
-    """The speech of an assistant's item, to estimate later how much of it was played."""
-
-    text: str
-    seconds: float  # of sound that was sent
-    complete: bool  # that was all of it
-    speed: float = 1.0
-
-    def played_text(self, played_s: float) -> str:
-        """Its words up to this time of the sound."""
-        times = played_s * self.speed, self.seconds * self.speed
-        return played_text(self.text, *times, self.complete)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +55,8 @@ class Conversation:
     def last_id(self) -> str | None:
         return self.entries[-1].id if self.entries else None
 
-    def find(self, id: str) -> Entry:
-        for entry in self.entries:
-            if entry.id == id:
-                return entry
-        raise NoSuchItem(f"there is no item {id[:128]!r}", "item_id")
+    def find(self, id: str | None) -> Entry | None:
+        return next((entry for entry in self.entries if entry.id == id), None)
 
     def before(self, entry: Entry) -> str | None:
         """The id of the item before it."""
@@ -97,13 +67,13 @@ class Conversation:
         return next((i for i in self.session.items if i.id == entry.engine_id), None)
 
     def check_new(self, id: str | None) -> None:
-        if id == FRONT or any(e.id == id for e in self.entries):
-            raise DuplicateItem(f"there is an item {id!r} already", "item.id")
+        if id == FRONT or self.find(id) is not None:
+            raise duplicate_item(f"there is an item {id!r} already")
         if len(self.entries) >= MAX_ITEMS:
             raise Invalid(f"a conversation has at most {MAX_ITEMS} items", "item")
 
     def append(self, entry: Entry) -> None:
-        """The engine's session has it already, or will never have it."""
+        """Add an entry that the engine's session has already, or will never have."""
         self.entries.append(entry)
         self.size += entry.size
 
@@ -112,8 +82,8 @@ class Conversation:
         entry.size = size
 
     async def insert(self, entry: Entry, message: Message | None, after: str | None) -> None:
-        """Behind the item `after`; None: behind all, `FRONT`: before all. What the engine refuses
-        is not there.
+        """Add an entry behind the item `after`; None: behind all, `FRONT`: before all. What the
+        engine refuses is taken out again.
 
         The entry's size is then that of the features that the engine has made of it, which may be
         many times larger than a compressed picture."""
@@ -134,14 +104,18 @@ class Conversation:
             self.resize(entry, max(entry.size, features))
 
     def _place(self, id: str) -> int:
-        for at, entry in enumerate(self.entries):
-            if entry.id == id:
-                return at
-        raise NoSuchItem(f"there is no item {id[:128]!r}", "previous_item_id")
+        entry = self.find(id)
+        if entry is None:
+            raise EventError(
+                "item_create_invalid_previous_item_id",
+                f"there is no item {id[:128]!r}",
+                "previous_item_id",
+            )
+        return self.entries.index(entry)
 
     async def update_engine(self, entry: Entry, message: Message | None) -> None:
-        """Make this the message of an entry, where it stands; None: it says nothing to the
-        model."""
+        """Give the engine's session this message for an entry; None: none, since the entry says
+        nothing to the model."""
         engine_ids = self._engine_ids()
         if entry.engine_id is not None:
             if entry.engine_id not in engine_ids:
@@ -161,126 +135,39 @@ class Conversation:
             entry.engine_id = entry.id
             await self.session.add(message, id=entry.id, after=END if last else after)
 
-    async def delete(self, id: str) -> None:
-        entry = self.find(id)
+    async def delete(self, entry: Entry) -> None:
         self.entries.remove(entry)
         self.size -= entry.size
         if entry.engine_id is not None and entry.engine_id in self._engine_ids():
             await self.session.remove(entry.engine_id)
 
     def release_forgotten(self) -> None:
-        """The media that the engine has forgotten are not held any more."""
+        """Stop counting the media that the engine has forgotten."""
         engine_ids = self._engine_ids()
         for entry in self.entries:
             if entry.engine_id is not None and entry.engine_id not in engine_ids:
                 self.resize(entry, entry.text_size)
 
     def _engine_ids(self) -> set[str]:
-        """What the engine's session holds: it may have forgotten the oldest turns."""
+        """Ids in the engine's session, which may have forgotten the oldest turns."""
         return {i.id for i in self.session.items}
 
     async def truncate(self, entry: Entry, played: float) -> None:
-        """Forget what comes after this time of a spoken answer: it was not played."""
+        """Forget the words of a spoken answer after this time, which were not played."""
         assert entry.speech is not None
         words = entry.speech.played_text(played)
         entry.item.content = [Part("output_audio", transcript=words)]
         await self.update_engine(entry, {"role": "assistant", "content": words} if words else None)
 
     def forgotten(self) -> list[str]:
-        """Items of the engine's that no entry stands for: an answer that it remembered by
+        """Ids in the engine's session without an entry: an answer that the engine stored by
         itself."""
         known = {e.engine_id for e in self.entries}
         return [i.id for i in self.session.items if i.id not in known]
 
 
-# ---- from what a client sends
-
-
-def read_item(fields: c.Item, format: FormatName) -> tuple[Entry, Message | None]:
-    """An item of a client, and as a message for the model.
-
-    Converts sound, so a large one belongs in a thread."""
-    item, message = _read(fields, format)
-    text_size = text_bytes(item)
-    if text_size > MAX_ITEM_BYTES:
-        raise Invalid(
-            f"the item's text has {text_size:,} bytes, more than the {MAX_ITEM_BYTES:,} allowed",
-            "item",
-        )
-    size = text_size + (media_bytes(message) if message is not None else 0)
-    return Entry(item, text_size=text_size, size=size), message
-
-
-def _read(fields: c.Item, format: FormatName) -> tuple[Item, Message | None]:
-    id = fields.id or new_id("item")
-    if fields.type == "function_call":
-        name = _required(fields.name, "item.name")
-        call = fields.call_id or new_id("call")
-        arguments = fields.arguments or "{}"
-        item = Item(
-            id, fields.type, status="completed", call_id=call, name=name, arguments=arguments
-        )
-        return item, call_message(call, name, arguments)
-    if fields.type == "function_call_output":
-        call = _required(fields.call_id, "item.call_id")
-        output = fields.output or ""
-        item = Item(id, fields.type, status="completed", call_id=call, output=output)
-        return item, {"role": "tool", "tool_call_id": call, "content": output}
-    if fields.type != "message":
-        raise Invalid(f"an item of type {fields.type} cannot be created", "item.type")
-    role = _required(fields.role, "item.role")
-    parts = fields.content or []
-    item = Item(
-        id, "message", status="completed", role=role, content=[_to_wire(p, role) for p in parts]
-    )
-    if role != "user":
-        text = "".join(p.text or p.transcript or "" for p in parts)
-        return item, {"role": role, "content": text} if text else None
-    content = [part for p in parts if (part := _to_message(p, format)) is not None]
-    return item, {"role": "user", "content": content} if content else None
-
-
-def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _required(value: str | None, param: str) -> str:
-    if not value:
-        raise Invalid(f"{param} is missing", param)
-    return value
-
-
-def _to_wire(part: c.Part, role: str) -> Part:
-    """As a part of this role is called, whichever way the client has written it: strict clients
-    know no other."""
-    side = "output" if role == "assistant" else "input"
-    kind = part.type.rpartition("_")[2]
-    if role != "user" and kind == "image":
-        raise Invalid(f"there are no pictures in a message of role {role}", "item.content")
-    if kind == "text" or role == "system":
-        return Part(f"{side}_text", text=part.text or part.transcript or "")
-    if kind == "audio":
-        return Part(f"{side}_audio", transcript=part.transcript or part.text)
-    url = part.image_url or ""
-    return Part(
-        "input_image",
-        image_url=url if len(url) <= SHOWN_URL else UNSET,
-        detail=part.detail or UNSET,
-    )
-
-
-def _to_message(part: c.Part, format: FormatName) -> dict[str, Any] | None:
-    if part.image_url:
-        return {"type": "image_url", "image_url": {"url": part.image_url}}
-    if part.audio:
-        return audio_part(decode_whole(part.audio, format))
-    text = part.text or part.transcript
-    return {"type": "text", "text": text} if text else None
-
-
-def audio_part(samples: Any) -> dict[str, Any]:
-    return {"type": "audio", "data": np.asarray(samples, np.float32), "sample_rate": INPUT_RATE}
+def duplicate_item(message: str) -> EventError:
+    return EventError("item_create_duplicate_item_id", message, "item.id")
 
 
 def text_bytes(item: Item) -> int:
@@ -305,3 +192,8 @@ def _media_bytes(part: Mapping[str, Any]) -> int:
         case np.ndarray(nbytes=size):
             return size
     return 0
+
+
+def call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,30 +1,28 @@
-"""A session's settings: what holds now, how an update changes it, and how all of it is told. Pure.
+"""A session's settings: how an update changes them, and how events show them. Pure.
 
 Only fields that an update names change; objects merge; null clears or goes back to the default.
 Much of what we do not support is taken and ignored, since stock clients send it unasked and an
-error would end their session; what changes how an answer is cut or told (`truncation`, `include`)
-is refused, unless it says what we do anyway."""
+error would end their session; what changes what an answer leaves out or includes (`truncation`,
+`include`) is refused, unless it says what we do anyway."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from sys import getsizeof
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, UnsetType
 
-from stretto._validation import NOT_JSON, not_json
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.params import ChunkSizes, Params
-from stretto.preprocess.messages import check_tools
 from stretto.server.openai.grammar import check_choice, of_calls
 from stretto.server.openai.voices import find_voice
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.audio_formats import RATES, FormatName, check_rate
+from stretto.server.realtime.tools import Function, tools_size
 from stretto.server.realtime.turn_detection import Pauses
 
 log = logging.getLogger("stretto.realtime")
@@ -33,24 +31,18 @@ Modality = Literal["text", "audio"]
 Kind = Literal["realtime", "transcription"]
 VadType = Literal["server_vad", "semantic_vad"]
 SEMANTIC_PAUSE_MS = {"low": 1600, "medium": 800, "auto": 800, "high": 400}
-MAX_TEXT_BYTES = (
-    768 << 10
-)  # bytes of instructions and tools: all of a session is told in one message of less than a MiB
-MAX_TOOLS, MAX_TOOLS_BYTES, MAX_TOOL_BYTES = 256, 256 << 10, 64 << 10
-SHORT_TEXT_BYTES = (
-    4 << 10
-)  # bytes of instructions or tools that are told again only where an update changes them
+# bytes of instructions and tools: one message of less than a MiB shows all of a session
+MAX_TEXT_BYTES = 768 << 10
+# bytes of instructions or tools; longer ones are shown again only where an update changes them
+SHORT_TEXT_BYTES = 4 << 10
 # of Python's objects for a byte of JSON, at most
 DECODED_BYTES = 24
 LOGPROBS = "item.input_audio_transcription.logprobs"
-# Python's own reading of numbers: it takes 1 us where msgspec takes 8.
-_values = msgspec.json.Decoder(float_hook=float)
-_array = msgspec.json.Decoder(list[Raw])
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
-    """How turns are found. None in its place: the client says when one is over."""
+    """How turns are detected. None in its place: the client commits each turn."""
 
     type: VadType = "server_vad"
     threshold: float = 0.5
@@ -85,25 +77,11 @@ class TurnSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
-    """One that the model may call."""
-
-    name: str
-    written: Raw  # as the client wrote it
-    chat: dict[str, Any]  # in the format of chats
-
-    @property
-    def schema(self) -> bytes:
-        """Of its arguments, as JSON."""
-        return msgspec.json.encode(self.chat["function"].get("parameters"))
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
-    """What holds for the next answer. A response may say otherwise for itself alone."""
+    """The settings of the next answer. A response may have others for itself alone."""
 
     voice: str
-    modalities: tuple[Modality, ...] = ("audio",)
+    output_modalities: tuple[Modality, ...] = ("audio",)
     instructions: str = ""
     tools: tuple[Function, ...] = ()
     tool_choice: str = "auto"
@@ -115,19 +93,19 @@ class Options:
     seed: int | None = None
     greedy_speech: bool | None = None
     max_audio_frames: int | None = None
-    timeline: bool = False  # tell what each stage did when
+    timeline: bool = False  # report what each stage did when
 
     @property
     def has_audio(self) -> bool:
-        return "audio" in self.modalities
+        return "audio" in self.output_modalities
 
     @property
     def num_bytes(self) -> int:
-        """What instructions and tools hold, at most."""
+        """Bytes that instructions and tools hold, at most."""
         return getsizeof(self.instructions) + DECODED_BYTES * tools_size(self.tools)
 
     def chat_tools(self) -> list[dict[str, Any]] | None:
-        """The functions the model may call, as it is told of them."""
+        """The functions that the model may call, in the format of chats."""
         if self.tool_choice == "none":
             return None
         return [t.chat for t in self.tools if self.only_tool in (None, t.name)] or None
@@ -137,20 +115,21 @@ class Options:
         return self.tool_choice == "required"
 
     def check_choice(self) -> None:
-        """Raise what is wrong with a call that is required."""
+        """Raises `Invalid` if a call is required that no tool allows."""
         if self.call_required:
             check_choice({t.name: t for t in self.tools}, self.only_tool)
 
     def grammar(self) -> str:
-        """That the answer must follow; none: it is free. Long schemas take some milliseconds."""
+        """The grammar that the answer must follow; empty: it is free. Long schemas take some
+        milliseconds."""
         if not self.call_required:
             return ""
         schemas = {t.name: t.schema for t in self.tools}
         return of_calls(schemas, self.only_tool, several=True)
 
     def params(self, packets: ChunkSizes, defaults: Params, grammar: str = "") -> Params:
-        """`defaults`: what the checkpoint says where nobody does."""
-        stated = {
+        """`defaults`: those of the checkpoint, for what the client leaves open."""
+        settings = {
             "temperature": self.temperature,
             "seed": self.seed,
             "greedy_speech": self.greedy_speech,
@@ -158,63 +137,75 @@ class Options:
             "speed": self.speed,
             "max_text_tokens": None if self.max_output_tokens == "inf" else self.max_output_tokens,
         }
-        chosen: dict[str, Any] = {k: v for k, v in stated.items() if v is not None}
-        return replace(defaults, **chosen, packets=packets, grammar=grammar)
+        changes: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
+        return replace(defaults, **changes, packets=packets, grammar=grammar)
 
     def updated(
-        self, fields: c.Common, info: ModelInfo, tools: Sequence[Function] | None = None
+        self, fields: c.Common, info: ModelInfo, tools: tuple[Function, ...] | None = None
     ) -> Options:
-        """With what an update says. A null of a session's goes back to the default, one of a
-        response's means what the session has: some clients write out every field of a response.
-        `tools`: those of the update, if they have been read already."""
+        """The settings after an update. A null in a session goes back to the default; a null in a
+        response means what the session has: some clients write out every field of a response.
+        `tools`: those that a `ToolReader` has read of the update, if it names any."""
         changes: dict[str, Any] = {}
         default = self if isinstance(fields, c.ResponseFields) else Options(info.default_voice)
-        for name, target in _SAME_NAMES.items():
+        for name in _SAME_NAMES:
             if (value := getattr(fields, name)) is not UNSET:
-                changes[target] = getattr(default, target) if value is None else value
-        if "modalities" in changes:
-            changes["modalities"] = ("audio",) if "audio" in changes["modalities"] else ("text",)
-        written = bytes(fields.tools)
-        if written == b"null":
+                changes[name] = getattr(default, name) if value is None else value
+        if (modalities := changes.get("output_modalities")) is not None:
+            changes["output_modalities"] = ("audio",) if "audio" in modalities else ("text",)
+        if bytes(fields.tools) == b"null":
             changes["tools"] = default.tools
-        elif written:
-            changes["tools"] = tuple(tools if tools is not None else read_tools(fields.tools))
+        elif tools is not None:
+            changes["tools"] = tools
         if fields.tool_choice is None:
             changes["tool_choice"] = default.tool_choice
             changes["only_tool"] = default.only_tool
         elif not isinstance(fields.tool_choice, UnsetType):
             changes["tool_choice"], changes["only_tool"] = _choice(fields.tool_choice)
-        output = _fields(_fields(fields.audio).get("output"))
-        if "format" in output:
-            value = output["format"]
-            changes["output_format"] = (
-                _format(value, "audio.output.format") if value else default.output_format
-            )
-        if "voice" in output:
-            changes["voice"] = _voice(output["voice"], info) if output["voice"] else default.voice
-        if "speed" in output:
-            changes["speed"] = output["speed"] or default.speed
+        changes |= _output_changes(_fields(fields.audio).get("output"), default, info)
         result = replace(self, **changes)
-        size = len(msgspec.json.encode(result.instructions)) + tools_size(result.tools)
-        if size > MAX_TEXT_BYTES:
-            raise Invalid(
-                f"instructions and tools have {size:,} bytes, more than the {MAX_TEXT_BYTES:,} "
-                f"allowed",
-                "session",
-            )
+        _check_size(result)
         return result
 
 
-_SAME_NAMES = {
-    "output_modalities": "modalities",
-    "instructions": "instructions",
-    "max_output_tokens": "max_output_tokens",
-    "temperature": "temperature",
-    "seed": "seed",
-    "greedy_speech": "greedy_speech",
-    "max_audio_frames": "max_audio_frames",
-    "timeline": "timeline",
-}
+_SAME_NAMES = (
+    "output_modalities",
+    "instructions",
+    "max_output_tokens",
+    "temperature",
+    "seed",
+    "greedy_speech",
+    "max_audio_frames",
+    "timeline",
+)
+"""Fields that clients and `Options` call the same."""
+
+
+def _output_changes(
+    output: c.AudioOutputFields | None, default: Options, info: ModelInfo
+) -> dict[str, Any]:
+    """The options that an update of `audio.output` changes."""
+    changes: dict[str, Any] = {}
+    fields = _fields(output)
+    if "format" in fields:
+        value = fields["format"]
+        changes["output_format"] = (
+            _format(value, "audio.output.format") if value else default.output_format
+        )
+    if "voice" in fields:
+        changes["voice"] = _voice(fields["voice"], info) if fields["voice"] else default.voice
+    if "speed" in fields:
+        changes["speed"] = fields["speed"] or default.speed
+    return changes
+
+
+def _check_size(options: Options) -> None:
+    size = len(msgspec.json.encode(options.instructions)) + tools_size(options.tools)
+    if size > MAX_TEXT_BYTES:
+        raise Invalid(
+            f"instructions and tools have {size:,} bytes, more than the {MAX_TEXT_BYTES:,} allowed",
+            "session",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +232,7 @@ class SessionState:
         return cls(id, model, expires_at, options, kind, transcription=transcription)
 
     def updated(
-        self, fields: c.SessionFields, info: ModelInfo, tools: Sequence[Function] | None = None
+        self, fields: c.SessionFields, info: ModelInfo, tools: tuple[Function, ...] | None = None
     ) -> SessionState:
         changes: dict[str, Any] = {"answers": self.answers.updated(fields, info, tools)}
         truncation = (
@@ -271,8 +262,8 @@ class SessionState:
         return replace(self, **changes)
 
     def to_wire(self, before: SessionState | None = None) -> dict[str, Any]:
-        """All of it, as events tell it. `before`: what the client knows; of that, long instructions
-        and tools are left out."""
+        """All settings, as events show them. `before`: what the client knows; of that, long
+        instructions and tools are left out."""
         if self.kind == "transcription":
             return self._transcription_to_wire()
         a = self.answers
@@ -285,14 +276,14 @@ class SessionState:
         ):
             long["instructions"] = a.instructions
         if known is None or a.tools != known.tools or tools_size(a.tools) <= SHORT_TEXT_BYTES:
-            long["tools"] = [t.written for t in a.tools]
+            long["tools"] = [t.json for t in a.tools]
         return {
             "type": "realtime",
             "object": "realtime.session",
             "id": self.id,
             "model": self.model,
             "expires_at": self.expires_at,
-            "output_modalities": list(a.modalities),
+            "output_modalities": list(a.output_modalities),
             **long,
             "tool_choice": a.tool_choice,
             "max_output_tokens": a.max_output_tokens,
@@ -322,16 +313,16 @@ class SessionState:
 
     def to_beta(self) -> dict[str, Any]:
         """A transcription session, for clients of the beta."""
-        heard = self._input_to_wire()
+        audio_input = self._input_to_wire()
         formats = {format: name for name, format in c.BETA_FORMATS.items()}
         return {
             "object": "realtime.transcription_session",
             "id": self.id,
             "expires_at": self.expires_at,
             "input_audio_format": formats[self.input_format],
-            "input_audio_transcription": heard["transcription"],
-            "input_audio_noise_reduction": heard["noise_reduction"],
-            "turn_detection": heard["turn_detection"],
+            "input_audio_transcription": audio_input["transcription"],
+            "input_audio_noise_reduction": audio_input["noise_reduction"],
+            "turn_detection": audio_input["turn_detection"],
             "include": [LOGPROBS] if self.logprobs else None,
         }
 
@@ -355,7 +346,7 @@ def format_to_wire(format: FormatName) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """What an object says; nothing where there is none."""
+    """The fields that a client's object names; none where there is no object."""
     if not isinstance(value, msgspec.Struct):
         return {}
     return {n: v for n in value.__struct_fields__ if (v := getattr(value, n)) is not UNSET}
@@ -369,8 +360,8 @@ def _format(value: c.Format | None, param: str) -> FormatName:
 
 
 def _voice(value: str | c.VoiceId, info: ModelInfo) -> str:
-    """The model's voice that is meant; its default for a name that nobody knows, as stock clients
-    send their own."""
+    """The model's voice of this name; the default for an unknown name, as stock clients send
+    OpenAI's."""
     name = value.id if isinstance(value, c.VoiceId) else value
     try:
         return find_voice(name, info, "voice") or info.default_voice
@@ -388,7 +379,7 @@ def _turns(now: TurnSettings | None, patch: c.TurnDetection) -> TurnSettings:
 
 
 def _choice(value: str | c.NamedTool) -> tuple[str, str | None]:
-    """The choice as it is told, which must be a word, and the one function that it allows."""
+    """The choice as events show it, which must be a word, and the one function that it allows."""
     if isinstance(value, c.NamedTool):  # one without a name is of a kind that is ignored
         return ("required", value.name) if value.name else ("auto", None)
     if value not in ("auto", "none", "required"):
@@ -397,47 +388,3 @@ def _choice(value: str | c.NamedTool) -> tuple[str, str | None]:
             "tool_choice",
         )
     return value, None
-
-
-def split_tools(written: Raw) -> list[Raw]:
-    """The tools one by one, none of them decoded."""
-    if len(memoryview(written)) > MAX_TOOLS_BYTES:
-        raise Invalid(f"tools have more than the {MAX_TOOLS_BYTES:,} bytes allowed", "tools")
-    try:
-        tools = _array.decode(written)
-    except msgspec.ValidationError:
-        raise Invalid("tools must be a list", "tools") from None
-    except NOT_JSON as e:
-        raise Invalid(f"tools: {not_json(e)}", "tools") from None
-    if len(tools) > MAX_TOOLS:
-        raise Invalid(f"tools has more than {MAX_TOOLS} functions", "tools")
-    if any(len(memoryview(tool)) > MAX_TOOL_BYTES for tool in tools):
-        raise Invalid(f"a tool has at most {MAX_TOOL_BYTES:,} bytes", "tools")
-    return tools
-
-
-def read_tool(written: Raw) -> Function | None:
-    """None: it is of another kind. We could not call it, and strict clients would not have it back
-    as it came."""
-    try:
-        tool = _values.decode(written)
-    except NOT_JSON as e:
-        raise Invalid(f"tools: {not_json(e)}", "tools") from None
-    if not isinstance(tool, dict):
-        raise Invalid("tools must be objects", "tools")
-    if tool.get("type", "function") != "function":
-        return None
-    names = ("name", "description", "parameters", "strict")
-    [chat] = check_tools(
-        [{"type": "function", "function": {k: tool[k] for k in names if k in tool}}]
-    )
-    return Function(chat["function"]["name"], Raw(bytes(written)), chat)
-
-
-def read_tools(written: Raw) -> list[Function]:
-    return [tool for part in split_tools(written) if (tool := read_tool(part)) is not None]
-
-
-def tools_size(tools: Sequence[Function]) -> int:
-    """Bytes of them as they are told."""
-    return sum(len(memoryview(t.written)) + 1 for t in tools)

@@ -1,16 +1,16 @@
-"""The words of a turn while it is being spoken, for sessions that transcribe.
+"""The words of a turn while it is being spoken, for sessions that transcribe. The session owns it,
+on the event loop; one task at most.
 
-The model hears the turn from its beginning again and again, each time with more of it; the caches
-have most of that. Words in which two of these transcripts in a row agree are certain enough to be
-sent, since nothing that was sent can be taken back. The transcript of the whole turn is the one
-that counts. On the event loop; one task at most, which asks again when a second or a part of the
-turn has been added, so that the work for a turn grows with its length and no faster."""
+The model transcribes the turn from its beginning again and again, each time with more of it; the
+caches have most of that. Words in which two of these transcripts in a row agree are certain enough
+to be sent, since nothing that was sent can be taken back. The transcript of the whole turn is the
+one that counts. The task requests the next one when a second or a part of the turn has been added,
+so that the work for a turn grows with its length and no faster."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -20,7 +20,8 @@ from stretto.engine.events import TextDelta
 from stretto.engine.session import INPUT_RATE, Session
 from stretto.errors import StrettoError
 from stretto.server.realtime import server_events as s
-from stretto.server.realtime.transcribe import PRIORITY, Dictation
+from stretto.server.realtime.send_queue import SendQueue
+from stretto.server.realtime.transcribe import PRIORITY, TranscriptionOptions
 
 log = logging.getLogger("stretto.realtime")
 
@@ -31,20 +32,20 @@ STEP_SHARE = 0.15  # of what was spoken so far
 @dataclass(slots=True, eq=False)
 class PartialTranscripts:
     engine_session: Session
-    put: Callable[[s.ServerEvent], None]
+    send_queue: SendQueue
     count: Counter
     item_id: str | None = None  # of the turn that is being spoken
     sent: str = ""
     _more: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
 
-    def begin(self, item_id: str, dictation: Dictation) -> None:
+    def begin(self, item_id: str, options: TranscriptionOptions) -> None:
         """A turn has begun."""
         if self._task is not None:
             self._task.cancel()
         self.item_id = item_id
         self.sent = ""
-        self._task = asyncio.create_task(self._run(item_id, dictation), name="partial transcripts")
+        self._task = asyncio.create_task(self._run(item_id, options), name="partial transcripts")
 
     def wake(self) -> None:
         """The engine has more of the turn."""
@@ -59,16 +60,16 @@ class PartialTranscripts:
             await asyncio.wait([task])
         return self.sent
 
-    async def _run(self, item_id: str, dictation: Dictation) -> None:
+    async def _run(self, item_id: str, options: TranscriptionOptions) -> None:
         before = ""
-        wanted = STEP_S * INPUT_RATE
+        next_size = STEP_S * INPUT_RATE
         while True:
-            while self.engine_session.pending < wanted:
+            while self.engine_session.pending < next_size:
                 self._more.clear()
                 await self._more.wait()
             size = self.engine_session.pending
             try:
-                text = await self._transcript(dictation, size / INPUT_RATE)
+                text = await self._transcript(options, size / INPUT_RATE)
             except Exception as e:
                 level = logging.DEBUG if isinstance(e, StrettoError) else logging.ERROR
                 log.log(level, "no partial transcript: %s", e, exc_info=level > logging.DEBUG)
@@ -78,13 +79,15 @@ class PartialTranscripts:
             if certain.startswith(self.sent) and len(certain) > len(self.sent):
                 new = certain[len(self.sent) :]
                 self.sent = certain
-                self.put(s.TranscriptionDelta(item_id=item_id, content_index=0, delta=new))
+                self.send_queue.put(
+                    s.TranscriptionDelta(item_id=item_id, content_index=0, delta=new)
+                )
             before = text
-            wanted = size + max(STEP_S * INPUT_RATE, STEP_SHARE * size)
+            next_size = size + max(STEP_S * INPUT_RATE, STEP_SHARE * size)
 
-    async def _transcript(self, dictation: Dictation, seconds: float) -> str:
+    async def _transcript(self, options: TranscriptionOptions, seconds: float) -> str:
         draft = await self.engine_session.draft()
-        events = dictation.ask(self.engine_session, draft, seconds, PRIORITY)
+        events = options.respond(self.engine_session, draft, seconds, PRIORITY)
         async with aclosing(events):
             return "".join([e.text async for e in events if isinstance(e, TextDelta)])
 

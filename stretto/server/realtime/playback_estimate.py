@@ -1,5 +1,5 @@
-"""How much of a spoken answer was played, and which words that is. Pure, but for a clock that its
-caller passes.
+"""How much of a spoken answer the client has played, and which words that is. Pure, but for a clock
+that its caller passes.
 
 The model gives no alignment of words and sound, so this is an estimate: a share of the sound is the
 same share of the text. While an answer is being made its text runs ahead of its sound, so the share
@@ -41,8 +41,23 @@ def reading_time(text: str) -> float:
 
 
 def _word_ends(text: str) -> list[int]:
-    """Where words end: before white space, after each sign, at the end."""
+    """The positions at which words end: before white space, after each sign, at the end."""
     return [m.end() for m in re.finditer(rf"{_SIGN.pattern}|[^\s{_SIGN.pattern[1:]}+", text)]
+
+
+@dataclass(slots=True)
+class Speech:
+    """The speech of an assistant's item, to estimate later how much of it was played."""
+
+    text: str
+    seconds: float  # of sound that was sent
+    complete: bool  # that was all of it
+    speed: float = 1.0
+
+    def played_text(self, played_s: float) -> str:
+        """The words up to this time of the sound."""
+        times = played_s * self.speed, self.seconds * self.speed
+        return played_text(self.text, *times, self.complete)
 
 
 @dataclass(slots=True)
@@ -57,7 +72,7 @@ class PlaybackClock:
         now = self.clock()
         if self._started is None:
             self._started = now
-        self._started += max(0.0, now - self._started - self.sent)  # it stood still
+        self._started += max(0.0, now - self._started - self.sent)  # the player had nothing to play
         self.sent += seconds
 
     @property

@@ -1,22 +1,21 @@
-"""A realtime session: what each event of a client means, and when the server speaks by itself.
-Asyncio.
+"""A realtime session: what each event of a client does, and when the server answers by itself.
 
-The connection's reader calls `handle` with one event after another. Responses
-(`response_manager.py`) and transcriptions (`transcribe.py`) are tasks of their own; on the event
-loop, between two awaits, nobody else changes anything. An error answers the event that caused it,
-and the session goes on."""
+The connection's reader calls `handle` with one event after another, on the event loop. Responses
+(`response_manager.py`) and transcriptions (`transcribe.py`) are tasks of their own. An error event
+answers the event that caused it, and the session goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from contextlib import aclosing
+from dataclasses import replace
 
 from msgspec import UNSET
 
 from stretto.engine.protocol import EngineClient
-from stretto.engine.session import INPUT_RATE, Session
+from stretto.engine.session import INPUT_RATE
 from stretto.engine.session import Item as EngineItem
 from stretto.errors import Invalid
 from stretto.server.openai.error_body import Refused, describe
@@ -25,21 +24,22 @@ from stretto.server.realtime import server_events as s
 from stretto.server.realtime.answer_log import AnswerRecorder
 from stretto.server.realtime.audio_formats import seconds_of
 from stretto.server.realtime.audio_input import SAMPLE_BYTES, AudioInput, Turn, to_ms
-from stretto.server.realtime.item_reader import ItemReader, Problem, named
-from stretto.server.realtime.items import (
-    Conversation,
-    DuplicateItem,
-    Entry,
-    NoSuchItem,
-    new_id,
-)
+from stretto.server.realtime.client_events import EventError
+from stretto.server.realtime.item_reader import ItemReader, at_place
+from stretto.server.realtime.items import Conversation, Entry, duplicate_item, new_id
 from stretto.server.realtime.options import Kind, SessionState
 from stretto.server.realtime.partial_transcripts import PartialTranscripts
-from stretto.server.realtime.response import ResponseTask, SpeechEnd, clock
+from stretto.server.realtime.response import SpeechEnd, clock
 from stretto.server.realtime.response_manager import MAX_OUT_OF_BAND, ResponseManager
 from stretto.server.realtime.send_queue import SendQueue
-from stretto.server.realtime.tool_reader import ToolReader
-from stretto.server.realtime.transcribe import Dictation, Transcriber, check_transcribes
+from stretto.server.realtime.session_memory import SessionMemory
+from stretto.server.realtime.tools import ToolReader
+from stretto.server.realtime.transcribe import (
+    Transcriber,
+    TranscriptionOptions,
+    TranscriptionTask,
+    check_transcribes,
+)
 from stretto.server.realtime.turn_detection import Signal
 from stretto.server.request_log import RequestLog, server_fault
 from stretto.server.service import Service
@@ -50,98 +50,84 @@ log = logging.getLogger("stretto.realtime")
 MIN_COMMIT = INPUT_RATE // 10  # samples: 100 ms
 MAX_APPEND = 15 << 20  # bytes of one event
 MAX_MS = 1 << 32
+MAX_EVENT_ID = 512  # characters
 
 
-@dataclass(slots=True, eq=False)
 class RealtimeSession:
-    service: Service
-    engine: EngineClient
-    engine_session: Session
-    send_queue: SendQueue
-    sender: str  # whose share of the server it uses
-    state: SessionState
-    recorder: AnswerRecorder
-    held: Holding = field(init=False)  # of the memory of all sessions
-    conversation: Conversation = field(init=False)
-    audio_input: AudioInput = field(init=False)
-    responses: ResponseManager = field(init=False)
-    transcriber: Transcriber = field(init=False)
-    partials: PartialTranscripts = field(init=False)
-    tool_reader: ToolReader = field(init=False)
-    item_reader: ItemReader = field(init=False)
-    _item_id: str = ""  # of the turn that is being spoken
-    _committed: SpeechEnd | None = None  # when the client ended a turn that was not answered yet
-    _closed: bool = False
-    _idle_from: int | None = None  # position in the sound at which waiting for the user began
-    _transcribed: str | None = None  # the last item that was no part of a conversation
-
-    def __post_init__(self) -> None:
-        self.held = Holding(self.service.sessions.memory, self.sender)
-        self.conversation = Conversation(self.engine_session)
-        self.audio_input = AudioInput(
-            self.engine_session,
-            self.service.sessions.batcher,
-            self.state.turns,
-            self.state.input_format,
-        )
-        self.responses = ResponseManager(
-            self.service, self.engine, self.engine_session, self.send_queue, self.sender,
-            self.conversation, self.recorder, options=lambda: self.state.answers,
-            on_begin=self._on_response_begin, on_end=self._on_response_end,
-            on_release=self._count_memory,
-        )  # fmt: skip
-        self.tool_reader = ToolReader(self.service.turns)
-        self.item_reader = ItemReader(
-            self.service, self.engine_session, self.conversation, self.sender, self._reserve
-        )
-        metrics = self.service.metrics.realtime
-        self.transcriber = Transcriber(
-            self.engine_session,
-            self.send_queue.put,
-            lambda: self.responses.audio_started,
-            self.recorder,
-        )
-        self.partials = PartialTranscripts(
-            self.engine_session, self.send_queue.put, metrics.partial_transcripts
-        )
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         service: Service,
         engine: EngineClient,
         send_queue: SendQueue,
         request_log: RequestLog,
         model: str,
         kind: Kind = "realtime",
-    ) -> RealtimeSession:
+    ) -> None:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState.default(engine.info, kind, new_id("sess"), model, expires)
-        engine_session = engine.session(owner=request_log.owner, sender=request_log.sender)
         request_log.realtime_session = state.id
-        recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
-        session = cls(
-            service, engine, engine_session, send_queue, request_log.sender, state, recorder
+        session = engine.session(owner=request_log.owner, sender=request_log.sender)
+        self.service = service
+        self.engine = engine
+        self.engine_session = session
+        self.send_queue = send_queue
+        self.sender = request_log.sender  # the API key or address whose share it uses
+        self.state = state
+        self.recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
+        self.conversation = Conversation(session)
+        self.audio_input = AudioInput(
+            session, service.sessions.batcher, state.turns, state.input_format
         )
-        session._expect()
-        return session
+        self.memory = SessionMemory(
+            Holding(service.sessions.memory, self.sender),
+            service.config.realtime_held_bytes,
+            self.conversation,
+            self.audio_input,
+            state.answers.num_bytes,
+        )
+        self.responses = ResponseManager(
+            service,
+            engine,
+            session,
+            send_queue,
+            self.sender,
+            self.conversation,
+            self.audio_input,
+            self.recorder,
+            self.memory,
+            state.answers,
+        )
+        self.tool_reader = ToolReader(service.turns)
+        self.item_reader = ItemReader(service, session, self.conversation, self.sender, self.memory)
+        self.transcriber = Transcriber(
+            session, send_queue, self.responses, self.recorder, self.memory
+        )
+        self.partials = PartialTranscripts(
+            session, send_queue, service.metrics.realtime.partial_transcripts
+        )
+        self._item_id = ""  # of the turn that is being spoken
+        # when the client ended a turn that was not answered yet
+        self._committed: SpeechEnd | None = None
+        self._transcribed: str | None = None  # the last item that was no part of a conversation
+        self._closed = False
+        self._expect()
 
     async def begin_with(self, fields: c.SessionFields) -> None:
-        """Settings from before it was open, those of a client secret."""
+        """Apply the settings of a client secret, before the session is open."""
         try:
             await self._update(fields)
-        except Problem as e:
+        except EventError as e:
             raise Refused(429, str(e), kind="rate_limit_error", code=e.code) from None
-        self._count_memory()
+        self.memory.recount()
 
     @property
     def busy(self) -> bool:
-        """Something is being said, or is about to be."""
+        """An answer is being made."""
         return self.responses.busy
 
     @property
     def transcribes(self) -> bool:
-        """It writes down what it hears, and nothing else."""
+        """The session transcribes, and answers nothing."""
         return self.state.kind == "transcription"
 
     def greet(self, beta: bool = False) -> None:
@@ -151,7 +137,7 @@ class RealtimeSession:
             self.send_queue.put(s.SessionCreated(session=self.state.to_wire()))
 
     async def close(self) -> None:
-        """End all that runs. The engine's session goes too. Once is enough, twice does no harm."""
+        """End all that runs, and the engine's session. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -160,21 +146,21 @@ class RealtimeSession:
             await asyncio.gather(self.responses.close(), self.transcriber.close())
             await self.engine_session.close()
         finally:
-            self.held.close()
+            self.memory.close()
 
     # -- events of the client
 
     async def handle(self, event: c.Event) -> None:
         try:
             await self._handle(event)
-        except Problem as e:
+        except EventError as e:
             self.error(e.code, str(e), e.param, event.event_id)
         except Invalid as e:
             self.error("invalid_value", str(e), e.param, event.event_id)
         except Exception as e:  # noqa: BLE001 - the session's boundary: one event must not end it
             _, failure = describe(e)
-            if words := server_fault(e):
-                log.warning("%s: an event failed: %s", self.state.id, words)
+            if fault := server_fault(e):
+                log.warning("%s: an event failed: %s", self.state.id, fault)
             kind = failure.error.type
             self.error(
                 failure.error.code or "server_error",
@@ -184,7 +170,7 @@ class RealtimeSession:
                 kind,
             )
         finally:
-            self._count_memory()
+            self.memory.recount()
 
     def error(
         self,
@@ -195,16 +181,18 @@ class RealtimeSession:
         kind: str = "invalid_request_error",
     ) -> None:
         self.service.metrics.realtime.errors.labels(code).inc()
-        named = event_id if event_id is not None and len(event_id) <= 512 else None
-        self.send_queue.put(s.Error(error=s.ErrorInfo(kind, message[:2000], code, param, named)))
+        if event_id is not None and len(event_id) > MAX_EVENT_ID:
+            event_id = None
+        info = s.ErrorInfo(kind, message[:2000], code, param, event_id)
+        self.send_queue.put(s.Error(error=info))
 
     async def _handle(self, event: c.Event) -> None:
         if self.transcribes and isinstance(event, c.ItemCreate | c.ResponseCreate):
-            raise Problem(
+            raise EventError(
                 "invalid_event", "a transcription session has no conversation and no responses"
             )
         if not isinstance(event, c.Append | c.ItemRetrieve | c.ResponseCancel | c.OutputClear):
-            await self.responses.cancel_speculative()  # it was made without knowing of this
+            await self.responses.cancel_speculative()  # it was begun without this event
         match event:
             case c.Append():
                 await self._append(event.audio)
@@ -235,7 +223,7 @@ class RealtimeSession:
                 await self._create_response(event.response)
             case c.ResponseCancel():
                 if not await self.responses.cancel(event.response_id):
-                    raise Problem(
+                    raise EventError(
                         "response_cancel_not_active",
                         "Cancellation failed: no active response found",
                     )
@@ -245,12 +233,12 @@ class RealtimeSession:
     async def _update(self, fields: c.SessionFields) -> None:
         tools = await self.tool_reader.read(fields)
         state = self._of_kind(fields).updated(fields, self.engine.info, tools)
-        more = max(0, state.answers.num_bytes - self.state.answers.num_bytes)
-        self._reserve(more, "session_full", "session")
+        self.memory.resize_settings(state.answers.num_bytes)
         if self.responses.voice_locked:
             state = replace(state, answers=replace(state.answers, voice=self.state.answers.voice))
         self.state = state
         self._expect()
+        self.responses.configure(state.answers)
         self.audio_input.configure(state.turns, state.input_format)
 
     def _of_kind(self, fields: c.SessionFields) -> SessionState:
@@ -272,7 +260,7 @@ class RealtimeSession:
         )
 
     def _expect(self) -> None:
-        """Have sound read ahead behind the same words as the prompt will begin with."""
+        """Tell the engine how the next prompt begins, so that it prefills sound behind that."""
         answers = self.state.answers
         if self.transcribes:
             self.engine_session.expect(modalities=("text",))
@@ -289,11 +277,13 @@ class RealtimeSession:
         if len(data) > MAX_APPEND:
             raise Invalid(f"one event holds at most {MAX_APPEND >> 20} MiB of sound", "audio")
         coming = int(seconds_of(data, self.state.input_format) * INPUT_RATE) * SAMPLE_BYTES
-        self._reserve(coming, "input_audio_buffer_full", "audio")
-        await self.audio_input.append(data, self._on_signal)
+        self.memory.reserve(coming, "input_audio_buffer_full", "audio")
+        async with aclosing(self.audio_input.append(data)) as signals:
+            async for signal in signals:
+                await self._on_signal(signal)
         if self.transcribes:
             if self.state.turns is None and self.partials.item_id is None:
-                self.partials.begin(new_id("item"), self._dictation())
+                self.partials.begin(new_id("item"), self._transcription_options())
             self.partials.wake()
         else:
             await self._check_idle()
@@ -306,12 +296,11 @@ class RealtimeSession:
         match signal:
             case Signal.STARTED:
                 self._item_id = new_id("item")
-                self._idle_from = None
                 self.send_queue.put(
                     s.SpeechStarted(audio_start_ms=turn.start_ms, item_id=self._item_id)
                 )
                 if self.transcribes:
-                    self.partials.begin(self._item_id, self._dictation())
+                    self.partials.begin(self._item_id, self._transcription_options())
                 elif turns.interrupt_response:
                     await self.responses.interrupt("turn_detected")
             case Signal.PAUSED:
@@ -336,50 +325,48 @@ class RealtimeSession:
             s.SpeechStopped(audio_end_ms=turn.stop_ms, item_id=self._item_id, vad_wait_s=wait)
         )
         if self.transcribes:
-            await self._write_down(self._item_id, turn.stop - turn.start)
+            await self._transcribe_alone(self._item_id, turn.stop - turn.start)
             return
-        speculative_item = await self.responses.speculative_item()
-        item = (
-            speculative_item
-            if speculative_item is not None
-            else await self.engine_session.commit(self._item_id)
-        )
+        speculative = await self.responses.speculative_turn()
+        item = speculative or await self.engine_session.commit(self._item_id)
         seconds = (turn.stop - turn.start) / INPUT_RATE
         entry = self._add_audio_item(self._item_id, item, seconds)
-        if speculative_item is not None:
+        if speculative is not None:
             self.responses.confirm_speculative(end)
         elif turns.create_response:
             self.responses.answer_turn(end)
         self._transcribe(entry, item, seconds)
 
+    def _transcription_options(self) -> TranscriptionOptions:
+        settings = self.state.transcription or c.Transcription()
+        return TranscriptionOptions(self.engine.info, settings, self.state.logprobs)
+
     def _transcribe(self, entry: Entry, item: EngineItem, seconds: float) -> None:
         if self.state.transcription is not None:
-            self.transcriber.begin(self._dictation(), entry, item, seconds)
+            options = self._transcription_options()
+            self.transcriber.begin(TranscriptionTask(options, entry, item, seconds, True))
 
-    def _dictation(self) -> Dictation:
-        settings = self.state.transcription or c.Transcription()
-        return Dictation(self.engine.info, settings, self.state.logprobs)
-
-    async def _write_down(self, id: str, samples: int) -> None:
-        """The turn is over, of a session without a conversation: the engine forgets it when it is
-        written down."""
+    async def _transcribe_alone(self, id: str, samples: int) -> None:
+        """A turn is over in a session without a conversation, so the engine need not keep it."""
         sent = await self.partials.end()
         item = await self.engine_session.commit(id)
         await self.engine_session.remove(id)
         previous = self._transcribed
         self._transcribed = id
-        entry = self._tell_audio_item(id, previous)
-        self.transcriber.begin_alone(self._dictation(), entry, item, samples / INPUT_RATE, sent)
+        entry = self._send_audio_item(id, previous)
+        options = self._transcription_options()
+        seconds = samples / INPUT_RATE
+        self.transcriber.begin(TranscriptionTask(options, entry, item, seconds, False, sent))
 
     def _add_audio_item(self, id: str, engine_item: EngineItem, seconds: float) -> Entry:
-        """What was said is part of the conversation: the engine's item is there already."""
-        entry = self._tell_audio_item(id, self.conversation.last_id)
+        """A turn becomes part of the conversation; the engine's session has its item already."""
+        entry = self._send_audio_item(id, self.conversation.last_id)
         entry.engine_id = engine_item.id
         entry.size = int(seconds * INPUT_RATE) * SAMPLE_BYTES
         self.conversation.append(entry)
         return entry
 
-    def _tell_audio_item(self, id: str, previous: str | None) -> Entry:
+    def _send_audio_item(self, id: str, previous: str | None) -> Entry:
         content = [s.Part("input_audio", transcript=None)]
         item = s.Item(id, "message", status="completed", role="user", content=content)
         self.send_queue.put(s.Committed(previous_item_id=previous, item_id=id))
@@ -394,14 +381,14 @@ class RealtimeSession:
         samples = self.engine_session.pending
         if samples < MIN_COMMIT:
             ms = to_ms(samples)
-            raise Problem(
+            raise EventError(
                 "input_audio_buffer_commit_empty",
                 f"Error committing input audio buffer: buffer too small. Expected at least 100ms "
                 f"of audio, but buffer "
                 f"only has {ms}ms of audio.",
             )
         if self.transcribes:
-            await self._write_down(id, samples)
+            await self._transcribe_alone(id, samples)
             return
         item = await self.engine_session.commit(id)
         self._committed = SpeechEnd(clock())
@@ -409,24 +396,18 @@ class RealtimeSession:
         self._transcribe(entry, item, samples / INPUT_RATE)
 
     async def _check_idle(self) -> None:
-        """Nobody has said anything for long: the model is asked to."""
+        """Answer, although the user has not spoken for `idle_timeout_ms`."""
         turns = self.state.turns
-        if (
-            turns is None
-            or turns.idle_timeout_ms is None
-            or self.audio_input.turn is not None
-            or self.busy
-        ):
+        start = self.audio_input.idle_from
+        if turns is None or turns.idle_timeout_ms is None or start is None:
             return
-        if (
-            self._idle_from is None
-            or to_ms(self.audio_input.position - self._idle_from) < turns.idle_timeout_ms
-        ):
+        if self.audio_input.turn is not None or self.busy:
             return
-        start = self._idle_from
-        self._idle_from = None
-        id = new_id("item")
         stop = self.audio_input.position
+        if to_ms(stop - start) < turns.idle_timeout_ms:
+            return
+        self.audio_input.end_idle()
+        id = new_id("item")
         self.send_queue.put(
             s.TimeoutTriggered(audio_start_ms=to_ms(start), audio_end_ms=to_ms(stop), item_id=id)
         )
@@ -442,57 +423,30 @@ class RealtimeSession:
         try:
             self.conversation.check_new(event.item.id)
             if self.audio_input.turn is not None and event.item.id == self._item_id:
-                raise DuplicateItem(f"the item {event.item.id!r} is being spoken", "item.id")
+                raise duplicate_item(f"the item {event.item.id!r} is being spoken")
             async with self.item_reader.conversion(event.item):
                 entry, message = await self.item_reader.read(event.item, self.state.input_format)
-                self._reserve(entry.size, "conversation_full", "item")
+                self.memory.reserve(entry.size, "conversation_full", "item")
                 await self.conversation.insert(entry, message, event.previous_item_id)
             try:
-                self._reserve(0, "conversation_full", "item")  # now that its pictures are decoded
-            except Problem:
-                await self.conversation.delete(entry.id)
+                self.memory.reserve(
+                    0, "conversation_full", "item"
+                )  # now that its pictures are decoded
+            except EventError:
+                await self.conversation.delete(entry)
                 raise
-        except DuplicateItem as e:
-            raise Problem("item_create_duplicate_item_id", str(e), e.param) from None
-        except NoSuchItem as e:
-            raise Problem("item_create_invalid_previous_item_id", str(e), e.param) from None
         except Invalid as e:
-            raise named(e, "item") from None
+            raise at_place(e, "item") from None
         previous = self.conversation.before(entry)
         self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=entry.item))
         self.send_queue.put(s.ItemDone(previous_item_id=previous, item=entry.item))
 
-    @property
-    def _size(self) -> int:
-        """Bytes that it holds, about. What waits to be sent counts by itself."""
-        settings = self.state.answers.num_bytes + self.responses.held_bytes
-        held = self.audio_input.held_bytes + self.transcriber.held_bytes
-        return held + self.conversation.size + settings
-
-    def _count_memory(self) -> None:
-        if not self._closed:
-            self.held.resize(self._size)
-
-    def _reserve(self, coming: int, code: str, param: str) -> None:
-        """For so many bytes more, within what one session and the sessions of its sender may
-        hold."""
-        size = self._size + coming
-        most = self.service.config.realtime_held_bytes
-        if size > most:
-            raise Problem(code, f"a session holds at most {most >> 20} MiB", param)
-        if not self.held.fits(size):
-            raise Problem(
-                code,
-                "your sessions hold all that they may of the server's memory for sessions",
-                param,
-            )
-        self.held.resize(size)
-
     def _find(self, id: str, what: str) -> Entry:
-        try:
-            return self.conversation.find(id)
-        except NoSuchItem as e:
-            raise Problem(f"item_{what}_invalid_item_id", str(e), e.param) from None
+        entry = self.conversation.find(id)
+        if entry is None:
+            message = f"there is no item {id[:128]!r}"
+            raise EventError(f"item_{what}_invalid_item_id", message, "item_id")
+        return entry
 
     async def _truncate(self, event: c.ItemTruncate) -> None:
         entry = self._find(event.item_id, "truncate")
@@ -501,28 +455,28 @@ class RealtimeSession:
             played = min(played, entry.speech.seconds)
             await self.conversation.truncate(entry, played)
         elif (active := self.responses.active) is not None and entry in active.writer.entries:
-            # it is still being said; some clients truncate, then cancel
-            active.cuts[entry.id] = played
+            # it is still being written; some clients truncate, then cancel
+            active.cut(entry.id, played)
         ms = round(played * 1000)
         self.send_queue.put(
             s.ItemTruncated(item_id=entry.id, content_index=event.content_index, audio_end_ms=ms)
         )
 
     async def _delete(self, id: str) -> None:
-        self._find(id, "delete")
+        entry = self._find(id, "delete")
         self.transcriber.cancel(id)
-        await self.conversation.delete(id)
+        await self.conversation.delete(entry)
         self.send_queue.put(s.ItemDeleted(item_id=id))
 
     # -- responses
 
-    async def _create_response(self, stated: c.ResponseFields | None) -> None:
-        fields = stated or c.ResponseFields()
+    async def _create_response(self, fields: c.ResponseFields | None) -> None:
+        fields = fields or c.ResponseFields()
         options = self.state.answers.updated(
             fields, self.engine.info, await self.tool_reader.read(fields)
         )
         options.check_choice()
-        self._reserve(options.num_bytes, "conversation_full", "response")
+        self.memory.reserve(options.num_bytes, "conversation_full", "response")
         items = None
         size = 0
         if isinstance(fields.input, list):
@@ -532,9 +486,9 @@ class RealtimeSession:
         out_of_band = fields.conversation == "none"
         if (active := self.responses.active) is not None and not out_of_band:
             message = f"Conversation already has an active response in progress: {active.id}"
-            raise Problem("conversation_already_has_active_response", message)
+            raise EventError("conversation_already_has_active_response", message)
         if out_of_band and len(self.responses.out_of_band) >= MAX_OUT_OF_BAND:
-            raise Problem(
+            raise EventError(
                 "rate_limit_exceeded",
                 f"{MAX_OUT_OF_BAND} responses beside the conversation run already",
             )
@@ -545,18 +499,9 @@ class RealtimeSession:
             items=items,
             items_bytes=size,
         )
-        response.speech_end = self._committed
+        speech_end = self._committed
         self._committed = None
         if out_of_band:
-            self.responses.start_out_of_band(response)
+            self.responses.start_out_of_band(response, speech_end)
         else:
-            self.responses.start_response(response)
-
-    # -- what the speaker tells
-
-    def _on_response_begin(self) -> None:
-        self._idle_from = None
-
-    def _on_response_end(self, response: ResponseTask) -> None:
-        """Waiting for the user begins when all of it was heard."""
-        self._idle_from = self.audio_input.position + int(response.playback.lead * INPUT_RATE)
+            self.responses.start_response(response, speech_end)

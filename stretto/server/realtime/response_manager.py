@@ -1,39 +1,29 @@
 """The responses of a session: the conversation's, out-of-band ones, and a speculative one, which
 may be too early.
 
-Owned by the session, which decides when to answer; on the event loop, each response in a task of
-its own."""
+The session owns it and decides when to answer; each response runs in a task of its own, on the
+event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from stretto.engine.events import Event, Usage
 from stretto.engine.protocol import EngineClient
 from stretto.engine.session import Item as EngineItem
 from stretto.engine.session import Session
-from stretto.server.openai.grammar import LONG
-from stretto.server.openai.tools import ToolParser
 from stretto.server.realtime.answer_log import AnswerRecorder
+from stretto.server.realtime.audio_input import AudioInput
 from stretto.server.realtime.items import Conversation, new_id
-from stretto.server.realtime.options import Options, tools_size
+from stretto.server.realtime.options import Options
 from stretto.server.realtime.response import Reason, ResponseTask, SpeechEnd, clock
 from stretto.server.realtime.send_queue import SendQueue
+from stretto.server.realtime.session_memory import SessionMemory
 from stretto.server.realtime.writer import ResponseWriter
 from stretto.server.service import Service
 
 MAX_OUT_OF_BAND = 4  # at once
-
-
-@dataclass(slots=True)
-class SpeculativeResponse:
-    """An answer that was begun at a pause, before the turn has certainly ended."""
-
-    response: ResponseTask
-    item: EngineItem
 
 
 @dataclass(slots=True, eq=False)
@@ -44,43 +34,41 @@ class ResponseManager:
     send_queue: SendQueue
     sender: str
     conversation: Conversation
+    audio_input: AudioInput
     recorder: AnswerRecorder
-    options: Callable[[], Options]  # of answers that the client has not asked for itself
-    on_begin: Callable[[], None]  # a response of the conversation is told to the client
-    on_end: Callable[[ResponseTask], None]  # it is over, by itself
-    on_release: Callable[[], None]  # what a response held is free, and its words are stored
-    active: ResponseTask | None = None  # of the conversation; told to the client
-    voice_locked: bool = False  # sound was sent: then the voice stays
-    speculative: SpeculativeResponse | None = None
+    memory: SessionMemory
+    options: Options  # of answers that the server begins by itself
+    active: ResponseTask | None = None  # the conversation's, which the client knows of
+    voice_locked: bool = False  # sound was sent: the voice stays
+    speculative: ResponseTask | None = None
     out_of_band: set[ResponseTask] = field(default_factory=set)
-    held_bytes: int = 0  # of what responses were asked with
+    _running: set[ResponseTask] = field(default_factory=set)
     _answer_next: bool = False  # a turn ended while an answer was running
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _conversation_id: str = field(default_factory=lambda: new_id("conv"))
 
     @property
     def busy(self) -> bool:
-        """Something is being said, or is about to be."""
+        """An answer is being made."""
         return self.active is not None or bool(self.out_of_band) or self.speculative is not None
 
-    @property
-    def audio_started(self) -> asyncio.Event | None:
-        """Of the conversation's response, if there is one: its first sound was sent, or it is
-        over."""
-        return self.active.audio_started if self.active is not None else None
+    async def wait_for_audio(self, grace_s: float) -> None:
+        """Wait until the conversation's response has sent its first sound, or is over. If none is
+        running, wait `grace_s` for one to start."""
+        if self.active is None:
+            await asyncio.sleep(grace_s)
+        if self.active is not None:
+            await self.active.audio_started.wait()
+
+    def configure(self, options: Options) -> None:
+        self.options = options
 
     async def close(self) -> None:
-        """End all that runs; nothing of it is told any more."""
+        """End all that runs, without another event."""
         self._answer_next = False
-        speculative = [self.speculative.response] if self.speculative is not None else []
-        running = [self.active] if self.active is not None else []
-        for response in (*speculative, *running, *self.out_of_band):
-            response.over = True
-        tasks = set(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        running = tuple(self._running)
+        for response in running:
+            response.abandon()
+        await asyncio.gather(*(response.ended() for response in running))
 
     # -- responses
 
@@ -92,91 +80,60 @@ class ResponseManager:
         metadata: dict[str, str] | None = None,
         items: list[EngineItem] | None = None,
         items_bytes: int = 0,
+        turn: EngineItem | None = None,
     ) -> ResponseTask:
-        tools = options.chat_tools()
-        config = self.service.config
-
-        async def start(on_prompt: Callable[[Usage], None]) -> AsyncGenerator[Event]:
-            grammar = await self._grammar(options)
-            spoken = options.has_audio and not grammar  # a call is not read aloud
-            return self.engine_session.respond(
-                modalities=("text", "audio") if spoken else ("text",),
-                voice=options.voice if spoken else None,
-                params=options.params(config.packets, self.engine.info.defaults, grammar),
-                tools=tools,
-                instructions=options.instructions or None,
-                items=items,
-                remember=not out_of_band,
-                on_prompt=on_prompt,
-            )
-
-        conversation = None if out_of_band else self.conversation
         writer = ResponseWriter(
             options,
             self.engine.info,
-            self.send_queue.put,
-            conversation,
+            self.send_queue,
+            None if out_of_band else self.conversation,
             self._conversation_id,
             metadata=metadata,
         )
         return ResponseTask(
-            writer=writer,
-            start=start,
-            send_queue=self.send_queue,
-            admission=self.service.admission,
-            sender=self.sender,
-            lead=config.realtime_lead,
-            held_bytes=options.num_bytes + items_bytes,
-            parser=ToolParser() if tools else None,
+            writer,
+            self.service,
+            self.engine_session,
+            self.send_queue,
+            self.sender,
+            items=items,
+            num_bytes=options.num_bytes + items_bytes,
+            turn=turn,
         )
 
-    async def _grammar(self, options: Options) -> str:
-        if not options.call_required:
-            return ""
-        if tools_size(options.tools) <= LONG:
-            return options.grammar()
-        async with self.service.thread_turns.turn(self.sender):
-            return await asyncio.to_thread(options.grammar)
-
-    def start_response(self, response: ResponseTask) -> None:
+    def start_response(self, response: ResponseTask, speech_end: SpeechEnd | None) -> None:
         """Begin the conversation's response."""
-        self._announce(response)
-        self._run_task(response)
+        self._announce(response, speech_end)
+        self._start(response)
 
-    def start_out_of_band(self, response: ResponseTask) -> None:
+    def start_out_of_band(self, response: ResponseTask, speech_end: SpeechEnd | None) -> None:
         self.out_of_band.add(response)
-        response.release()
-        self._run_task(response)
+        response.release(speech_end)
+        self._start(response)
 
     def answer_turn(self, speech_end: SpeechEnd | None) -> None:
-        """Answer a turn that the server has found; when the answer that runs is over, if one
-        does."""
+        """Answer a turn that the server has found: now, or when the running answer is over."""
         if self.active is not None:
             self._answer_next = True
-            return
-        response = self.make(self.options())
-        response.speech_end = speech_end
-        self.start_response(response)
+        else:
+            self.start_response(self.make(self.options), speech_end)
 
-    def _announce(self, response: ResponseTask) -> None:
-        """This is the conversation's response now, and the client hears of it."""
+    def _announce(self, response: ResponseTask, speech_end: SpeechEnd | None) -> None:
+        """This is the conversation's response now, and the client gets its events."""
         self.active = response
-        self.on_begin()
-        response.release()
+        self.audio_input.end_idle()
+        response.release(speech_end)
 
-    def _run_task(self, response: ResponseTask) -> None:
-        task = asyncio.create_task(self._run(response), name="response")
-        self._tasks.add(task)
-        self.held_bytes += response.held_bytes
+    def _start(self, response: ResponseTask) -> None:
+        self._running.add(response)
+        self.memory.add_task(response.num_bytes)
         # Not in `_run`: a task that is cancelled before its first step never runs.
-        task.add_done_callback(partial(self._release, response))
-        response.task = task
+        response.start(self._run(response)).add_done_callback(partial(self._record, response))
 
-    def _release(self, response: ResponseTask, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self.held_bytes -= response.held_bytes
+    def _record(self, response: ResponseTask, task: asyncio.Task[None]) -> None:
+        self._running.discard(response)
         self.recorder.record(response.closing_log(), task)
-        self.on_release()
+        self.memory.remove_task(response.num_bytes)
 
     async def _run(self, response: ResponseTask) -> None:
         try:
@@ -188,9 +145,9 @@ class ResponseManager:
                 self._on_response_end(response)
 
     def _on_response_end(self, response: ResponseTask) -> None:
-        """A response of the conversation is over."""
+        """A response of the conversation has ended by itself."""
         self.voice_locked = self.voice_locked or response.playback.sent > 0
-        self.on_end(response)
+        self.audio_input.begin_idle(response.playback.lead)
         if self._answer_next and not self.service.draining:
             self._answer_next = False
             self.answer_turn(None)
@@ -198,7 +155,7 @@ class ResponseManager:
     # -- interruption
 
     async def interrupt(self, reason: Reason) -> bool:
-        """Stop what is being said, at once; whether anything was."""
+        """Stop the conversation's response at once; whether there was one."""
         self._answer_next = False
         response = self.active
         if response is None or not response.cancel(reason):
@@ -214,8 +171,7 @@ class ResponseManager:
         return True
 
     async def cancel(self, id: str | None) -> bool:
-        """The client wants this response (None: the conversation's) to end; whether there was
-        one."""
+        """End this response for the client (None: the conversation's); whether there was one."""
         out_of_band = next((r for r in self.out_of_band if r.id == id), None)
         if out_of_band is not None:
             out_of_band.cancel("client_cancelled")
@@ -226,43 +182,42 @@ class ResponseManager:
             return False
         return await self.interrupt("client_cancelled")
 
-    # -- answers begun before the turn is surely over
+    # -- answers begun before the turn has certainly ended
 
     async def start_speculative(self, item_id: str) -> None:
-        """Answer what was said so far, and tell nobody."""
-        item = await self.engine_session.commit(item_id, maybe=True)
-        response = self.make(self.options())
-        response.speculative = True
-        self.speculative = SpeculativeResponse(response, item)
-        self._run_task(response)
+        """Answer the turn as it is so far; the client gets no event of it yet."""
+        turn = await self.engine_session.commit(item_id, maybe=True)
+        self.speculative = self.make(self.options, turn=turn)
+        self._start(self.speculative)
 
-    async def speculative_item(self) -> EngineItem | None:
-        """The turn of the guess is over: its item. None if there is no guess, or it failed."""
-        if self.speculative is not None and self.speculative.response.error is not None:
-            await self.cancel_speculative()  # it may work now
-        return self.speculative.item if self.speculative is not None else None
+    async def speculative_turn(self) -> EngineItem | None:
+        """The turn has ended: its item, if a speculative response to it is under way."""
+        if self.speculative is not None and self.speculative.error is not None:
+            await self.cancel_speculative()  # another attempt may succeed
+        return self.speculative.turn if self.speculative is not None else None
 
     def confirm_speculative(self, speech_end: SpeechEnd) -> None:
-        """It is the answer: the client hears of it, and of what was held back."""
-        speculative = self.speculative
+        """The turn has ended: the speculative response is its answer, and the client gets the
+        events that were held back."""
+        response = self.speculative
         self.speculative = None
-        assert speculative is not None
+        assert response is not None
         self.service.metrics.realtime.speculations.labels("kept").inc()
-        speculative.response.speech_end = speech_end
-        self._announce(speculative.response)
+        self._announce(response, speech_end)
 
     async def cancel_speculative(self) -> None:
-        """The turn goes on: nobody hears of that answer, and the engine has the sound as if there
-        had been none."""
-        speculative = self.speculative
+        """The turn goes on: the client gets no event of that answer, and the engine's turn is open
+        again as if there had been none."""
+        response = self.speculative
         self.speculative = None
-        if speculative is None:
+        if response is None:
             return
-        how = "dropped" if speculative.response.error is None else "failed"
+        assert response.turn is not None
+        how = "dropped" if response.error is None else "failed"
         self.service.metrics.realtime.speculations.labels(how).inc()
-        speculative.response.cancel("turn_detected")
-        await speculative.response.ended()
+        response.cancel("turn_detected")
+        await response.ended()
         for id in self.conversation.forgotten():
-            if id != speculative.item.id:  # what there was of its answer
+            if id != response.turn.id:  # the part of its answer that was made
                 await self.engine_session.remove(id)
-        await self.engine_session.reopen(speculative.item.id)
+        await self.engine_session.reopen(response.turn.id)

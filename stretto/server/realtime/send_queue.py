@@ -1,8 +1,9 @@
-"""What waits to be sent to one client: bounded, in order, written by a task of its own.
+"""The events that wait to be sent to one client: bounded, in order, written by a task of its own.
+On the event loop.
 
 Events are encoded when they are put in. A response waits for room before it adds sound, so only
-answers to a client's own events can pile up; a client that asks and does not read is closed, and so
-is one whose sessions hold all that they may. On the event loop."""
+answers to a client's own events can pile up; a client that sends events and does not read is
+closed, and so is one whose sessions hold all the memory that they may."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import msgspec
 from stretto.server.realtime.server_events import ServerEvent
 from stretto.server.shares import Holding
 
-HIGH_WATER_BYTES = 512 << 10  # bytes that may lie here before a response waits
+HIGH_WATER_BYTES = 512 << 10  # bytes in the queue at which a response waits
 MAX_BYTES = 8 << 20
 _encode = msgspec.json.Encoder().encode
 
@@ -57,11 +58,11 @@ class SendQueue:
 
     @property
     def size(self) -> int:
-        """Bytes that lie here."""
+        """Bytes in the queue."""
         return self.held.size
 
     async def wait_for_space(self) -> None:
-        """Until the client has taken enough of what lies here."""
+        """Wait until the client has taken enough of the queue."""
         await self._has_space.wait()
 
     def finish(self) -> None:
@@ -79,7 +80,7 @@ class SendQueue:
         """Send until finished. Raises `SlowClient`."""
         while True:
             if self.overflowed:
-                raise SlowClient("too much lies here unread")
+                raise SlowClient("too many events wait for the client")
             if not self._waiting:
                 if self._finished:
                     return

@@ -1,6 +1,6 @@
-"""What the server says over `/v1/realtime`. Every field that a stock client requires is there; a
-field that must not be null is left out instead (`UNSET`). The connection gives each event its id
-when it sends it."""
+"""The events that the server sends over `/v1/realtime`. Every field that a stock client requires is
+there; a field that must not be null is left out instead (`UNSET`). `SendQueue` gives each event its
+id."""
 
 from __future__ import annotations
 
@@ -38,33 +38,6 @@ class Item(Struct):
     output: str | UnsetType = UNSET
 
 
-class CachedDetails(Struct):
-    text_tokens: int = 0
-    audio_tokens: int = 0
-    image_tokens: int = 0
-
-
-class InputDetails(Struct):
-    text_tokens: int = 0
-    audio_tokens: int = 0
-    image_tokens: int = 0
-    cached_tokens: int = 0
-    cached_tokens_details: CachedDetails | UnsetType = UNSET
-
-
-class OutputDetails(Struct):
-    text_tokens: int = 0
-    audio_tokens: int = 0
-
-
-class Usage(Struct):
-    total_tokens: int
-    input_tokens: int
-    output_tokens: int
-    input_token_details: InputDetails
-    output_token_details: OutputDetails
-
-
 class ErrorInfo(Struct):
     type: str
     message: str
@@ -86,7 +59,7 @@ class StatusDetails(Struct):
 
 
 class Timings(Struct):
-    """Ours. Seconds from when the answer was asked for, but where the name says otherwise."""
+    """Not OpenAI's. Seconds since the answer was requested, but where the name says otherwise."""
 
     seed: int | None = None
     first_text_s: float | None = None
@@ -99,26 +72,17 @@ class Timings(Struct):
     timeline: list[dict[str, Any]] | UnsetType = UNSET
 
 
-class OutputFormat(Struct):
-    format: dict[str, Any]
-    voice: str
-
-
-class ResponseAudio(Struct):
-    output: OutputFormat
-
-
 class Response(Struct):
     id: str
     status: Status
     output_modalities: list[str]
-    audio: ResponseAudio
+    audio: dict[str, Any]
     max_output_tokens: int | str
     object: str = "realtime.response"
     status_details: StatusDetails | None = None
     output: list[Item] = []
     conversation_id: str | None = None
-    usage: Usage | None = None
+    usage: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     stretto: Timings | UnsetType = UNSET
 
@@ -139,13 +103,13 @@ class SessionUpdated(ServerEvent, tag="session.updated"):
 
 
 class TranscriptionSessionCreated(ServerEvent, tag="transcription_session.created"):
-    """Of the beta."""
+    """An event of the beta protocol."""
 
     session: dict[str, Any]
 
 
 class TranscriptionSessionUpdated(ServerEvent, tag="transcription_session.updated"):
-    """Of the beta."""
+    """An event of the beta protocol."""
 
     session: dict[str, Any]
 
@@ -195,7 +159,7 @@ class SpeechStarted(ServerEvent, tag="input_audio_buffer.speech_started"):
 class SpeechStopped(ServerEvent, tag="input_audio_buffer.speech_stopped"):
     audio_end_ms: int
     item_id: str
-    vad_wait_s: float  # ours: the silence that ended the turn, as in `Timings`
+    vad_wait_s: float  # not OpenAI's: the silence that ended the turn, as in `Timings`
 
 
 class TimeoutTriggered(ServerEvent, tag="input_audio_buffer.timeout_triggered"):
@@ -254,7 +218,7 @@ class OutputItemDone(ServerEvent, tag="response.output_item.done"):
 
 
 class InItem(ServerEvent):
-    """Of an item of a response."""
+    """An event of an item of a response."""
 
     response_id: str
     item_id: str
@@ -262,7 +226,7 @@ class InItem(ServerEvent):
 
 
 class InPart(InItem):
-    """Of a part of such an item."""
+    """An event of a part of such an item."""
 
     content_index: int
 

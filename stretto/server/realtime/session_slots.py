@@ -59,7 +59,7 @@ class SessionSlots:
                 self.idle.set()
 
     def drain(self) -> None:
-        """Each session ends when it has said what it is saying."""
+        """Each session ends when its running answers have."""
         self.draining.set()
 
     def close(self) -> None:

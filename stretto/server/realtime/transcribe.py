@@ -1,15 +1,17 @@
-"""The words of what the user said, by the model itself: a request of its own, for text alone.
+"""The transcripts of what the user says, by the model itself: each a request of its own, for text
+alone, in a task of its own on the event loop. The session owns one `Transcriber`.
 
-In a conversation it waits behind answers, so that it does not delay them: it begins when the
-answer's first sound is made. In a session that only transcribes, it begins at once."""
+In a conversation a transcription waits behind answers, so that it does not delay them: it begins
+when the answer's first sound is made. In a session that only transcribes, it begins at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec import UNSET
 
@@ -24,6 +26,9 @@ from stretto.server.realtime import server_events as s
 from stretto.server.realtime.answer_log import AnswerLog, AnswerRecorder
 from stretto.server.realtime.client_events import Transcription
 from stretto.server.realtime.items import Entry, media_bytes
+from stretto.server.realtime.response_manager import ResponseManager
+from stretto.server.realtime.send_queue import SendQueue
+from stretto.server.realtime.session_memory import SessionMemory
 
 PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says
@@ -40,26 +45,26 @@ def check_transcribes(info: ModelInfo) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dictation:
-    """How the words are asked for."""
+class TranscriptionOptions:
+    """How a session's transcripts are made."""
 
     info: ModelInfo
     settings: Transcription
     logprobs: bool = False
 
     @property
-    def text(self) -> str:
-        how = self.info.transcription
-        if how is None:
+    def prompt(self) -> str:
+        family = self.info.transcription
+        if family is None:
             raise Invalid(CANNOT, "model")
-        stated = self.settings.language or next(iter(self.settings.languages or ()), "")
-        return how.prompt(stated.partition("-")[0].lower(), self.settings.prompt)
+        language = self.settings.language or next(iter(self.settings.languages or ()), "")
+        return family.prompt(language.partition("-")[0].lower(), self.settings.prompt)
 
-    def ask(
+    def respond(
         self, session: Session, item: Item, seconds: float, priority: int
     ) -> AsyncGenerator[Event]:
-        """The model's answer about this item's sound, which lasts so many seconds."""
-        content = [*item.message["content"], {"type": "text", "text": self.text}]
+        """The model's transcript of an item, whose sound lasts so many seconds."""
+        content = [*item.message["content"], {"type": "text", "text": self.prompt}]
         most = LEAST_TOKENS + int(TOKENS_A_SECOND * seconds)
         return session.respond(
             modalities=("text",),
@@ -71,56 +76,100 @@ class Dictation:
         )
 
 
-async def transcribe(
-    ask: Callable[[], AsyncGenerator[Event]],
-    entry: Entry,
-    put: Callable[[s.ServerEvent], None],
-    answer: AnswerLog,
-    logprobs: bool = False,
-    sent: str = "",
-) -> None:
-    """The client is told whether it worked. `sent`: the words that it has already."""
-    found: list[s.TranscriptLogprob] = []
-    text = why = ""
-    try:
-        async with aclosing(ask()) as events:
-            async for event in events:
-                if isinstance(event, TextDelta):
-                    answer.saw_text(len(event.ids))
-                    new = [
-                        s.TranscriptLogprob(t.token, t.logprob, list(t.text_bytes))
-                        for t in event.logprobs
-                        if t.text_bytes
-                    ]
-                    found += new
-                    before = max(len(text), len(sent))
-                    text += event.text
-                    if text.startswith(sent) and len(text) > before:
-                        delta = s.TranscriptionDelta(
-                            item_id=entry.id, content_index=0, delta=text[before:]
-                        )
-                        delta.logprobs = new if logprobs else UNSET
-                        put(delta)
-                elif isinstance(event, Finished):
-                    answer.finished = event
-                    answer.usage = event.usage
-                    why = finish_reason(event)
-        if answer.finished is None:
-            raise unfinished()
-    except Exception as e:  # noqa: BLE001 - the task's boundary: the client is told, the session goes on
-        _, failure = describe(e)
-        error = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
-        put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
-        answer.fail(e)
-        return
-    for part in entry.item.content or ():
-        part.transcript = text
-    completed = s.TranscriptionCompleted(
-        item_id=entry.id, content_index=0, transcript=text, usage=_to_wire(answer.usage)
-    )
-    completed.logprobs = found if logprobs else UNSET
-    put(completed)
-    answer.end("completed", why)
+@dataclass(slots=True, eq=False)
+class TranscriptionTask:
+    """The transcription of one item."""
+
+    options: TranscriptionOptions
+    entry: Entry
+    item: Item
+    seconds: float
+    in_conversation: bool
+    sent: str = ""  # the words that the client has already
+    text: str = ""
+    logprobs: list[s.TranscriptLogprob] = field(default_factory=list)
+    log: AnswerLog = field(init=False)
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.log = AnswerLog("transcription", self.entry.id)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the sound, where the conversation does not count them."""
+        return 0 if self.in_conversation else media_bytes(self.item.message)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """`work` runs this transcription (`run`)."""
+        self._task = asyncio.create_task(work, name="transcription")
+        return self._task
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def run(self, session: Session, send_queue: SendQueue) -> None:
+        """Send the transcript, or why there is none."""
+        priority = PRIORITY if self.in_conversation else 0
+        why = ""
+        try:
+            events = self.options.respond(session, self.item, self.seconds, priority)
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, TextDelta):
+                        self._send_delta(event, send_queue)
+                    elif isinstance(event, Finished):
+                        self.log.finish(event)
+                        why = finish_reason(event)
+            if self.log.finished is None:
+                raise unfinished()
+        except Exception as e:  # noqa: BLE001 - the task's boundary: the client gets the error, the session goes on
+            self._fail(e, send_queue)
+            return
+        for part in self.entry.item.content or ():
+            part.transcript = self.text
+        completed = s.TranscriptionCompleted(
+            item_id=self.entry.id,
+            content_index=0,
+            transcript=self.text,
+            usage=_to_wire(self.log.usage),
+        )
+        completed.logprobs = self.logprobs if self.options.logprobs else UNSET
+        send_queue.put(completed)
+        self.log.end("completed", why)
+
+    def _send_delta(self, event: TextDelta, send_queue: SendQueue) -> None:
+        self.log.saw_text(len(event.ids))
+        new = [
+            s.TranscriptLogprob(t.token, t.logprob, list(t.text_bytes))
+            for t in event.logprobs
+            if t.text_bytes
+        ]
+        self.logprobs += new
+        before = max(len(self.text), len(self.sent))
+        self.text += event.text
+        if self.text.startswith(self.sent) and len(self.text) > before:
+            delta = s.TranscriptionDelta(
+                item_id=self.entry.id, content_index=0, delta=self.text[before:]
+            )
+            delta.logprobs = new if self.options.logprobs else UNSET
+            send_queue.put(delta)
+
+    def _fail(self, error: Exception, send_queue: SendQueue) -> None:
+        _, failure = describe(error)
+        info = s.ErrorInfo(failure.error.type, failure.error.message, failure.error.code)
+        self.log.fail(error)
+        send_queue.put(s.TranscriptionFailed(item_id=self.entry.id, content_index=0, error=info))
+
+    def refuse(self, send_queue: SendQueue) -> None:
+        words = "too many transcriptions are waiting"
+        info = s.ErrorInfo("server_error", words, "server_busy")
+        self.log.fail(Busy(words))
+        send_queue.put(s.TranscriptionFailed(item_id=self.entry.id, content_index=0, error=info))
 
 
 def _to_wire(usage: Usage) -> dict[str, object]:
@@ -136,85 +185,49 @@ def _to_wire(usage: Usage) -> dict[str, object]:
     }
 
 
-async def after_first_sound(
-    audio_started: Callable[[], asyncio.Event | None], grace: float
-) -> None:
-    """Until the answer has its first sound. If none is under way, one may come within the
-    `grace`."""
-    if audio_started() is None:
-        await asyncio.sleep(grace)
-    if (event := audio_started()) is not None:
-        await event.wait()
-
-
 @dataclass(slots=True, eq=False)
 class Transcriber:
     """The transcriptions of one session, each a task."""
 
     engine_session: Session
-    put: Callable[[s.ServerEvent], None]
-    audio_started: Callable[[], asyncio.Event | None]  # of the answer that is being made
+    send_queue: SendQueue
+    responses: ResponseManager
     recorder: AnswerRecorder
-    held_bytes: int = 0  # of the sounds that wait, where the conversation does not have them
-    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by item
-    _answers: dict[str, AnswerLog] = field(default_factory=dict)  # of these
+    memory: SessionMemory
+    _tasks: dict[str, TranscriptionTask] = field(default_factory=dict)  # by item
 
-    def begin(self, dictation: Dictation, entry: Entry, item: Item, seconds: float) -> None:
-        """Write down an item of the conversation, when the answer to it is heard."""
-        if dictation.info.transcription is None:
-            self._tell_spoken(entry)
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def begin(self, task: TranscriptionTask) -> None:
+        """Begin it now or, in a conversation, when the answer to it has its first sound."""
+        if task.in_conversation and task.options.info.transcription is None:
+            self._send_spoken(task.entry)
             return
-
-        async def run(answer: AnswerLog) -> None:
-            await after_first_sound(self.audio_started, GRACE_S)
-            ask = partial(dictation.ask, self.engine_session, item, seconds, PRIORITY)
-            await transcribe(ask, entry, self.put, answer, dictation.logprobs)
-
-        self._run(run, entry, 0)
-
-    def begin_alone(
-        self, dictation: Dictation, entry: Entry, item: Item, seconds: float, sent: str
-    ) -> None:
-        """Write down a sound that is part of no conversation, now. `sent`: the words that the
-        client has already."""
-
-        async def run(answer: AnswerLog) -> None:
-            ask = partial(dictation.ask, self.engine_session, item, seconds, 0)
-            await transcribe(ask, entry, self.put, answer, dictation.logprobs, sent)
-
-        self._run(run, entry, media_bytes(item.message))
-
-    def _run(
-        self,
-        work: Callable[[AnswerLog], Coroutine[None, None, None]],
-        entry: Entry,
-        size: int,
-    ) -> None:
-        answer = AnswerLog("transcription", entry.id)
         if len(self._tasks) >= MAX_WAITING:
-            words = "too many transcriptions are waiting"
-            error = s.ErrorInfo("server_error", words, "server_busy")
-            self.put(s.TranscriptionFailed(item_id=entry.id, content_index=0, error=error))
-            answer.fail(Busy(words))
-            self.recorder.record(answer, None)
+            task.refuse(self.send_queue)
+            self.recorder.record(task.log, None)
             return
+        self._tasks[task.entry.id] = task
+        self.memory.add_task(task.num_bytes)
+        # Not in `_run`: a task that is cancelled before its first step never runs.
+        task.start(self._run(task)).add_done_callback(partial(self._record, task))
 
-        def end(task: asyncio.Task[None]) -> None:
-            self._tasks.pop(entry.id, None)
-            self._answers.pop(entry.id, None)
-            self.held_bytes -= size
-            self.recorder.record(answer, task)
+    async def _run(self, task: TranscriptionTask) -> None:
+        if task.in_conversation:
+            await self.responses.wait_for_audio(GRACE_S)
+        await task.run(self.engine_session, self.send_queue)
 
-        task = self._tasks[entry.id] = asyncio.create_task(work(answer), name="transcription")
-        self._answers[entry.id] = answer
-        self.held_bytes += size
-        # Not in `run`: a task that is cancelled before its first step never runs.
-        task.add_done_callback(end)
+    def _record(self, task: TranscriptionTask, ended: asyncio.Task[None]) -> None:
+        del self._tasks[task.entry.id]
+        self.recorder.record(task.log, ended)
+        self.memory.remove_task(task.num_bytes)
 
-    def _tell_spoken(self, entry: Entry) -> None:
-        """The client shows that something was said; the item's transcript stays empty."""
-        self.put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
-        self.put(
+    def _send_spoken(self, entry: Entry) -> None:
+        """The client shows that the user spoke; the item's transcript stays empty."""
+        self.send_queue.put(s.TranscriptionDelta(item_id=entry.id, content_index=0, delta=SPOKEN))
+        self.send_queue.put(
             s.TranscriptionCompleted(
                 item_id=entry.id,
                 content_index=0,
@@ -225,12 +238,11 @@ class Transcriber:
 
     def cancel(self, id: str) -> None:
         if (task := self._tasks.get(id)) is not None:
-            self._answers[id].end("cancelled", "item_deleted")
+            task.log.end("cancelled", "item_deleted")
             task.cancel()
 
     async def close(self) -> None:
-        tasks = set(self._tasks.values())
+        tasks = tuple(self._tasks.values())
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*(task.ended() for task in tasks))

@@ -82,6 +82,6 @@ class TurnDetector:
         return signals
 
     def reset(self) -> None:
-        """Forget what was heard: nobody is speaking."""
+        """Start again: nobody is speaking."""
         self.speaking = self.paused = False
         self._run = self._silence = 0

@@ -24,7 +24,7 @@ from stretto.errors import StrettoError
 from stretto.server.realtime.turn_detection import RATE, WINDOW
 
 Float = npt.NDArray[np.float32]
-CONTEXT = 64  # samples before a window that the model looks at too
+CONTEXT = 64  # samples before a window that are part of its input
 # two seconds of clear silence: then the model starts afresh, or music and noise would blunt it
 FORGET_WINDOWS = 63
 CLEAR_SILENCE = 0.1
@@ -33,7 +33,7 @@ MAX_BATCH = 64
 
 @dataclass(slots=True)
 class VadState:
-    """What the model remembers of one stream."""
+    """The model's state for one stream."""
 
     memory: Float = field(default_factory=lambda: np.zeros((2, 128), np.float32))
     context: Float = field(default_factory=lambda: np.zeros(CONTEXT, np.float32))
@@ -94,7 +94,7 @@ class _Job:
     loop: asyncio.AbstractEventLoop
     out: Float = field(init=False)
     at: int = 0
-    dropped: bool = False  # nobody waits any more
+    dropped: bool = False  # the caller was cancelled
 
     def __post_init__(self) -> None:
         self.out = np.zeros(len(self.windows), np.float32)
@@ -108,7 +108,7 @@ class _Job:
             else:
                 self.done.set_exception(error)
 
-        with suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+        with suppress(RuntimeError):  # the loop is closed, and with it the caller
             self.loop.call_soon_threadsafe(resolve)
 
 
@@ -153,7 +153,7 @@ class Batcher:
             try:
                 model = model or self._load()
                 running = self._round(model, running)
-            except Exception as e:  # noqa: BLE001 - a thread's boundary: whoever waits is told
+            except Exception as e:  # noqa: BLE001 - a thread's boundary: the callers get the error
                 for job in running:
                     job.finish(
                         e

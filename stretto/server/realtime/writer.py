@@ -1,13 +1,12 @@
-"""The events of one response, in the order that clients are built for: created; for each item its
-beginning, its pieces and its end; done. No awaiting here: what is written is written before
-anything else can happen.
+"""Writes the events of one response, in the order that clients expect: created; for each item its
+beginning, its deltas and its end; done. `ResponseTask` calls it. Nothing here awaits, so no other
+event can come between those of one call.
 
 A message item is open from its first word or sound to the first function call or the end. Its entry
-is part of the conversation from the moment the client is told of it."""
+is part of the conversation from the event that adds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +16,17 @@ from stretto.server.openai.generating_route import slices
 from stretto.server.openai.tools import Call
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.audio_formats import AudioEncoder, Float
-from stretto.server.realtime.items import Conversation, Entry, Speech, new_id, text_bytes
+from stretto.server.realtime.items import Conversation, Entry, new_id, text_bytes
 from stretto.server.realtime.options import Options, format_to_wire
+from stretto.server.realtime.playback_estimate import Speech
+from stretto.server.realtime.send_queue import SendQueue
 
 FRAMES_A_SECOND = 12.5  # of speech; each counts as a token
 
 
 @dataclass(slots=True)
 class _OpenMessage:
-    """The message item that is being said."""
+    """The message item that is being written."""
 
     entry: Entry
     index: int
@@ -42,8 +43,8 @@ class _OpenMessage:
 class ResponseWriter:
     options: Options
     info: ModelInfo
-    put: Callable[[s.ServerEvent], None]
-    conversation: Conversation | None  # None: what is said is not remembered
+    send_queue: SendQueue
+    conversation: Conversation | None  # None: the response is no part of the conversation
     conversation_id: str
     metadata: dict[str, str] | None = None
     id: str = field(default_factory=lambda: new_id("resp"))
@@ -53,12 +54,12 @@ class ResponseWriter:
     # -- the response
 
     def begin(self) -> None:
-        self.put(s.ResponseCreated(response=self._to_wire("in_progress")))
+        self.send_queue.put(s.ResponseCreated(response=self._to_wire("in_progress")))
 
     def finish(
         self,
         status: s.Status,
-        usage: s.Usage,
+        usage: dict[str, Any],
         timings: s.Timings,
         *,
         reason: str | None = None,
@@ -75,21 +76,21 @@ class ResponseWriter:
         response.output = [e.item for e in self.entries]
         response.usage = usage
         response.stretto = timings
-        self.put(s.ResponseDone(response=response))
+        self.send_queue.put(s.ResponseDone(response=response))
 
     def _to_wire(self, status: s.Status) -> s.Response:
         o = self.options
         return s.Response(
             id=self.id,
             status=status,
-            output_modalities=list(o.modalities),
-            audio=s.ResponseAudio(s.OutputFormat(format_to_wire(o.output_format), o.voice)),
+            output_modalities=list(o.output_modalities),
+            audio={"output": {"format": format_to_wire(o.output_format), "voice": o.voice}},
             max_output_tokens=o.max_output_tokens,
             conversation_id=self.conversation_id if self.conversation is not None else None,
             metadata=self.metadata,
         )
 
-    # -- what is said
+    # -- its items
 
     def write_text(self, text: str) -> None:
         if not text:
@@ -97,7 +98,7 @@ class ResponseWriter:
         message = self._message()
         message.parts.append(text)
         kind = s.TranscriptDelta if self.options.has_audio else s.TextDelta
-        self.put(kind(**self._location(message), delta=text))
+        self.send_queue.put(kind(**self._location(message), delta=text))
 
     def write_audio(self, samples: Float) -> None:
         message = self._message()
@@ -126,11 +127,11 @@ class ResponseWriter:
             "item_id": item.id,
             "output_index": len(self.entries) - 1,
         }
-        self.put(s.ArgumentsDelta(**location, call_id=call_id, delta=call.arguments))
+        self.send_queue.put(s.ArgumentsDelta(**location, call_id=call_id, delta=call.arguments))
         item.arguments = call.arguments
         item.status = "completed" if call.complete else "incomplete"
         if call.complete:  # clients call the function when they see this
-            self.put(
+            self.send_queue.put(
                 s.ArgumentsDone(
                     **location, call_id=call_id, name=call.name, arguments=call.arguments
                 )
@@ -153,23 +154,23 @@ class ResponseWriter:
                 if self.options.has_audio
                 else s.Part("text", text="")
             )
-            self.put(s.PartAdded(**self._location(self._open), part=part))
+            self.send_queue.put(s.PartAdded(**self._location(self._open), part=part))
         return self._open
 
     def _add(self, item: s.Item) -> Entry:
         entry = Entry(item)
         self.entries.append(entry)
-        self.put(
+        self.send_queue.put(
             s.OutputItemAdded(response_id=self.id, output_index=len(self.entries) - 1, item=item)
         )
         if self.conversation is not None:
             previous = self.conversation.last_id
             self.conversation.append(entry)
-            self.put(s.ItemAdded(previous_item_id=previous, item=item))
+            self.send_queue.put(s.ItemAdded(previous_item_id=previous, item=item))
         return entry
 
     def frames_of(self, num_samples: int) -> float:
-        """How many frames of speech these samples were made of."""
+        """The number of codec frames of these samples."""
         seconds = num_samples / self.info.sample_rate * self.options.speed
         return seconds * FRAMES_A_SECOND
 
@@ -184,8 +185,8 @@ class ResponseWriter:
         text = message.text
         if self.options.has_audio:
             self._send_audio(message, message.encoder.flush())
-            self.put(s.AudioDone(**location))
-            self.put(s.TranscriptDone(**location, transcript=text))
+            self.send_queue.put(s.AudioDone(**location))
+            self.send_queue.put(s.TranscriptDone(**location, transcript=text))
             part = s.Part("audio", transcript=text)
             stored = s.Part("output_audio", transcript=text)
             message.entry.speech = Speech(
@@ -195,10 +196,10 @@ class ResponseWriter:
                 self.options.speed,
             )
         else:
-            self.put(s.TextDone(**location, text=text))
+            self.send_queue.put(s.TextDone(**location, text=text))
             part = s.Part("text", text=text)
             stored = s.Part("output_text", text=text)
-        self.put(s.PartDone(**location, part=part))
+        self.send_queue.put(s.PartDone(**location, part=part))
         message.entry.item.content = [stored]
         message.entry.item.status = "completed" if completed else "incomplete"
         self._end(message.entry, message.index)
@@ -208,12 +209,16 @@ class ResponseWriter:
         if self.conversation is not None and entry in self.conversation.entries:
             entry.text_size = text_bytes(entry.item)
             self.conversation.resize(entry, entry.text_size)
-            self.put(s.ItemDone(previous_item_id=self.conversation.before(entry), item=entry.item))
-        self.put(s.OutputItemDone(response_id=self.id, output_index=index, item=entry.item))
+            self.send_queue.put(
+                s.ItemDone(previous_item_id=self.conversation.before(entry), item=entry.item)
+            )
+        self.send_queue.put(
+            s.OutputItemDone(response_id=self.id, output_index=index, item=entry.item)
+        )
 
     def _send_audio(self, message: _OpenMessage, data: bytes) -> None:
         for piece in slices(data):
-            self.put(s.AudioDelta(**self._location(message), delta=piece))
+            self.send_queue.put(s.AudioDelta(**self._location(message), delta=piece))
 
     def _location(self, message: _OpenMessage) -> dict[str, Any]:
         return {
@@ -224,7 +229,7 @@ class ResponseWriter:
         }
 
 
-def usage_to_wire(usage: EngineUsage) -> s.Usage:
+def usage_to_wire(usage: EngineUsage) -> dict[str, Any]:
     media = usage.audio_prompt_tokens + usage.image_prompt_tokens
     text = usage.prompt_tokens - media
     # The engine counts cached tokens together. Prompts begin with text, so that is what they most
@@ -233,16 +238,20 @@ def usage_to_wire(usage: EngineUsage) -> s.Usage:
     cached_audio = min(usage.cached_tokens - cached_text, usage.audio_prompt_tokens)
     cached_images = usage.cached_tokens - cached_text - cached_audio
     output = usage.text_tokens + usage.frames
-    return s.Usage(
-        total_tokens=usage.prompt_tokens + output,
-        input_tokens=usage.prompt_tokens,
-        output_tokens=output,
-        input_token_details=s.InputDetails(
-            text,
-            usage.audio_prompt_tokens,
-            usage.image_prompt_tokens,
-            usage.cached_tokens,
-            s.CachedDetails(cached_text, cached_audio, cached_images),
-        ),
-        output_token_details=s.OutputDetails(usage.text_tokens, usage.frames),
-    )
+    return {
+        "total_tokens": usage.prompt_tokens + output,
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": output,
+        "input_token_details": {
+            "text_tokens": text,
+            "audio_tokens": usage.audio_prompt_tokens,
+            "image_tokens": usage.image_prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {
+                "text_tokens": cached_text,
+                "audio_tokens": cached_audio,
+                "image_tokens": cached_images,
+            },
+        },
+        "output_token_details": {"text_tokens": usage.text_tokens, "audio_tokens": usage.frames},
+    }

@@ -18,8 +18,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.server.conftest import Running
 from tests.server.realtime.order import Order
-from tests.server.realtime.scripted import TalkEngine
 from tests.server.realtime.sounds import b64, pcm, speech
+from tests.server.scripted_engine import ScriptedEngine
 
 ONE_S = pcm(speech(1.0))
 
@@ -125,7 +125,7 @@ def add_text(c: Client, text: str, role: str = "user", **more: Any) -> Json:
     return c.until("conversation.item.done")
 
 
-def hold(running: Running, engine: TalkEngine, at: int = 1) -> Any:
+def hold(running: Running, engine: ScriptedEngine, at: int = 1) -> Any:
     """The engine stops before its event number `at`, until the function that comes back is
     called."""
 

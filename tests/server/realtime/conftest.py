@@ -8,11 +8,12 @@ import pytest
 
 from stretto.server.realtime.vad import Batcher
 from tests.server.conftest import Running, serve
-from tests.server.realtime.scripted import LoudnessVad, TalkEngine
+from tests.server.realtime.loudness_vad import LoudnessVad
+from tests.server.scripted_engine import ScriptedEngine
 
 
 @contextmanager
-def talking(engine: TalkEngine, **settings: Any) -> Iterator[Running]:
+def talking(engine: ScriptedEngine, **settings: Any) -> Iterator[Running]:
     """A server whose sessions take what is loud for speech."""
     with serve(engine, **{"drain_timeout": 1.0, **settings}) as running:
         running.server.service.sessions.batcher = Batcher(LoudnessVad)
@@ -20,11 +21,11 @@ def talking(engine: TalkEngine, **settings: Any) -> Iterator[Running]:
 
 
 @pytest.fixture
-def engine() -> TalkEngine:
-    return TalkEngine()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 @pytest.fixture
-def running(engine: TalkEngine) -> Iterator[Running]:
+def running(engine: ScriptedEngine) -> Iterator[Running]:
     with talking(engine) as it:
         yield it

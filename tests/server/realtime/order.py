@@ -42,7 +42,7 @@ class Order:
     making: list[str] = field(default_factory=list)  # of them, those without their `done`
     turn: str | None = None  # that is being spoken
     expected: tuple[str, str] | None = None  # the very next event of the conversation, and its item
-    heard: dict[str, str] = field(default_factory=dict)  # transcriptions so far
+    transcripts: dict[str, str] = field(default_factory=dict)  # transcriptions so far
     transcribes: bool = False  # words come while they are spoken, and no item is in a conversation
 
     def see(self, event: Json) -> None:
@@ -65,13 +65,10 @@ class Order:
 
     def _response(self, what: str, event: Json) -> None:
         if what == "created":
-            told = event["response"]
-            assert (told["id"] in self.responses, told["status"], told["output"]) == (
-                False,
-                "in_progress",
-                [],
-            )
-            self.responses[told["id"]] = Response(told["conversation_id"] is None)
+            fields = event["response"]
+            assert fields["id"] not in self.responses
+            assert (fields["status"], fields["output"]) == ("in_progress", [])
+            self.responses[fields["id"]] = Response(fields["conversation_id"] is None)
             return
         if what == "done":
             self._done(event["response"])
@@ -116,16 +113,16 @@ class Order:
             if kind in PIECES:
                 assert event[PIECES[kind]] == item.text, "the pieces are the whole"
 
-    def _done(self, told: Json) -> None:
-        response = self.responses[told["id"]]
+    def _done(self, fields: Json) -> None:
+        response = self.responses[fields["id"]]
         assert not response.over
         response.over = True
         assert response.closed == len(response.items), "an item is open"
-        assert [i["id"] for i in told["output"]] == [i.id for i in response.items]
-        assert told["status"] in ("completed", "cancelled", "incomplete", "failed")
+        assert [i["id"] for i in fields["output"]] == [i.id for i in response.items]
+        assert fields["status"] in ("completed", "cancelled", "incomplete", "failed")
         assert (
-            told["usage"]["total_tokens"]
-            == told["usage"]["input_tokens"] + told["usage"]["output_tokens"]
+            fields["usage"]["total_tokens"]
+            == fields["usage"]["input_tokens"] + fields["usage"]["output_tokens"]
         )
 
     # -- the conversation
@@ -166,6 +163,6 @@ class Order:
             return
         assert id in self.items
         if what == "delta":
-            self.heard[id] = self.heard.get(id, "") + event["delta"]
+            self.transcripts[id] = self.transcripts.get(id, "") + event["delta"]
         elif what == "completed":
-            assert event["transcript"] == self.heard.pop(id, "")
+            assert event["transcript"] == self.transcripts.pop(id, "")

@@ -4,9 +4,7 @@ ends: also before its task has run, when the session closes, and when what ends 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,23 +12,15 @@ from typing import Any
 
 import pytest
 
-from stretto.config.server import ServerConfig
 from stretto.engine.events import Finished, Usage
 from stretto.errors import Busy, Invalid, StageDead
 from stretto.server.realtime import transcribe
 from stretto.server.realtime.answer_log import AnswerLog, AnswerRecorder
-from stretto.server.realtime.client_events import decode
 from stretto.server.realtime.items import Conversation
-from stretto.server.realtime.realtime_session import RealtimeSession
-from stretto.server.realtime.send_queue import SendQueue
-from stretto.server.request_log import RequestLog
-from stretto.server.service import Service
-from stretto.server.shares import Holding, Shares
-from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import answer, speak, talk
-from tests.server.realtime.scripted import TalkEngine
-from tests.server.realtime.sounds import b64, pcm, speech
+from tests.server.realtime.silent import SilentSession
+from tests.server.realtime.sounds import speech
 
 Line = dict[str, Any]
 KINDS = ("response", "transcription")
@@ -58,59 +48,9 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[Log]:
         yield Log(caplog)
 
 
-class Session:
-    """A session without a connection: what it sends lies in its queue."""
-
-    def __init__(self, **settings: Any) -> None:
-        async def no_engine() -> Any:
-            raise AssertionError
-
-        self.engine = TalkEngine()
-        self.service = Service.of(ServerConfig(**settings), no_engine)
-        self.queue = SendQueue(5.0, Holding(Shares(1 << 24), "me"))
-        connection = RequestLog(RequestId("req-1"), "req-1", time.perf_counter(), owner="key1")
-        self.session = RealtimeSession.open(
-            self.service, self.engine, self.queue, connection, "model"
-        )
-
-    async def send(self, type: str, **fields: Any) -> None:
-        await self.session.handle(decode(json.dumps({"type": type, **fields}).encode()))
-
-    async def ask(self, **response: Any) -> None:
-        content = [{"type": "input_text", "text": "Hello"}]
-        item = {"type": "message", "role": "user", "content": content}
-        await self.send("conversation.item.create", item=item)
-        await self.send("response.create", response=response)
-
-    async def speak(self) -> None:
-        audio = {"input": {"transcription": {"model": "any"}, "turn_detection": None}}
-        await self.send("session.update", session={"type": "realtime", "audio": audio})
-        await self.send("input_audio_buffer.append", audio=b64(pcm(speech(0.3))))
-        await self.send("input_audio_buffer.commit")
-
-    async def quiet(self) -> None:
-        """Until all tasks of responses and transcriptions are over."""
-        while self.session.busy or self.session.transcriber._tasks:
-            await asyncio.sleep(0)
-
-    def events(self, type: str) -> list[Line]:
-        found = [json.loads(data) for data in self.queue._waiting]
-        return [e for e in found if e["type"] == type]
-
-    def count(self, name: str, **labels: str) -> float:
-        value = self.service.metrics._registry.get_sample_value(name, labels)
-        return value or 0.0
-
-    def responses(self) -> dict[str, float]:
-        """By status."""
-        statuses = ("completed", "incomplete", "cancelled", "failed", "dropped")
-        counts = {s: self.count("stretto_realtime_responses_total", status=s) for s in statuses}
-        return {s: n for s, n in counts.items() if n}
-
-
-def play(work: Callable[[Session], Awaitable[None]], **settings: Any) -> Session:
-    async def main() -> Session:
-        s = Session(**settings)
+def play(work: Callable[[SilentSession], Awaitable[None]], **settings: Any) -> SilentSession:
+    async def main() -> SilentSession:
+        s = SilentSession(**settings)
         await work(s)
         await s.session.close()
         return s
@@ -123,7 +63,7 @@ async def never(_: int) -> None:
 
 
 def test_an_answer_says_who_how_long_and_how_much(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.ask()
         await s.quiet()
 
@@ -166,7 +106,7 @@ def test_a_whole_turn_on_a_connection(running: Running, log: Log) -> None:
 
 
 def test_an_answer_that_meets_its_limit(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.ask(max_output_tokens=1)
         await s.quiet()
 
@@ -186,7 +126,7 @@ def test_an_answer_that_meets_its_limit(log: Log) -> None:
     ],
 )
 def test_an_answer_that_fails(error: Exception, words: str | None, log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.fail_at = 3
         s.engine.error = error
         await s.ask()
@@ -201,7 +141,7 @@ def test_an_answer_that_fails(error: Exception, words: str | None, log: Log) -> 
 
 
 def test_an_answer_for_which_there_is_no_place(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         async with s.service.admission.place("another"):
             await s.ask()
             await s.quiet()
@@ -225,7 +165,7 @@ def test_an_answer_that_cannot_be_stored_fails_and_the_client_is_told(
 
     monkeypatch.setattr(Conversation, "release_forgotten", release_forgotten)
 
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.ask()
         await s.quiet()
 
@@ -237,7 +177,7 @@ def test_an_answer_that_cannot_be_stored_fails_and_the_client_is_told(
 
 
 def test_an_answer_that_the_client_stops(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.gate = lambda i: never(i) if i == 4 else asyncio.sleep(0)
         await s.ask()
         while not s.events("response.output_audio.delta"):
@@ -253,7 +193,7 @@ def test_an_answer_that_the_client_stops(log: Log) -> None:
 
 @pytest.mark.parametrize("conversation", ["auto", "none"])
 def test_an_answer_that_is_stopped_before_its_first_step(conversation: str, log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.ask(conversation=conversation)
         [created] = s.events("response.created")
         await s.send("response.cancel", response_id=created["response"]["id"])
@@ -267,7 +207,7 @@ def test_an_answer_that_is_stopped_before_its_first_step(conversation: str, log:
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_answers_of_a_session_that_closes(begun: bool, log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.gate = never
         await s.ask()
         await s.ask(conversation="none")
@@ -280,7 +220,7 @@ def test_answers_of_a_session_that_closes(begun: bool, log: Log) -> None:
 
 
 def test_an_answer_that_nobody_hears_of_is_only_there_when_debugging(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.session.engine_session.append(speech(0.5))
         await s.session.responses.start_speculative("item_1")
         await s.session.responses.cancel_speculative()
@@ -297,16 +237,16 @@ def test_an_answer_that_nobody_hears_of_is_only_there_when_debugging(log: Log) -
 def test_an_answer_that_nobody_hears_of_and_that_fails(log: Log) -> None:
     """It is asked for again, which may work: only the log knows that something went wrong."""
 
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.fail_at = 0
         s.engine.error = RuntimeError("oh")
         await s.session.engine_session.append(speech(0.5))
         await s.session.responses.start_speculative("item_1")
         speculative = s.session.responses.speculative
         assert speculative is not None
-        while speculative.response.error is None:
+        while speculative.error is None:
             await asyncio.sleep(0)
-        assert await s.session.responses.speculative_item() is None
+        assert await s.session.responses.speculative_turn() is None
 
     s = play(work)
     line = log.one("response")
@@ -320,7 +260,7 @@ def test_an_answer_that_nobody_hears_of_and_that_fails(log: Log) -> None:
 
 
 def test_a_transcription_that_fails(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.fail_at = 1
         s.engine.error = StageDead("thinker: it died")
         await s.speak()
@@ -334,7 +274,7 @@ def test_a_transcription_that_fails(log: Log) -> None:
 
 
 def test_a_transcription_that_the_engine_gives_up(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.script = lambda ask: [Finished("cancelled", None, Usage(3, 0, 0, 0), 7)]
         await s.speak()
         await s.quiet()
@@ -350,7 +290,7 @@ def test_transcriptions_that_are_refused_and_that_end_with_the_session(
 ) -> None:
     monkeypatch.setattr(transcribe, "MAX_WAITING", 2)
 
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         s.engine.gate = never
         for _ in range(3):
             await s.speak()
@@ -366,7 +306,7 @@ def test_transcriptions_that_are_refused_and_that_end_with_the_session(
 
 
 def test_a_transcription_of_an_item_that_is_deleted(log: Log) -> None:
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.speak()
         [committed] = s.events("input_audio_buffer.committed")
         await s.send("conversation.item.delete", item_id=committed["item_id"])
@@ -389,7 +329,7 @@ def test_a_task_that_dies_is_seen(log: Log) -> None:
         task = asyncio.create_task(dies())
         with suppress(RuntimeError):
             await task
-        s = Session()
+        s = SilentSession()
         recorder = AnswerRecorder(s.service.metrics, s.session.recorder.connection)
         recorder.record(AnswerLog("response", "resp_1"), task)
         assert s.responses() == {"failed": 1.0}
@@ -413,7 +353,7 @@ def test_an_event_that_fails_by_the_servers_fault_is_logged(
     async def commit(*_: Any, **__: Any) -> None:
         raise StageDead("no pipeline is up")
 
-    async def work(s: Session) -> None:
+    async def work(s: SilentSession) -> None:
         await s.send("session.update", session={"type": "realtime"})
         monkeypatch.setattr(type(s.session.engine_session), "commit", commit)
         await s.speak()

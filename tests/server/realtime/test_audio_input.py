@@ -1,10 +1,11 @@
-"""The ear of a session: whatever the pieces that sound comes in, the same turns are found, with the
-same sound."""
+"""A session's input: however the sound is cut into events, the same turns are found, with the same
+sound."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,16 @@ from stretto.server.realtime.audio_input import AT_ONCE, AudioInput
 from stretto.server.realtime.options import TurnSettings
 from stretto.server.realtime.turn_detection import WINDOW, Signal
 from stretto.server.realtime.vad import Batcher
-from tests.server.realtime.scripted import LoudnessVad, ScriptedSession, TalkEngine
+from tests.server.realtime.loudness_vad import LoudnessVad
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import ScriptedSession
 
 Log = list[tuple[str, int, int]]
 
 
 def sound(seed: int) -> bytes:
-    """Speech with short and long pauses; more than is heard in one go."""
+    """Speech with short and long pauses; more than is processed in one go."""
     rng = random.Random(seed)
     parts: list[Float] = []
     for i in range(6):
@@ -32,26 +35,24 @@ def sound(seed: int) -> bytes:
     return data * (1 + 2 * AT_ONCE // len(data))
 
 
-async def heard(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
+async def detect(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
     """Signals, each with where it came and how much the engine had by then; and the sound of each
     turn."""
-    session: Any = ScriptedSession(TalkEngine())
+    session: Any = ScriptedSession(ScriptedEngine())
     batcher = Batcher(LoudnessVad)
     audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
     log: Log = []
     turns: list[Float] = []
 
-    async def on(signal: Signal) -> None:
-        assert audio_input.turn is not None
-        log.append((signal.value, audio_input.position, session.pending))
-        if signal is Signal.STOPPED:
-            item = await session.commit()
-            turns.append(item.message["content"][0]["data"])
-            assert len(turns[-1]) == audio_input.turn.stop - audio_input.turn.start
-
     try:
         for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
-            await audio_input.append(data[start:stop], on)
+            async for signal in audio_input.append(data[start:stop]):
+                assert audio_input.turn is not None
+                log.append((signal.value, audio_input.position, session.pending))
+                if signal is Signal.STOPPED:
+                    item = await session.commit()
+                    turns.append(item.message["content"][0]["data"])
+                    assert len(turns[-1]) == audio_input.turn.stop - audio_input.turn.start
     finally:
         batcher.close()
     return log, turns
@@ -60,11 +61,11 @@ async def heard(data: bytes, cuts: list[int]) -> tuple[Log, list[Float]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_pieces_make_no_difference(seed: int) -> None:
     data, rng = sound(seed), random.Random(seed)
-    by_window, sounds = asyncio.run(heard(data, list(range(3 * WINDOW, len(data), 3 * WINDOW))))
+    by_window, sounds = asyncio.run(detect(data, list(range(3 * WINDOW, len(data), 3 * WINDOW))))
     kinds = [kind for kind, _, _ in by_window]
     assert {"started", "paused", "resumed", "stopped"} == set(kinds)
     for cuts in ([], sorted(rng.sample(range(1, len(data)), 20))):
-        log, turns = asyncio.run(heard(data, cuts))
+        log, turns = asyncio.run(detect(data, cuts))
         assert log == by_window
         for one, other in zip(turns, sounds, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
@@ -73,18 +74,20 @@ def test_pieces_make_no_difference(seed: int) -> None:
 def test_a_handler_that_fails_ends_the_turn_all_the_same() -> None:
     async def run() -> None:
         batcher = Batcher(LoudnessVad)
-        session: Any = ScriptedSession(TalkEngine())
+        session: Any = ScriptedSession(ScriptedEngine())
         audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
 
-        async def on(signal: Signal) -> None:
-            if signal is Signal.STOPPED:
-                raise ValueError("no")
+        async def fail_at_stop() -> None:
+            async with aclosing(audio_input.append(pcm(speech(0.5), silence(0.8)))) as signals:
+                async for signal in signals:
+                    if signal is Signal.STOPPED:
+                        raise ValueError("no")
 
         with pytest.raises(ValueError, match="no"):
-            await audio_input.append(pcm(speech(0.5), silence(0.8)), on)
+            await fail_at_stop()
         assert audio_input.turn is None
         before = audio_input.held_bytes
-        await audio_input.append(pcm(silence(5.0)), on)
+        assert [s async for s in audio_input.append(pcm(silence(5.0)))] == []
         assert audio_input.held_bytes <= before + 24_000, "silence is not kept"
         batcher.close()
 
@@ -98,31 +101,32 @@ def test_detection_goes_off_and_on_again_in_mid_speech() -> None:
 
     async def run() -> tuple[Float, Float, tuple[int, int], int]:
         batcher = Batcher(LoudnessVad)
-        session: Any = ScriptedSession(TalkEngine())
+        session: Any = ScriptedSession(ScriptedEngine())
         audio_input = AudioInput(session, batcher, TurnSettings(), "audio/pcm")
         spans: list[tuple[int, int]] = []
 
-        async def on(signal: Signal) -> None:
-            if signal is Signal.STOPPED:
-                assert audio_input.turn is not None
-                spans.append((audio_input.turn.start, audio_input.turn.stop))
-                await session.commit()
+        async def append(sound: bytes) -> None:
+            async for signal in audio_input.append(sound):
+                if signal is Signal.STOPPED:
+                    assert audio_input.turn is not None
+                    spans.append((audio_input.turn.start, audio_input.turn.stop))
+                    await session.commit()
 
-        await audio_input.append(pcm(first), on)
+        await append(pcm(first))
         assert audio_input.turn is not None
         audio_input.configure(None, "audio/pcm")
         assert audio_input.turn is None
         before = audio_input.held_bytes
-        await audio_input.append(b"", on)
+        await append(b"")
         assert audio_input.held_bytes == before
-        await audio_input.append(pcm(second), on)
+        await append(pcm(second))
         await audio_input.finish()
         by_hand = await session.commit()
         await audio_input.finish()
         assert session.pending == 0, "what was committed is not there again"
-        await audio_input.append(pcm(second), on)
+        await append(pcm(second))
         audio_input.configure(TurnSettings(), "audio/pcm")
-        await audio_input.append(pcm(third, silence(0.8)), on)
+        await append(pcm(third, silence(0.8)))
         batcher.close()
         item = session.items[-1]
         return (

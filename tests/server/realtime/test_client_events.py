@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.server.realtime.client_events import LARGE, Append, Malformed, ResponseCreate, decode
-from stretto.server.realtime.items import read_item
+from stretto.server.realtime.client_events import LARGE, Append, EventError, ResponseCreate, decode
+from stretto.server.realtime.item_reader import read_item
 
 
 def refusal(data: bytes) -> tuple[str, str | None, str | None]:
-    with pytest.raises(Malformed) as e:
+    with pytest.raises(EventError) as e:
         decode(data)
     return e.value.code, e.value.param, e.value.event_id
 
@@ -107,10 +107,10 @@ def test_items_say_what_they_mean_to_the_model() -> None:
         entry, message = read_item(got.item, "audio/pcm")  # type: ignore[union-attr]
         return entry.item, message
 
-    told, message = read(
+    item, message = read(
         type="message", role="user", content=[{"type": "input_text", "text": "Hi"}], id="mine"
     )
-    assert (told.id, told.status, message) == (
+    assert (item.id, item.status, message) == (
         "mine",
         "completed",
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
@@ -121,12 +121,12 @@ def test_items_say_what_they_mean_to_the_model() -> None:
     )
     assert len(message["content"][0]["data"]) == 1600
     url = "data:image/png;base64," + "A" * 100_000
-    told, message = read(
+    item, message = read(
         type="message", role="user", content=[{"type": "input_image", "image_url": url}]
     )
     assert message["content"] == [{"type": "image_url", "image_url": {"url": url}}]
-    assert not told.content[0].image_url  # too long to be told again
-    told, message = read(
+    assert not item.content[0].image_url  # too long to be told again
+    item, message = read(
         type="message", role="assistant", content=[{"type": "output_audio", "transcript": "Yes"}]
     )
     assert message == {"role": "assistant", "content": "Yes"}

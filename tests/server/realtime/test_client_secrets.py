@@ -21,7 +21,7 @@ from stretto.server.shares import Shares
 from tests.server.conftest import Reply, Running
 from tests.server.realtime.client import talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine
+from tests.server.scripted_engine import ScriptedEngine
 
 KEY = "server-key"
 PATH = "/v1/realtime/client_secrets"
@@ -35,7 +35,7 @@ SESSION = {
 
 
 @pytest.fixture
-def guarded(engine: TalkEngine) -> Iterator[Running]:
+def guarded(engine: ScriptedEngine) -> Iterator[Running]:
     with talking(engine, api_key=(KEY, "other")) as running:
         yield running
 
@@ -52,7 +52,7 @@ def refused(running: Running, path: str = "/v1/realtime", **options: Any) -> tup
 
 
 def test_openais_client_makes_one_and_a_browser_opens_a_session_with_it(
-    guarded: Running, engine: TalkEngine
+    guarded: Running, engine: ScriptedEngine
 ) -> None:
     with OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY) as client:
         made = client.realtime.client_secrets.create(
@@ -111,7 +111,7 @@ def test_it_expires(guarded: Running) -> None:
         c.update(instructions="A session that is open goes on.")
 
 
-def test_it_goes_with_the_key_that_made_it(tmp_path: Path, engine: TalkEngine) -> None:
+def test_it_goes_with_the_key_that_made_it(tmp_path: Path, engine: ScriptedEngine) -> None:
     file = tmp_path / "keys"
     file.write_text("first\nsecond\n")
     now = [0.0]
@@ -128,7 +128,7 @@ def test_it_goes_with_the_key_that_made_it(tmp_path: Path, engine: TalkEngine) -
         assert refused(running, additional_headers=own) == (401, "invalid_api_key")
 
 
-def test_limits_are_those_of_the_key(engine: TalkEngine) -> None:
+def test_limits_are_those_of_the_key(engine: ScriptedEngine) -> None:
     with talking(engine, api_key=(KEY,), realtime_sessions_per_key=1) as running:
         one, other = (mint(running).json["value"] for _ in range(2))
         with talk(running, additional_headers={"Authorization": f"Bearer {one}"}):
@@ -173,7 +173,7 @@ def test_transcription_sessions(guarded: Running) -> None:
 
 
 def test_a_model_that_cannot_transcribe_says_so_when_it_is_made() -> None:
-    class Deaf(TalkEngine):
+    class Deaf(ScriptedEngine):
         @property
         def info(self) -> ModelInfo:
             return replace(super().info, transcription=None)
@@ -206,7 +206,7 @@ def test_it_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) 
 # ---- the store
 
 
-def test_an_owner_has_half_of_the_memory_and_gets_it_back_when_secrets_expire() -> None:
+def test_an_owner_has_half_of_the_memory_until_secrets_expire() -> None:
     now = [0.0]
     store = ClientSecrets(lambda: now[0], Shares(8 * OWN_BYTES))
 

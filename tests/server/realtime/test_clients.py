@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import Running
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "realtime"
 CLIENTS = {
@@ -47,7 +48,7 @@ def python_with(module: str) -> str:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_an_example_hears_and_is_heard(
-    name: str, running: Running, engine: TalkEngine, tmp_path: Path
+    name: str, running: Running, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     module, url = CLIENTS[name]
     python = python_with(module)
@@ -78,14 +79,14 @@ def test_an_example_hears_and_is_heard(
     assert done.returncode == 0, done.stdout + done.stderr
     with wave.open(str(answer)) as file:
         assert abs(file.getnframes() / 24_000 - 1.0) < 0.1, done.stdout + done.stderr
-    asked = [a for a in engine.asks if "Transcribe the" not in a.texts[0]]
-    assert asked[-1].texts[0] == "system: You are a friendly assistant. Be brief."
-    assert "[" in asked[-1].texts[1]
+    requests = [a for a in engine.asks if "Transcribe the" not in a.texts[0]]
+    assert requests[-1].texts[0] == "system: You are a friendly assistant. Be brief."
+    assert "[" in requests[-1].texts[1]
 
 
 @pytest.mark.parametrize("name", DRIVERS)
 def test_a_framework_in_a_whole_conversation(
-    name: str, running: Running, engine: TalkEngine, tmp_path: Path
+    name: str, running: Running, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     """A turn, one that calls a function, one that is interrupted, and another."""
     python = python_with(DRIVERS[name])

@@ -14,35 +14,32 @@ import msgspec
 import pytest
 
 from stretto.engine.events import TextDelta, TokenLogprob
+from stretto.engine.session import Item as EngineItem
 from stretto.server.loop_time import LoopTurns
-from stretto.server.metrics import Metrics
 from stretto.server.realtime import client_events as ce
-from stretto.server.realtime import endpoint, items, options, transcribe
-from stretto.server.realtime.answer_log import AnswerRecorder
+from stretto.server.realtime import endpoint, item_reader, items, options, transcribe
+from stretto.server.realtime import tools as module
 from stretto.server.realtime.client_events import (
     LARGE,
     MAX_PARTS,
     MOST,
     MOST_FIELD,
     SHORT,
-    Malformed,
+    EventError,
     decode,
 )
 from stretto.server.realtime.endpoint import Realtime
-from stretto.server.realtime.options import (
-    MAX_TOOL_BYTES,
-    MAX_TOOLS,
-    MAX_TOOLS_BYTES,
-    SHORT_TEXT_BYTES,
-)
+from stretto.server.realtime.options import SHORT_TEXT_BYTES
+from stretto.server.realtime.tools import MAX_TOOL_BYTES, MAX_TOOLS, MAX_TOOLS_BYTES, ToolReader
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.types import RequestId
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import Ask, ScriptedSession, TalkEngine, plain
+from tests.server.realtime.silent import SilentSession
 from tests.server.realtime.sounds import pcm, silence, speech
 from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, ScriptedSession, plain
 
 ITEM = "conversation.item.create"
 
@@ -56,7 +53,7 @@ def text(words: str) -> dict[str, Any]:
 
 
 def refusal(data: bytes) -> tuple[str, str, str | None]:
-    with pytest.raises(Malformed) as e:
+    with pytest.raises(EventError) as e:
         decode(data)
     return e.value.code, str(e.value), e.value.event_id
 
@@ -181,14 +178,18 @@ def test_sounds_and_pictures_are_cut_out(monkeypatch: pytest.MonkeyPatch) -> Non
         assert content[201].audio == bytes(3)
         assert content[202].text == '"audio": "' + "A" * SHORT + '"'
     assert max(seen.sizes) < 8 * SHORT
-    given = json.dumps(
+    event = json.dumps(
         {"type": "response.create", "response": {"input": [message(*parts[:2])]}}
     ).encode()
-    got = decode(given)
+    got = decode(event)
     assert isinstance(got, ce.ResponseCreate)
     assert [p.audio for p in got.response.input[0].content] == [sound, sound[1:]]  # type: ignore[union-attr, index]
     bad = plainly.replace(b"AAECAwQFBgcI", b"AAE\xff\x02\x01\x01\x01\x01\x01\x01\x01", 1)
     assert refusal(bad)[0] == "invalid_value"
+
+
+def read_tools(tools: msgspec.Raw) -> tuple[module.Function, ...] | None:
+    return asyncio.run(ToolReader(LoopTurns()).read(ce.SessionFields(tools=tools)))
 
 
 def test_tools_have_limits() -> None:
@@ -205,8 +206,8 @@ def test_tools_have_limits() -> None:
         (msgspec.Raw(b"[" + b"[" * 3000 + b"]" * 3000 + b"]"), "JSON"),
     ):
         with pytest.raises(Exception, match=says):
-            options.read_tools(written)
-    assert len(options.read_tools(tools(MAX_TOOLS, 100))) == MAX_TOOLS
+            read_tools(written)
+    assert len(read_tools(tools(MAX_TOOLS, 100)) or ()) == MAX_TOOLS
 
 
 # ---- in a session
@@ -217,15 +218,17 @@ def big_tools(tag: str) -> list[dict[str, Any]]:
 
 
 def test_an_update_reads_and_reports_only_what_it_changes(
-    running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+    running: Running, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
 
-    def read_tool(written: msgspec.Raw) -> Any:
-        read.append(1)
-        return options.read_tool(written)
+    read_tool = module.read_tool
 
-    monkeypatch.setattr("stretto.server.realtime.tool_reader.read_tool", read_tool)
+    def counting(json: msgspec.Raw) -> Any:
+        read.append(1)
+        return read_tool(json)
+
+    monkeypatch.setattr(module, "read_tool", counting)
     with talk(running) as c:
         first = c.manual(tools=big_tools("a"), instructions="Be kind. " * 1000)
         assert first["tools"] == big_tools("a")
@@ -235,9 +238,9 @@ def test_an_update_reads_and_reports_only_what_it_changes(
             {"instructions": "Be kind. " * 1000},
             {"temperature": 0.5},
         ):
-            told = c.update(**fields)
-            assert len(json.dumps(told)) < SHORT_TEXT_BYTES
-            assert told["audio"]["input"]["turn_detection"] is None
+            session = c.update(**fields)
+            assert len(json.dumps(session)) < SHORT_TEXT_BYTES
+            assert session["audio"]["input"]["turn_detection"] is None
         assert len(read) == 20
         assert c.update(tools=big_tools("b"))["tools"] == big_tools("b")
         assert "instructions" in c.update(instructions="Short.")
@@ -311,12 +314,13 @@ def test_many_sounds_are_converted_in_a_thread(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_loop: list[bool] = []
+    read_item = item_reader.read_item
 
-    def read_item(*args: Any) -> Any:
+    def observe(*args: Any) -> Any:
         on_loop.append(threading.current_thread() is running.thread)
-        return items.read_item(*args)
+        return read_item(*args)
 
-    monkeypatch.setattr("stretto.server.realtime.item_reader.read_item", read_item)
+    monkeypatch.setattr(item_reader, "read_item", observe)
     sound = {"type": "input_audio", "audio": base64.b64encode(bytes(480)).decode()}
     with talk(running) as c:
         for count in (1, 5, MAX_PARTS):
@@ -344,7 +348,7 @@ def test_a_conversation_has_so_many_items(
         assert (error["code"], "at most 3 items" in error["message"]) == ("invalid_value", True)
 
 
-def test_an_item_can_be_told_in_one_message(running: Running, engine: TalkEngine) -> None:
+def test_an_item_can_be_told_in_one_message(running: Running, engine: ScriptedEngine) -> None:
     parts = [{"type": "input_text", "text": "\x01" * 20_000}] * 8
     with talk(running) as c:
         c.send(ITEM, item=message(*parts))
@@ -379,7 +383,7 @@ def test_an_event_that_fails_does_not_end_the_session(
 # ---- transcriptions
 
 
-def never(engine: TalkEngine) -> asyncio.Event:
+def never(engine: ScriptedEngine) -> asyncio.Event:
     """Requests of this engine wait until this is set."""
     event = asyncio.Event()
 
@@ -396,7 +400,7 @@ def say_something(c: Client) -> None:
 
 
 def test_so_many_transcriptions_wait(
-    running: Running, engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+    running: Running, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transcribe, "MAX_WAITING", 2)
     never(engine)
@@ -411,7 +415,7 @@ def test_so_many_transcriptions_wait(
     assert failed["error"]["code"] == "server_busy"
 
 
-def test_leaving_ends_transcriptions(running: Running, engine: TalkEngine) -> None:
+def test_leaving_ends_transcriptions(running: Running, engine: ScriptedEngine) -> None:
     never(engine)
     with talk(running) as c:
         c.manual(audio={"input": {"transcription": {"model": "any"}}})
@@ -426,42 +430,43 @@ def test_a_transcription_that_is_cancelled_at_once_takes_no_place() -> None:
     """Its task never runs."""
 
     async def main() -> list[Any]:
-        told: list[Any] = []
-        recorder = AnswerRecorder(Metrics(), RequestLog(RequestId("r"), "r", 0.0))
-        transcriber = transcribe.Transcriber(None, told.append, lambda: None, recorder)  # type: ignore[arg-type]
+        session = SilentSession()
+        transcriber = session.session.transcriber
         for i in range(2 * transcribe.MAX_WAITING):
             entry = items.Entry(items.Item(f"i{i}", "message"))
-            dictation = transcribe.Dictation(ScriptedEngine().info, ce.Transcription())
-            transcriber.begin(dictation, entry, None, 1.0)  # type: ignore[arg-type]
-            transcriber.cancel(f"i{i}")
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        await transcriber.close()
-        return told
+            options = transcribe.TranscriptionOptions(session.engine.info, ce.Transcription())
+            sound = EngineItem(entry.id, {"role": "user", "content": []})
+            task = transcribe.TranscriptionTask(options, entry, sound, 1.0, in_conversation=True)
+            transcriber.begin(task)
+            transcriber.cancel(entry.id)
+            while transcriber.busy:
+                await asyncio.sleep(0)
+        await session.session.close()
+        return session.queue.events
 
     assert not asyncio.run(main())
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("requested", [True, False])
 def test_log_probabilities_of_a_transcription(
-    asked: bool, running: Running, engine: TalkEngine
+    requested: bool, running: Running, engine: ScriptedEngine
 ) -> None:
     word = TokenLogprob(1, "what", b"what", -0.25)
 
     def script(ask: Ask) -> Any:
         if "Transcribe the" not in ask.texts[0]:
             return plain(ask)
-        assert ask.given["params"].logprobs == (0 if asked else None)
-        return [TextDelta((1,), "what", (word,) if asked else ())]
+        assert ask.given["params"].logprobs == (0 if requested else None)
+        return [TextDelta((1,), "what", (word,) if requested else ())]
 
     engine.script = script
     with talk(running) as c:
-        include = {"include": [options.LOGPROBS]} if asked else {}
-        told = c.manual(audio={"input": {"transcription": {"model": "any"}}}, **include)
-        assert told["include"] == ([options.LOGPROBS] if asked else None)
+        include = {"include": [options.LOGPROBS]} if requested else {}
+        session = c.manual(audio={"input": {"transcription": {"model": "any"}}}, **include)
+        assert session["include"] == ([options.LOGPROBS] if requested else None)
         say_something(c)
         done = c.until("conversation.item.input_audio_transcription.completed")
-    expected = [{"token": "what", "logprob": -0.25, "bytes": list(b"what")}] if asked else None
+    expected = [{"token": "what", "logprob": -0.25, "bytes": list(b"what")}] if requested else None
     assert done.get("logprobs") == expected
     delta = next(e for e in c.seen if e["type"].endswith("transcription.delta"))
     assert delta.get("logprobs") == expected
@@ -495,8 +500,9 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
             {"audio": {"output": {"speed": None}}, "truncation": None, "include": []},
             {"truncation": {"type": "auto"}},
         ):
-            told = c.update(**session)
-            assert (told["audio"]["output"]["speed"], told["truncation"], told["include"]) == (
+            updated = c.update(**session)
+            speed = updated["audio"]["output"]["speed"]
+            assert (speed, updated["truncation"], updated["include"]) == (
                 1.0,
                 "auto",
                 None,
@@ -513,7 +519,7 @@ def test_values_that_mean_the_default_are_taken(running: Running) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5])
 def test_leaving_logs_no_stack_trace(
-    at: int, running: Running, engine: TalkEngine, caplog: pytest.LogCaptureFixture
+    at: int, running: Running, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The web server says in two ways that nobody is there any more, depending on who closed
     first."""
@@ -556,7 +562,7 @@ def test_leaving_logs_no_stack_trace(
     assert not [r for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR]
 
 
-def test_a_server_that_drains_answers_no_further_turn(engine: TalkEngine) -> None:
+def test_a_server_that_drains_answers_no_further_turn(engine: ScriptedEngine) -> None:
     """A turn that ended while an answer was running is not answered once the server is about to
     stop."""
     loop_event = asyncio.Event()

@@ -15,8 +15,9 @@ from tests.server.conftest import Running
 from tests.server.realtime.client import Json, check, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.order import Order
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 from tests.slow.fuzz.realtime import Fuzz, Judge, fuzz_sessions
 
 EVENTS = 12_000
@@ -60,7 +61,7 @@ def _quick_switches() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_quick_switches")
 def test_fuzzed_events() -> None:
-    engine = TalkEngine(script=lambda ask: say("one two three", 0.3, 3))
+    engine = ScriptedEngine(script=lambda ask: say("one two three", 0.3, 3))
     with talking(engine) as running:
         url = f"ws://127.0.0.1:{running.port}/v1/realtime"
         seen, problems = asyncio.run(fuzz_sessions(url, EVENTS, 0, new_judge, patience_s=None))
@@ -96,7 +97,7 @@ def test_interruption_at_any_moment(by: str) -> None:
     async def slowly(i: int) -> None:
         await asyncio.sleep(0)
 
-    engine = TalkEngine(script=script, gate=slowly)
+    engine = ScriptedEngine(script=script, gate=slowly)
     question = pcm(silence(0.1), speech(0.5), silence(0.6))
     with talking(engine) as running:
         for seed in range(MOMENTS):
@@ -114,10 +115,10 @@ def test_interruption_at_any_moment(by: str) -> None:
                 engine.gate = gate
                 c.append(question)
                 response = c.until("response.created")["response"]["id"]
-                wanted = sum(
+                num_events = sum(
                     1 for e in script(Ask([], {}))[:stop_after] if isinstance(e, AudioChunk)
                 )
-                for _ in range(wanted):
+                for _ in range(num_events):
                     c.until("response.output_audio.delta")
                 if by == "speech":
                     c.append(pcm(speech(0.3)))
@@ -136,11 +137,11 @@ def test_interruption_at_any_moment(by: str) -> None:
                 ]
                 running.do(engine.ledger.idle.wait())
                 session = engine.sessions[-1]
-                said = [
+                remembered = [
                     i.message["content"] for i in session.items if i.message["role"] == "assistant"
                 ]
-                told = [o["content"][0]["transcript"] for o in done["output"]]
-                assert all(t.startswith(s) for s, t in zip(said, told, strict=False))
+                transcripts = [o["content"][0]["transcript"] for o in done["output"]]
+                assert all(t.startswith(s) for s, t in zip(remembered, transcripts, strict=False))
                 if done["output"]:
                     c.send(
                         "conversation.item.truncate",
@@ -149,15 +150,15 @@ def test_interruption_at_any_moment(by: str) -> None:
                         audio_end_ms=1000,
                     )
                     c.until("conversation.item.truncated")
-                    kept = [
+                    stored = [
                         i.message["content"]
                         for i in session.items
                         if i.message["role"] == "assistant"
                     ]
-                    assert kept == [] or (
-                        len(kept) == 1
-                        and told[0].startswith(kept[0])
-                        and len(kept[0].split()) <= 11
+                    assert stored == [] or (
+                        len(stored) == 1
+                        and transcripts[0].startswith(stored[0])
+                        and len(stored[0].split()) <= 11
                     )
         assert left_behind(running) == []
         assert not engine.ledger.running

@@ -20,15 +20,16 @@ from stretto.server.realtime import response as response_module
 from tests.server.conftest import PATIENCE_S, Running, read_until
 from tests.server.realtime.client import closed, hold, talk, types
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import say
 
 KEY = "secret-key"
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    with talking(TalkEngine(), api_key=(KEY, "other"), realtime_sessions_per_key=2) as running:
+    with talking(ScriptedEngine(), api_key=(KEY, "other"), realtime_sessions_per_key=2) as running:
         yield running
 
 
@@ -81,7 +82,7 @@ def test_pages_of_others_are_refused(running: Running) -> None:
         pass
 
 
-def test_other_refusals(running: Running, engine: TalkEngine) -> None:
+def test_other_refusals(running: Running, engine: ScriptedEngine) -> None:
     assert refused(running, "/v1/realtime?model=gpt-9") == (404, "model_not_found")
     assert refused(running, "/v1/realtime/calls") == (404, "not_found")
     assert running.ask("/v1/realtime").status == 426
@@ -91,7 +92,7 @@ def test_other_refusals(running: Running, engine: TalkEngine) -> None:
 
 
 def test_a_model_that_only_reads_aloud_holds_no_conversation() -> None:
-    with talking(TalkEngine(card={"output_modalities": ("audio",)})) as running:
+    with talking(ScriptedEngine(card={"output_modalities": ("audio",)})) as running:
         assert refused(running) == (400, "invalid_value")
 
 
@@ -108,7 +109,7 @@ def test_so_many_sessions_and_no_more(guarded: Running) -> None:
     guarded.do(guarded.server.service.sessions.idle.wait())
     with talk(guarded, **mine):
         pass
-    with talking(TalkEngine(), realtime_sessions=1) as running, talk(running):
+    with talking(ScriptedEngine(), realtime_sessions=1) as running, talk(running):
         assert refused(running) == (429, "server_busy")
 
 
@@ -129,10 +130,10 @@ def test_a_key_is_never_logged(guarded: Running, caplog: pytest.LogCaptureFixtur
 
 def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "POLL_S", 0.01)
-    with talking(TalkEngine(), realtime_minutes=0.001) as running, talk(running) as c:
+    with talking(ScriptedEngine(), realtime_minutes=0.001) as running, talk(running) as c:
         assert c.until("error")["error"]["code"] == "session_expired"
         assert closed(c) == (1001, endpoint.EXPIRED.text)
-    with talking(TalkEngine(), realtime_idle=0.05) as running, talk(running) as c:
+    with talking(ScriptedEngine(), realtime_idle=0.05) as running, talk(running) as c:
         assert closed(c) == (1008, endpoint.IDLE.text)
         running.do(running.server.service.sessions.idle.wait())
         assert (
@@ -143,11 +144,11 @@ def test_too_long_and_too_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "POLL_S", 0.01)
-    engine, ahead, looks = TalkEngine(), 0.0, 0
+    engine, ahead, polls = ScriptedEngine(), 0.0, 0
 
     def monotonic() -> float:
-        nonlocal looks
-        looks += 1
+        nonlocal polls
+        polls += 1
         return time.monotonic() + ahead
 
     clock = SimpleNamespace(monotonic=monotonic, perf_counter=time.perf_counter)
@@ -158,8 +159,8 @@ def test_a_session_that_speaks_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         c.send("response.create")
         c.until("response.created")
         ahead = 400.0
-        before = looks
-        while looks < before + 20:
+        before = polls
+        while polls < before + 20:
             running.do(asyncio.sleep(0))
         go_on()
         assert c.until("response.done")["response"]["status"] == "completed"
@@ -171,18 +172,18 @@ def test_who_has_listened_for_long_may_think_before_speaking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "POLL_S", 0.001)
-    with talking(TalkEngine()) as running:
+    with talking(ScriptedEngine()) as running:
         service = running.server.service
 
         class Speaking:
             """For the first three looks."""
 
-            looks = 0
+            polls = 0
 
             @property
             def busy(self) -> bool:
-                self.looks += 1
-                return self.looks <= 3
+                self.polls += 1
+                return self.polls <= 3
 
         async def watch() -> bool:
             session: Any = Speaking()
@@ -190,7 +191,7 @@ def test_who_has_listened_for_long_may_think_before_speaking(
                 service, session, *[None] * 3, last_received=-1e9
             )  # type: ignore[list-item]
             task = asyncio.create_task(connection.watch())
-            while session.looks < 6 and not task.done():
+            while session.polls < 6 and not task.done():
                 await asyncio.sleep(0.001)
             ended = task.done()
             task.cancel()
@@ -199,7 +200,7 @@ def test_who_has_listened_for_long_may_think_before_speaking(
         assert running.do(watch())
 
 
-def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
+def test_draining_lets_an_answer_end(engine: ScriptedEngine) -> None:
     with (
         talking(engine, drain_timeout=30.0) as running,
         talk(running) as busy,
@@ -217,7 +218,7 @@ def test_draining_lets_an_answer_end(engine: TalkEngine) -> None:
         assert closed(busy) == (1012, endpoint.DRAINING.text)
 
 
-def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: TalkEngine) -> None:
+def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: ScriptedEngine) -> None:
     hold(running, engine)
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(1.0)))
@@ -229,7 +230,7 @@ def test_a_client_that_vanishes_leaves_nothing(running: Running, engine: TalkEng
     assert running.server.service.admission.running == 0
 
 
-def test_a_client_that_does_not_read_is_closed(engine: TalkEngine) -> None:
+def test_a_client_that_does_not_read_is_closed(engine: ScriptedEngine) -> None:
     """It asks for an hour of speech and takes none of it; others notice nothing."""
     engine.script = lambda ask: say("word " * 50, 600.0, 50)
     with talking(engine, send_timeout=0.3, realtime_lead=10_000.0) as running:
@@ -268,7 +269,7 @@ def test_a_message_too_large_ends_only_its_own_session(running: Running) -> None
 
 
 def test_a_session_holds_so_much_and_no_more() -> None:
-    with talking(TalkEngine(), realtime_held_mb=1.0) as running, talk(running) as c:
+    with talking(ScriptedEngine(), realtime_held_mb=1.0) as running, talk(running) as c:
         c.manual()
         c.append(bytes(500_000), 500_000)
         c.append(bytes(500_000), 500_000)
@@ -283,7 +284,7 @@ def test_a_session_holds_so_much_and_no_more() -> None:
 
 
 def test_what_the_engine_has_forgotten_is_not_held() -> None:
-    engine = TalkEngine()
+    engine = ScriptedEngine()
     with talking(engine, realtime_held_mb=1.0) as running, talk(running) as c:
         c.manual()
         c.append(bytes(600_000), 600_000)
@@ -301,7 +302,7 @@ def test_what_the_engine_has_forgotten_is_not_held() -> None:
 
 
 def test_sound_is_sent_no_further_ahead_than_allowed(
-    engine: TalkEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces of 0.2 s; the next one goes when no more than 0.5 s are ahead."""
     now = [0.0]
@@ -311,8 +312,8 @@ def test_sound_is_sent_no_further_ahead_than_allowed(
         c.manual(instructions="x")
         c.send("response.create")
         sent = 0
-        for now[0], wanted in ((0.0, 3), (0.45, 5), (0.85, 7)):
-            while sent < wanted:
+        for now[0], expected in ((0.0, 3), (0.45, 5), (0.85, 7)):
+            while sent < expected:
                 c.until("response.output_audio.delta")
                 sent += 1
             assert "response.output_audio.delta" not in types(c.sync())

@@ -23,8 +23,10 @@ from tests.server.conftest import Running
 from tests.server.real_engine import Served
 from tests.server.realtime.client import Client, Json, add_text, talk
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import RATE, LoudnessVad, TalkEngine, say, short
+from tests.server.realtime.loudness_vad import LoudnessVad
 from tests.server.realtime.sounds import pcm, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import RATE, say, short
 
 SCRIPTED, REAL = 140, 60
 FRAMES = 400
@@ -92,7 +94,7 @@ class Answer:
 
 
 def interrupt(c: Client, how: str, answer: Answer, heard_ms: int) -> None:
-    if how == "told":  # what was heard comes before the cancel, as some clients have it
+    if how == "truncate":  # some clients truncate before they cancel
         c.send(
             "conversation.item.truncate",
             item_id=answer.item,
@@ -124,7 +126,7 @@ async def tasks_of(kind: str) -> int:
     return sum(t.get_name() == kind for t in asyncio.all_tasks())
 
 
-def gate_at(running: Running, engine: TalkEngine, at: int) -> None:
+def gate_at(running: Running, engine: ScriptedEngine, at: int) -> None:
     """The answer stands still before its event of this number, for good."""
 
     async def gate(i: int) -> None:
@@ -144,7 +146,7 @@ def draw(seed: int) -> tuple[random.Random, list[Event], int]:
 
 @pytest.mark.parametrize("first", range(0, SCRIPTED, 35))
 def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, engine, history = Clock(), TalkEngine(), []
+    clock, engine, history = Clock(), ScriptedEngine(), []
     monkeypatch.setattr(responses, "clock", clock)
     with talking(engine) as running, talk(running) as c:
         c.update(audio={"input": {"turn_detection": BY_SPEECH}})
@@ -159,19 +161,19 @@ def test_what_is_kept_is_what_was_heard(first: int, monkeypatch: pytest.MonkeyPa
             while (answer.text, answer.samples) != (text, made):
                 answer.take()
             played = rng.uniform(0.0, 1.2) * made / RATE
-            told = rng.uniform(0.0, made / RATE)
+            cut_s = rng.uniform(0.0, made / RATE)
             clock.now += played
             how = (
-                rng.choice(("cancel", "speech", "told"))
+                rng.choice(("cancel", "speech", "truncate"))
                 if answer.item
                 else rng.choice(("cancel", "speech"))
             )
-            interrupt(c, how, answer, round(1000 * told))
+            interrupt(c, how, answer, round(1000 * cut_s))
             check_over(c, answer, how)
-            if how == "told":
-                played = round(1000 * told) / 1000
-            kept = played_text(text, min(played, made / RATE), made / RATE, complete=False)
-            history += [f"user: question {seed}", *([f"assistant: {kept}"] if kept else [])]
+            if how == "truncate":
+                played = round(1000 * cut_s) / 1000
+            stored = played_text(text, min(played, made / RATE), made / RATE, complete=False)
+            history += [f"user: question {seed}", *([f"assistant: {stored}"] if stored else [])]
             assert [short(i.message) for i in engine.sessions[0].items] == history, seed
             assert not engine.ledger.running
             assert running.do(tasks_of("response")) == 0
@@ -195,8 +197,8 @@ def recorded(engine: Any, patch: pytest.MonkeyPatch) -> list[Session]:
     opened: list[Session] = []
     before = engine.session
 
-    def session(**given: Any) -> Session:
-        it: Any = before(**given)
+    def session(**options: Any) -> Session:
+        it: Any = before(**options)
         respond = it.respond
 
         def at_length(**more: Any) -> Any:
@@ -242,7 +244,7 @@ def check_one(it: Served, c: Client, session: Session, rng: random.Random) -> No
         answer.take()
         packets -= answer.samples > was
     assert answer.done is None, "it was to be longer"
-    how = rng.choice(("cancel", "speech", "told") if answer.item else ("cancel", "speech"))
+    how = rng.choice(("cancel", "speech", "truncate") if answer.item else ("cancel", "speech"))
     interrupt(c, how, answer, rng.randrange(400))
     check_over(c, answer, how)
     it.do(freed(it.engine))
@@ -252,15 +254,15 @@ def check_one(it: Served, c: Client, session: Session, rng: random.Random) -> No
     if answer.item:
         assert answer.end()["usage"]["input_tokens"] > 5
     assert whole.startswith(answer.text)
-    kept: list[Any] = []
+    stored: list[Any] = []
     if answer.item:
         ms = rng.randrange(1000)  # the client knows best what was heard
         c.send("conversation.item.truncate", item_id=answer.item, content_index=0, audio_end_ms=ms)
         c.until("conversation.item.truncated")
         words = played_text(whole, min(ms / 1000, answer.seconds), answer.seconds, complete=False)
-        kept = [{"role": "assistant", "content": words}] if words else []
+        stored = [{"role": "assistant", "content": words}] if words else []
     assert [i.message for i in session.items][: len(before)] == before
-    assert [i.message for i in session.items][len(before) + 1 :] == kept
+    assert [i.message for i in session.items][len(before) + 1 :] == stored
     if len(session.items) > 8:  # short prompts are quick
         for id in (answer.item, question):
             if id:

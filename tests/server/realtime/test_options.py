@@ -1,5 +1,6 @@
 """A session's settings and what an update makes of them."""
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
@@ -8,8 +9,10 @@ import pytest
 from stretto.errors import Invalid
 from stretto.family import ModelInfo
 from stretto.params import ChunkSizes, Params
+from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.options import MAX_TEXT_BYTES, Options, SessionState
+from stretto.server.realtime.tools import ToolReader
 
 F = TypeVar("F", bound=c.Common)
 INFO = ModelInfo("m", ("Ethan", "Chelsie"), "Ethan", 24_000, 32768)
@@ -20,11 +23,12 @@ def state() -> SessionState:
 
 
 def update(to: SessionState, **session: Any) -> SessionState:
-    return to.updated(fields(c.SessionFields, **session), INFO)
+    changes = fields(c.SessionFields, **session)
+    return to.updated(changes, INFO, asyncio.run(ToolReader(LoopTurns()).read(changes)))
 
 
-def fields(kind: type[F], **given: Any) -> F:
-    return msgspec.json.decode(msgspec.json.encode(given), type=kind)
+def fields(kind: type[F], **values: Any) -> F:
+    return msgspec.json.decode(msgspec.json.encode(values), type=kind)
 
 
 def test_defaults_are_told_in_full() -> None:
@@ -239,8 +243,8 @@ def test_speed_of_a_session_and_of_one_response() -> None:
     assert session.answers.params(ChunkSizes(), Params()).speed == 1.5
 
     def response(**output: Any) -> float:
-        given = fields(c.ResponseFields, audio={"output": output})
-        return session.answers.updated(given, INFO).speed
+        changes = fields(c.ResponseFields, audio={"output": output})
+        return session.answers.updated(changes, INFO).speed
 
     assert (response(), response(speed=None), response(speed=0.5)) == (1.5, 1.5, 0.5)
     assert update(session, audio={"output": {"speed": None}}).answers.speed == 1.0

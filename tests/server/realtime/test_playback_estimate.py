@@ -3,8 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.server.realtime.items import Speech
-from stretto.server.realtime.playback_estimate import PlaybackClock, played_text, reading_time
+from stretto.server.realtime.playback_estimate import (
+    PlaybackClock,
+    Speech,
+    played_text,
+    reading_time,
+)
 
 TEXT = "one two three four five six seven eight nine ten"
 
@@ -20,9 +24,9 @@ def test_played_text_is_the_share_of_sound_in_whole_words() -> None:
 
 def test_text_that_runs_ahead_of_its_sound_was_not_heard() -> None:
     # All the text is there, and half a second of its sound: not all of it was heard.
-    said = played_text(TEXT, 0.5, 0.5, False)
-    assert said == "one two"
-    assert reading_time(said) <= 0.5
+    played = played_text(TEXT, 0.5, 0.5, False)
+    assert played == "one two"
+    assert reading_time(played) <= 0.5
     # Slow speech: more sound than the text should take. The share is of what was made.
     assert played_text("one two", 3.0, 6.0, False) == "one"
 

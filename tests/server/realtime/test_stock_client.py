@@ -18,8 +18,9 @@ from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from tests.server.conftest import Running
 from tests.server.real_engine import Served
-from tests.server.realtime.scripted import TalkEngine, say
 from tests.server.realtime.sounds import b64, pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import say
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
@@ -56,7 +57,7 @@ async def manual(connection: AsyncRealtimeConnection, **session: Any) -> None:
     await until(connection, "session.updated")
 
 
-async def heard(connection: AsyncRealtimeConnection) -> tuple[str, bytes, Any]:
+async def read_answer(connection: AsyncRealtimeConnection) -> tuple[str, bytes, Any]:
     """An answer to its end: words, sound, and how it ended."""
     words, sound = "", b""
     async for event in connection:
@@ -70,7 +71,7 @@ async def heard(connection: AsyncRealtimeConnection) -> tuple[str, bytes, Any]:
     raise AssertionError("the connection ended")
 
 
-def test_voice_turns_with_memory(running: Running, engine: TalkEngine) -> None:
+def test_voice_turns_with_memory(running: Running, engine: ScriptedEngine) -> None:
     async def talk() -> None:
         async with connected(running) as connection:
             await manual(connection)
@@ -78,7 +79,7 @@ def test_voice_turns_with_memory(running: Running, engine: TalkEngine) -> None:
                 await append(connection, pcm(speech(0.5)))
                 await connection.input_audio_buffer.commit()
                 await connection.response.create()
-                words, sound, response = await heard(connection)
+                words, sound, response = await read_answer(connection)
                 assert words == f"I know {1 + 2 * turn} messages so far."
                 assert len(sound) == 48_000
                 assert response.status == "completed"
@@ -88,7 +89,7 @@ def test_voice_turns_with_memory(running: Running, engine: TalkEngine) -> None:
     assert [t.split(":")[0] for t in engine.asks[1].texts] == ["user", "assistant", "user"]
 
 
-def test_turns_by_vad_and_barge_in(running: Running, engine: TalkEngine) -> None:
+def test_turns_by_vad_and_barge_in(running: Running, engine: ScriptedEngine) -> None:
     hold = asyncio.Event()
 
     async def gate(i: int) -> None:
@@ -114,7 +115,7 @@ def test_turns_by_vad_and_barge_in(running: Running, engine: TalkEngine) -> None
             assert (await until(connection, "conversation.item.truncated")).audio_end_ms == 20
             engine.gate = None
             await append(connection, pcm(silence(0.8)))
-            assert (await heard(connection))[2].status == "completed"
+            assert (await read_answer(connection))[2].status == "completed"
 
     run(talk())
     assert [t.split(":")[0] for t in engine.asks[-1].texts] == [
@@ -123,7 +124,7 @@ def test_turns_by_vad_and_barge_in(running: Running, engine: TalkEngine) -> None
     ]  # too little was heard to be a word
 
 
-def test_functions(running: Running, engine: TalkEngine) -> None:
+def test_functions(running: Running, engine: ScriptedEngine) -> None:
     engine.script = lambda ask: (
         say(CALL, 0.5) if len(ask.messages) == 1 else say("It is sunny.", 0.5)
     )
@@ -152,7 +153,7 @@ def test_functions(running: Running, engine: TalkEngine) -> None:
                 }
             )
             await connection.response.create()
-            assert (await heard(connection))[0] == "It is sunny."
+            assert (await read_answer(connection))[0] == "It is sunny."
 
     run(talk())
 
@@ -179,7 +180,7 @@ def test_with_the_real_engine(real: Served) -> None:
             await append(connection, pcm(speech(1.0)))
             await connection.input_audio_buffer.commit()
             await connection.response.create()
-            _, sound, response = await heard(connection)
+            _, sound, response = await read_answer(connection)
             assert response.status in ("completed", "incomplete")
             assert len(sound) > 0
             usage = response.usage
@@ -191,7 +192,7 @@ def test_with_the_real_engine(real: Served) -> None:
             await connection.session.update(session={"type": "realtime", "audio": vad})
             await append(connection, pcm(silence(0.3), speech(1.0, seed=4), silence(0.8)))
             await until(connection, "input_audio_buffer.speech_stopped")
-            _, _, second = await heard(connection)
+            _, _, second = await read_answer(connection)
             assert second.usage.input_tokens > usage.input_tokens  # it remembers
             completed = await until(
                 connection, "conversation.item.input_audio_transcription.completed"
@@ -232,7 +233,7 @@ def test_an_early_answer_is_the_same_on_the_real_engine(real: Served) -> None:
                 }
                 await connection.session.update(session=session)
                 await append(connection, turn)
-                words, sound, response = await heard(connection)
+                words, sound, response = await read_answer(connection)
                 result.extend((words, sound, response.stretto["speculative"]))
 
         service = real.running.server.service
@@ -252,9 +253,9 @@ def test_a_transcription_session_on_the_real_engine(real: Served) -> None:
     async def talk() -> None:
         client = AsyncOpenAI(base_url=f"{real.running.url}/v1", api_key="none")
         async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
-            heard: Any = {"transcription": {"model": "whisper-1", "language": "en"}}
+            audio_input: Any = {"transcription": {"model": "whisper-1", "language": "en"}}
             await connection.session.update(
-                session={"type": "transcription", "audio": {"input": heard}}
+                session={"type": "transcription", "audio": {"input": audio_input}}
             )
             assert (await until(connection, "session.updated")).session.type == "transcription"
             await append(connection, pcm(silence(0.3), speech(1.5), silence(0.8)))

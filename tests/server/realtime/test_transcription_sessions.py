@@ -17,8 +17,9 @@ from stretto.server.realtime.partial_transcripts import agreed
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk, types
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import Ask, TalkEngine
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask
 
 PATH = "/v1/realtime?intent=transcription&model=gpt-4o-mini-transcribe"
 WORDS = "conversation.item.input_audio_transcription."
@@ -51,7 +52,7 @@ def deltas(events: list[Any]) -> str:
 
 
 def test_words_come_while_one_speaks_and_the_turn_is_forgotten(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     engine.script = counting
     with transcribing(running) as c:
@@ -83,7 +84,7 @@ def test_words_come_while_one_speaks_and_the_turn_is_forgotten(
 
 
 def test_the_transcript_that_counts_may_differ_from_the_words_before(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     engine.script = lambda ask: [
         TextDelta((1,), "won too three" if seconds_heard(ask) < 3.5 else "one two three")
@@ -100,11 +101,12 @@ def test_the_transcript_that_counts_may_differ_from_the_words_before(
 
 
 def test_by_hand_with_a_language_and_what_is_not_possible(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     engine.script = counting
-    heard = {"turn_detection": None, "transcription": {"language": "de-AT", "prompt": "Mozart"}}
-    with transcribing(running, audio={"input": heard}) as c:
+    transcription = {"language": "de-AT", "prompt": "Mozart"}
+    audio_input = {"turn_detection": None, "transcription": transcription}
+    with transcribing(running, audio={"input": audio_input}) as c:
         c.append(pcm(speech(0.5)))
         c.send("input_audio_buffer.commit")
         c.until(f"{WORDS}completed")
@@ -122,7 +124,7 @@ def test_by_hand_with_a_language_and_what_is_not_possible(
         assert c.until("session.updated")["session"]["audio"]["input"]["transcription"]
 
 
-def test_session_type_may_change_before_any_sound(running: Running, engine: TalkEngine) -> None:
+def test_session_type_may_change_before_any_sound(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.send("session.update", session={"type": "transcription"})
         assert c.until("session.updated")["session"]["type"] == "transcription"
@@ -133,7 +135,7 @@ def test_session_type_may_change_before_any_sound(running: Running, engine: Talk
         assert c.until("error")["error"]["param"] == "session.type"
 
 
-def test_clients_of_the_beta(running: Running, engine: TalkEngine) -> None:
+def test_clients_of_the_beta(running: Running, engine: ScriptedEngine) -> None:
     engine.script = counting
     url = f"ws://127.0.0.1:{running.port}/v1/realtime?intent=transcription"
     with connect(url, additional_headers={"OpenAI-Beta": "realtime=v1"}) as socket:
@@ -150,13 +152,13 @@ def test_clients_of_the_beta(running: Running, engine: TalkEngine) -> None:
             "turn_detection": {"type": "server_vad", "silence_duration_ms": 300},
         }
         socket.send(json.dumps({"type": "transcription_session.update", "session": session}))
-        told = until("transcription_session.updated")["session"]
-        assert told["input_audio_format"] == "g711_ulaw"
-        assert told["turn_detection"]["silence_duration_ms"] == 300
+        session = until("transcription_session.updated")["session"]
+        assert session["input_audio_format"] == "g711_ulaw"
+        assert session["turn_detection"]["silence_duration_ms"] == 300
 
 
 def test_a_model_that_does_not_write_down_speech() -> None:
-    engine = TalkEngine(transcription=None)
+    engine = ScriptedEngine(transcription=None)
     with talking(engine) as running:
         with pytest.raises(InvalidStatus) as refused, talk(running, PATH):
             pass
@@ -173,7 +175,7 @@ def test_a_model_that_does_not_write_down_speech() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "wanted"),
+    ("one", "two", "expected"),
     [
         ("", "hello", ""),
         ("hello wor", "hello world is", "hello"),
@@ -184,6 +186,6 @@ def test_a_model_that_does_not_write_down_speech() -> None:
         ("don't go", "don't stop", "don't"),
     ],
 )
-def test_agreed_words(one: str, two: str, wanted: str) -> None:
-    assert agreed(one, two) == wanted
-    assert agreed(two, one) == wanted
+def test_agreed_words(one: str, two: str, expected: str) -> None:
+    assert agreed(one, two) == expected
+    assert agreed(two, one) == expected

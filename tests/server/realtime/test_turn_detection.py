@@ -16,8 +16,8 @@ def signals(detector: TurnDetector, *probabilities: float) -> list[tuple[int, st
 
 def test_a_turn() -> None:
     detector = TurnDetector(Pauses(0.5, 4800, short=3, end=6))
-    heard = [Q, S, Q, S, S, S, Q, Q, S, Q, Q, Q, Q, S, Q, Q, Q, Q, Q, Q, Q, Q]
-    assert signals(detector, *heard) == [
+    probabilities = [Q, S, Q, S, S, S, Q, Q, S, Q, Q, Q, Q, S, Q, Q, Q, Q, Q, Q, Q, Q]
+    assert signals(detector, *probabilities) == [
         (4, "started"),  # a click at 1 is not speech
         (11, "paused"),
         (13, "resumed"),
@@ -52,7 +52,9 @@ def test_pauses_of_settings() -> None:
 
 
 @given(st.lists(st.floats(0, 1), max_size=200), st.integers(1, 5), st.integers(0, 5))
-def test_every_sequence_is_a_sequence_of_turns(heard: list[float], short: int, more: int) -> None:
+def test_every_sequence_is_a_sequence_of_turns(
+    probabilities: list[float], short: int, more: int
+) -> None:
     allowed = {
         None: {Signal.STARTED},
         Signal.STARTED: {Signal.PAUSED},
@@ -61,7 +63,7 @@ def test_every_sequence_is_a_sequence_of_turns(heard: list[float], short: int, m
         Signal.STOPPED: {Signal.STARTED},
     }
     detector, last = TurnDetector(Pauses(0.5, 0, short, short + more)), None
-    for probability in heard:
+    for probability in probabilities:
         for signal in detector.feed(probability):
             assert signal in allowed[last]
             last = signal

@@ -22,8 +22,9 @@ from tests.server.realtime.client import (
     talk,
     types,
 )
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import b64, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 
 DELTAS = {
     "response.output_audio_transcript.delta",
@@ -32,7 +33,7 @@ DELTAS = {
 }
 
 
-def test_voice_turn_in_order(running: Running, engine: TalkEngine) -> None:
+def test_voice_turn_in_order(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual()
         c.append(ONE_S)
@@ -53,10 +54,10 @@ def test_voice_turn_in_order(running: Running, engine: TalkEngine) -> None:
     first, done = events[0]["response"], events[-1]["response"]
     assert first["metadata"] == done["metadata"] == {"client_event_id": "x1"}
     assert (first["status"], done["status"]) == ("in_progress", "completed")
-    said = "".join(
+    text = "".join(
         e["delta"] for e in events if e["type"] == "response.output_audio_transcript.delta"
     )
-    assert said == done["output"][0]["content"][0]["transcript"] == "I know 1 messages so far."
+    assert text == done["output"][0]["content"][0]["transcript"] == "I know 1 messages so far."
     assert {e["part"]["type"] for e in events if "part" in e} == {"audio"}
     assert events[1]["item"]["role"] == "assistant"
     assert events[2]["previous_item_id"] == committed[0]["item_id"]
@@ -90,7 +91,7 @@ def test_nothing_null_where_some_clients_refuse_null(running: Running) -> None:
             assert None not in e["part"].values()
 
 
-def test_memory_of_two_turns(running: Running, engine: TalkEngine) -> None:
+def test_memory_of_two_turns(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual(instructions="Be brief.")
         speak(c)
@@ -102,13 +103,13 @@ def test_memory_of_two_turns(running: Running, engine: TalkEngine) -> None:
         "user: [0.50 s]",
     ]  # fmt: skip
     assert not engine.ledger.running
-    given = engine.asks[0].given  # sound was read ahead behind the same words
+    options = engine.asks[0].given  # sound was read ahead behind the same words
     assert engine.sessions[-1].expected == {
-        k: given[k] for k in ("modalities", "instructions", "tools")
+        k: options[k] for k in ("modalities", "instructions", "tools")
     }
 
 
-def test_text_alone(running: Running, engine: TalkEngine) -> None:
+def test_text_alone(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual(output_modalities=["text"])
         add_text(c, "Hello")
@@ -124,7 +125,7 @@ def test_text_alone(running: Running, engine: TalkEngine) -> None:
     assert {e["part"]["type"] for e in events if "part" in e} == {"text"}
 
 
-def test_items_are_put_where_they_belong(running: Running, engine: TalkEngine) -> None:
+def test_items_are_put_where_they_belong(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual(output_modalities=["text"])
         second = add_text(c, "second")
@@ -149,7 +150,7 @@ def test_items_are_put_where_they_belong(running: Running, engine: TalkEngine) -
     ]
 
 
-def test_an_item_that_is_refused_is_not_there(running: Running, engine: TalkEngine) -> None:
+def test_an_item_that_is_refused_is_not_there(running: Running, engine: ScriptedEngine) -> None:
     picture = {"type": "input_image", "image_url": "http://127.0.0.1/a.png"}
     with talk(running) as c:
         c.manual(output_modalities=["text"])
@@ -192,7 +193,7 @@ def test_nothing_is_called_as_the_front_is(running: Running) -> None:
     ],
 )
 def test_parts_are_called_as_strict_clients_have_it(
-    running: Running, engine: TalkEngine, role: str, kind: str, wire: str
+    running: Running, engine: ScriptedEngine, role: str, kind: str, wire: str
 ) -> None:
     """The client of these tests refuses an event that OpenAI's types do not describe."""
     part = {"type": kind, "transcript" if kind.endswith("audio") else "text": "words"}
@@ -214,7 +215,7 @@ def test_parts_are_called_as_strict_clients_have_it(
     assert engine.asks[0].texts == [f"{role}: words"]
 
 
-def test_items_that_the_engine_has_forgotten(running: Running, engine: TalkEngine) -> None:
+def test_items_that_the_engine_has_forgotten(running: Running, engine: ScriptedEngine) -> None:
     """A full context makes it forget the oldest turns by itself; clients may still speak of
     them."""
     with talk(running) as c:
@@ -245,7 +246,7 @@ def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None
         }
         c.send("conversation.item.create", item=item)
         c.until("conversation.item.done")
-        asked = [
+        events = [
             ("response_cancel_not_active", c.send("response.cancel")),
             ("input_audio_buffer_commit_empty", c.send("input_audio_buffer.commit")),
             ("item_retrieve_invalid_item_id", c.send("conversation.item.retrieve", item_id="no")),
@@ -264,7 +265,7 @@ def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None
             ("invalid_event", c.send("session.destroy")),
             ("input_audio_buffer_commit_empty", c.send("input_audio_buffer.commit")),
         ]  # fmt: skip
-        for code, event_id in asked:
+        for code, event_id in events:
             error = c.until("error")["error"]
             assert (error["code"], error["event_id"]) == (code, event_id)
             if code == "response_cancel_not_active":
@@ -276,7 +277,7 @@ def test_errors_have_their_codes_and_the_session_lives(running: Running) -> None
         assert answer(c)[-1]["response"]["status"] == "completed"
 
 
-def test_a_second_response_at_once_is_refused(running: Running, engine: TalkEngine) -> None:
+def test_a_second_response_at_once_is_refused(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual()
         c.update(instructions="x")
@@ -293,7 +294,7 @@ def test_a_second_response_at_once_is_refused(running: Running, engine: TalkEngi
         assert c.until("response.done")["response"]["status"] == "completed"
 
 
-def test_the_buffer_can_be_cleared(running: Running, engine: TalkEngine) -> None:
+def test_the_buffer_can_be_cleared(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual()
         c.append(ONE_S)
@@ -304,7 +305,7 @@ def test_the_buffer_can_be_cleared(running: Running, engine: TalkEngine) -> None
     assert engine.asks[0].texts == ["user: [0.50 s]"]
 
 
-def test_telephones(running: Running, engine: TalkEngine) -> None:
+def test_telephones(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         wire = c.manual(
             audio={
@@ -316,9 +317,9 @@ def test_telephones(running: Running, engine: TalkEngine) -> None:
         sound = (speech(1.0, 8000) * 32767).astype(np.int16)
         speak(c, encode_g711(sound, "mu"))
         events = answer(c)
-    heard = engine.asks[0].messages[0]["content"][0]["data"]
-    assert len(heard) == 16_000
-    assert 0.02 < np.abs(heard).mean() < 0.3
+    samples = engine.asks[0].messages[0]["content"][0]["data"]
+    assert len(samples) == 16_000
+    assert 0.02 < np.abs(samples).mean() < 0.3
     data = b"".join(
         base64.b64decode(e["delta"]) for e in events if e["type"] == "response.output_audio.delta"
     )
@@ -339,7 +340,7 @@ def test_voice_stays_once_it_was_heard(running: Running) -> None:
         )
 
 
-def test_limits_of_length_are_told(running: Running, engine: TalkEngine) -> None:
+def test_limits_of_length_are_told(running: Running, engine: ScriptedEngine) -> None:
     engine.script = lambda ask: say("a b c d", 0.2)
     with talk(running) as c:
         c.manual()
@@ -350,7 +351,7 @@ def test_limits_of_length_are_told(running: Running, engine: TalkEngine) -> None
     assert done["max_output_tokens"] == 4
 
 
-def test_a_failure_is_the_response_s_own(running: Running, engine: TalkEngine) -> None:
+def test_a_failure_is_the_response_s_own(running: Running, engine: ScriptedEngine) -> None:
     engine.fail_at, engine.error = 3, Busy("all rows are taken")
     with talk(running) as c:
         c.manual()
@@ -363,11 +364,11 @@ def test_a_failure_is_the_response_s_own(running: Running, engine: TalkEngine) -
         assert answer(c)[-1]["response"]["status"] == "completed"
 
 
-def test_beside_the_conversation(running: Running, engine: TalkEngine) -> None:
+def test_beside_the_conversation(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual(output_modalities=["text"])
         item = add_text(c, "in the conversation")["item"]
-        given = [
+        items = [
             {"type": "item_reference", "id": item["id"]},
             {
                 "type": "message",
@@ -376,7 +377,7 @@ def test_beside_the_conversation(running: Running, engine: TalkEngine) -> None:
             },
         ]
         events = answer(
-            c, conversation="none", input=given, instructions="Judge.", metadata={"topic": "side"}
+            c, conversation="none", input=items, instructions="Judge.", metadata={"topic": "side"}
         )
         assert "conversation.item.added" not in types(events)
         assert events[-1]["response"]["conversation_id"] is None
@@ -386,7 +387,7 @@ def test_beside_the_conversation(running: Running, engine: TalkEngine) -> None:
 
 
 def test_answers_beside_the_conversation_leave_its_own_alone(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     with talk(running) as c:
         c.manual(output_modalities=["text"])
@@ -405,7 +406,7 @@ def test_answers_beside_the_conversation_leave_its_own_alone(
             assert c.until("response.done")["response"]["status"] == "completed"
 
 
-def test_several_functions_in_one_response(running: Running, engine: TalkEngine) -> None:
+def test_several_functions_in_one_response(running: Running, engine: ScriptedEngine) -> None:
     call = '<tool_call>\n{"name": "%s", "arguments": {"city": "%s"}}\n</tool_call>'
     text = "Let me look. " + call % ("weather", "Bonn") + "\n" + call % ("time", "Rome")
 
@@ -453,7 +454,7 @@ def test_several_functions_in_one_response(running: Running, engine: TalkEngine)
     ]  # fmt: skip
 
 
-def test_a_call_alone_says_nothing(running: Running, engine: TalkEngine) -> None:
+def test_a_call_alone_says_nothing(running: Running, engine: ScriptedEngine) -> None:
     engine.script = lambda ask: say('<tool_call>{"name": "f", "arguments": {}}</tool_call>', 1.0)
     with talk(running) as c:
         c.manual(tools=[{"type": "function", "name": "f"}])
@@ -465,7 +466,7 @@ def test_a_call_alone_says_nothing(running: Running, engine: TalkEngine) -> None
 
 @pytest.mark.parametrize("end_token", [True, False])
 def test_nobody_waits_for_the_sound_of_a_call(
-    running: Running, engine: TalkEngine, end_token: bool
+    running: Running, engine: ScriptedEngine, end_token: bool
 ) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     end = [TextDelta((9,), "")] if end_token else []
@@ -479,7 +480,7 @@ def test_nobody_waits_for_the_sound_of_a_call(
     assert not engine.ledger.running
 
 
-def test_timeline_if_asked_for(running: Running, engine: TalkEngine) -> None:
+def test_timeline_if_asked_for(running: Running, engine: ScriptedEngine) -> None:
     engine.timeline = (TimelineSpan("first", "prefill", 0.0, 0.5),)
     with talk(running) as c:
         c.manual(timeline=True)
@@ -488,7 +489,7 @@ def test_timeline_if_asked_for(running: Running, engine: TalkEngine) -> None:
     assert wire["timeline"] == [{"lane": "first", "name": "prefill", "start": 0.0, "stop": 0.5}]
 
 
-def test_an_answer_without_words_or_sound(running: Running, engine: TalkEngine) -> None:
+def test_an_answer_without_words_or_sound(running: Running, engine: ScriptedEngine) -> None:
     engine.script = lambda ask: [TextDelta((0,), "")]
     with talk(running) as c:
         c.manual()
@@ -504,7 +505,7 @@ def test_paths(running: Running, path: str) -> None:
         assert created["audio"]["input"]["turn_detection"]["type"] == "server_vad"
 
 
-def test_large_sound_in_one_message(running: Running, engine: TalkEngine) -> None:
+def test_large_sound_in_one_message(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.manual()
         too_much = c.send("input_audio_buffer.append", audio=b64(bytes((15 << 20) + 2)))
@@ -535,7 +536,7 @@ def test_metrics(running: Running) -> None:
 
 
 def test_a_call_that_meets_the_limit_is_a_call_that_nobody_runs(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     engine.script = lambda ask: [
         TextDelta((1, 2), '<tool_call>\n{"name": "f", "arguments": {"city": "Ro')

@@ -12,8 +12,9 @@ import pytest
 from tests.server.conftest import Running, serve
 from tests.server.realtime.client import Client, Json, hold, talk, types
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import pcm, silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 
 TURN = pcm(silence(0.5), speech(1.0), silence(0.8))
 WINDOW_MS = 32
@@ -30,7 +31,7 @@ def lengths(ask: Ask) -> list[float]:
     return [len(p["data"]) / 16_000 for p in parts if p["type"] == "audio"]
 
 
-def test_a_turn_is_found_and_answered(running: Running, engine: TalkEngine) -> None:
+def test_a_turn_is_found_and_answered(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         events = run_turn(c)
     assert types(events)[:6] == [
@@ -50,7 +51,7 @@ def test_a_turn_is_found_and_answered(running: Running, engine: TalkEngine) -> N
     assert done["stretto"]["speech_to_audio_s"] >= 0.512
 
 
-def test_with_the_real_detector(engine: TalkEngine) -> None:
+def test_with_the_real_detector(engine: ScriptedEngine) -> None:
     with serve(engine, drain_timeout=1.0) as running, talk(running) as c:
         events = run_turn(c)
         assert types(events)[:3] == [
@@ -61,7 +62,7 @@ def test_with_the_real_detector(engine: TalkEngine) -> None:
         assert 1500 <= events[1]["audio_end_ms"] <= 2000
 
 
-def test_silence_is_neither_answered_nor_encoded(running: Running, engine: TalkEngine) -> None:
+def test_silence_is_neither_answered_nor_encoded(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.append(pcm(silence(3.0)))
         assert c.sync() == []
@@ -71,7 +72,9 @@ def test_silence_is_neither_answered_nor_encoded(running: Running, engine: TalkE
     assert lengths(engine.asks[0])[0] < 1.7
 
 
-def test_sound_reaches_the_engine_while_it_is_spoken(running: Running, engine: TalkEngine) -> None:
+def test_sound_reaches_the_engine_while_it_is_spoken(
+    running: Running, engine: ScriptedEngine
+) -> None:
     with talk(running) as c:
         c.append(pcm(silence(0.5), speech(1.0)))
         assert types(c.sync()) == ["input_audio_buffer.speech_started"]
@@ -81,7 +84,7 @@ def test_sound_reaches_the_engine_while_it_is_spoken(running: Running, engine: T
 
 
 def test_the_next_turn_does_not_get_the_last_one_s_sound(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     with talk(running) as c:
         run_turn(c, pcm(speech(1.0), silence(0.6)))
@@ -92,7 +95,7 @@ def test_the_next_turn_does_not_get_the_last_one_s_sound(
 
 
 def test_without_create_response_turns_are_found_all_the_same(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     with talk(running) as c:
         c.update(
@@ -122,7 +125,9 @@ def test_semantic_detection_waits_as_it_is_eager(
         assert ("input_audio_buffer.speech_stopped" in types(c.sync())) == ends
 
 
-def test_the_client_may_end_a_turn_of_the_server_s(running: Running, engine: TalkEngine) -> None:
+def test_the_client_may_end_a_turn_of_the_server_s(
+    running: Running, engine: ScriptedEngine
+) -> None:
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.5)))
         started = c.until("input_audio_buffer.speech_started")
@@ -135,7 +140,7 @@ def test_the_client_may_end_a_turn_of_the_server_s(running: Running, engine: Tal
     assert abs(lengths(engine.asks[0])[0] - 0.8) < 0.1
 
 
-def test_what_is_being_spoken_has_its_name(running: Running, engine: TalkEngine) -> None:
+def test_what_is_being_spoken_has_its_name(running: Running, engine: ScriptedEngine) -> None:
     """A client cannot put another item in its place."""
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.5)))
@@ -149,7 +154,7 @@ def test_what_is_being_spoken_has_its_name(running: Running, engine: TalkEngine)
     assert len(lengths(engine.asks[0])) == 1
 
 
-def test_idle_timeout(running: Running, engine: TalkEngine) -> None:
+def test_idle_timeout(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.update(
             audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 1000}}}
@@ -169,7 +174,7 @@ def test_idle_timeout(running: Running, engine: TalkEngine) -> None:
 
 
 def interrupted(
-    c: Client, running: Running, engine: TalkEngine, at: int = 6
+    c: Client, running: Running, engine: ScriptedEngine, at: int = 6
 ) -> tuple[list[Json], Any]:
     """Speak, let the answer begin, and speak again into it."""
     go_on = hold(running, engine, at)
@@ -179,7 +184,7 @@ def interrupted(
     return c.collect("response.done"), go_on
 
 
-def test_speech_stops_an_answer(running: Running, engine: TalkEngine) -> None:
+def test_speech_stops_an_answer(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         events, go_on = interrupted(c, running, engine)
         kinds = types(events)
@@ -220,7 +225,9 @@ def test_speech_stops_an_answer(running: Running, engine: TalkEngine) -> None:
     assert "stretto_cancel_seconds_count 1.0" in text
 
 
-def test_speech_leaves_an_answer_alone_if_asked_to(running: Running, engine: TalkEngine) -> None:
+def test_speech_leaves_an_answer_alone_if_asked_to(
+    running: Running, engine: ScriptedEngine
+) -> None:
     with talk(running) as c:
         c.update(
             audio={"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}
@@ -239,7 +246,7 @@ def test_speech_leaves_an_answer_alone_if_asked_to(running: Running, engine: Tal
     assert [len(lengths(a)) for a in engine.asks] == [1, 2]
 
 
-def test_history_is_what_was_heard(running: Running, engine: TalkEngine) -> None:
+def test_history_is_what_was_heard(running: Running, engine: ScriptedEngine) -> None:
     words = " ".join(f"word{i}" for i in range(20))
     engine.script = lambda ask: say(words, 10.0, 10)
     with talk(running) as c:
@@ -253,8 +260,8 @@ def test_history_is_what_was_heard(running: Running, engine: TalkEngine) -> None
             c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=ms)
             assert c.until("conversation.item.truncated")["audio_end_ms"] == min(ms, 10_000)
             c.send("conversation.item.retrieve", item_id=item)
-            heard = c.until("conversation.item.retrieved")["item"]["content"][0]["transcript"]
-            assert heard == " ".join(words.split()[: 0 if last is None else last + 1])
+            transcript = c.until("conversation.item.retrieved")["item"]["content"][0]["transcript"]
+            assert transcript == " ".join(words.split()[: 0 if last is None else last + 1])
         c.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=5000)
         c.send("conversation.item.create", item=text_item("Go on."))
         c.send("response.create")
@@ -266,7 +273,7 @@ def test_history_is_what_was_heard(running: Running, engine: TalkEngine) -> None
     ]
 
 
-def test_a_truncate_before_the_cancel_counts(running: Running, engine: TalkEngine) -> None:
+def test_a_truncate_before_the_cancel_counts(running: Running, engine: ScriptedEngine) -> None:
     """Some clients say what was heard first, and stop the answer then."""
     words = " ".join(f"word{i}" for i in range(20))
     engine.script = lambda ask: say(words, 5.0, 5)
@@ -288,16 +295,16 @@ def test_a_truncate_before_the_cancel_counts(running: Running, engine: TalkEngin
         engine.gate = None
         c.send("response.create")
         c.until("response.done")
-    said = engine.asks[1].texts[1].removeprefix("assistant: ").split()
-    assert said == words.split()[: len(said)]
-    assert 1 <= len(said) <= 4  # a second of twenty words of about half a second
+    played = engine.asks[1].texts[1].removeprefix("assistant: ").split()
+    assert played == words.split()[: len(played)]
+    assert 1 <= len(played) <= 4  # a second of twenty words of about half a second
 
 
 def text_item(text: str) -> Json:
     return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
-def test_what_was_not_heard_at_all_is_forgotten(running: Running, engine: TalkEngine) -> None:
+def test_what_was_not_heard_at_all_is_forgotten(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         events, go_on = interrupted(c, running, engine)
         item = events[-1]["response"]["output"][0]["id"]
@@ -314,7 +321,7 @@ def test_what_was_not_heard_at_all_is_forgotten(running: Running, engine: TalkEn
 
 
 def answers(
-    engine: TalkEngine, sound: bytes, piece: int, **settings: Any
+    engine: ScriptedEngine, sound: bytes, piece: int, **settings: Any
 ) -> tuple[list[str], list[bytes], list[Any]]:
     """All that is said in a conversation by VAD: words, sound, and what the engine was asked each
     time that counted."""
@@ -352,8 +359,8 @@ def test_the_same_is_said_with_and_without() -> None:
     def script(ask: Ask) -> Any:
         return say(f"I heard {lengths(ask)}.", 0.3, 3)
 
-    early = answers(TalkEngine(script=script), sound, 4800)
-    late = answers(TalkEngine(script=script), sound, 4800, realtime_speculate=False)
+    early = answers(ScriptedEngine(script=script), sound, 4800)
+    late = answers(ScriptedEngine(script=script), sound, 4800, realtime_speculate=False)
     assert early[:2] == late[:2]
     assert len(late[0]) == 2
     assert late[2] == [early[2][1], early[2][2]]  # and one that nobody heard
@@ -361,7 +368,7 @@ def test_the_same_is_said_with_and_without() -> None:
 
 
 def test_nothing_is_heard_of_an_answer_before_the_turn_is_over(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
@@ -381,7 +388,7 @@ def test_nothing_is_heard_of_an_answer_before_the_turn_is_over(
 
 
 def test_an_event_in_the_pause_is_part_of_the_question(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
@@ -393,7 +400,9 @@ def test_an_event_in_the_pause_is_part_of_the_question(
     assert [t.split(":")[1][:6] for t in engine.asks[-1].texts] == [" Look ", " [1.25"]
 
 
-def test_an_early_answer_that_failed_is_made_again(running: Running, engine: TalkEngine) -> None:
+def test_an_early_answer_that_failed_is_made_again(
+    running: Running, engine: ScriptedEngine
+) -> None:
     engine.fail_at, engine.error = 0, RuntimeError("full")
     with talk(running) as c:
         c.append(pcm(silence(0.3), speech(0.7), silence(0.35)))
@@ -408,7 +417,7 @@ def test_an_early_answer_that_failed_is_made_again(running: Running, engine: Tal
 # ---- words of what was said
 
 
-def test_transcription(running: Running, engine: TalkEngine) -> None:
+def test_transcription(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.update(
             audio={
@@ -431,16 +440,16 @@ def test_transcription(running: Running, engine: TalkEngine) -> None:
         first = next(i for i, e in enumerate(c.seen) if e["type"] == "response.output_audio.delta")
         assert first < c.seen.index(deltas[0])  # the answer goes first
         c.send("conversation.item.retrieve", item_id=item)
-        kept = c.until("conversation.item.retrieved")["item"]["content"][0]
-        assert kept == {"type": "input_audio", "transcript": "what was said"}
-    asked = engine.asks[-1]
-    assert asked.texts[0].endswith("Transcribe the English audio into text.")
-    assert asked.given["modalities"] == ("text",)
-    assert asked.given["remember"] is False
-    assert asked.given["params"].priority > 0
+        part = c.until("conversation.item.retrieved")["item"]["content"][0]
+        assert part == {"type": "input_audio", "transcript": "what was said"}
+    request = engine.asks[-1]
+    assert request.texts[0].endswith("Transcribe the English audio into text.")
+    assert request.given["modalities"] == ("text",)
+    assert request.given["remember"] is False
+    assert request.given["params"].priority > 0
 
 
-def test_a_model_that_cannot_transcribe(running: Running, engine: TalkEngine) -> None:
+def test_a_model_that_cannot_transcribe(running: Running, engine: ScriptedEngine) -> None:
     """The client shows that something was said; the model is asked for the answer alone."""
     engine.transcription = None
     with talk(running) as c:
@@ -451,13 +460,13 @@ def test_a_model_that_cannot_transcribe(running: Running, engine: TalkEngine) ->
         assert done["usage"]["total_tokens"] == 0
         c.until("response.done")
         c.send("conversation.item.retrieve", item_id=done["item_id"])
-        kept = c.until("conversation.item.retrieved")["item"]["content"][0]
-        assert kept.get("transcript") is None
+        part = c.until("conversation.item.retrieved")["item"]["content"][0]
+        assert part.get("transcript") is None
     assert len(engine.asks) == 1
 
 
 def test_a_transcription_waits_for_the_answer_s_first_sound(
-    running: Running, engine: TalkEngine
+    running: Running, engine: ScriptedEngine
 ) -> None:
     with talk(running) as c:
         c.update(audio={"input": {"transcription": {}}})
@@ -472,7 +481,7 @@ def test_a_transcription_waits_for_the_answer_s_first_sound(
     assert len(engine.asks) == 2
 
 
-def test_a_transcription_that_fails(running: Running, engine: TalkEngine) -> None:
+def test_a_transcription_that_fails(running: Running, engine: ScriptedEngine) -> None:
     from stretto.errors import Busy
 
     with talk(running) as c:

@@ -14,7 +14,7 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.server.realtime import vad as module
 from stretto.server.realtime.vad import WINDOW, Batcher, Float, Silero, VadState
-from tests.server.realtime.scripted import LoudnessVad
+from tests.server.realtime.loudness_vad import LoudnessVad
 from tests.server.realtime.sounds import silence, speech
 
 Make = Callable[[], Silero]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.server.realtime.conftest import talking
-from tests.server.realtime.scripted import Ask, TalkEngine, say
 from tests.server.realtime.sounds import silence, speech
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import Ask, say
 from tests.server.web.tab import READY, Browser, find_chromium
 
 
@@ -48,7 +49,7 @@ navigator.mediaDevices.getUserMedia = async (...a) => {
 
 def test_impatient_clicks_leave_no_microphone_open(talker: Browser) -> None:
     """While the browser asks whether it may listen, a second click takes the first one back."""
-    with talking(TalkEngine()) as server:
+    with talking(ScriptedEngine()) as server:
         tab = talker.open(server.url, before=SLOW_MICROPHONE)
         tab.until(READY)
         tab.click("talk")
@@ -74,7 +75,7 @@ def test_a_live_conversation(talker: Browser) -> None:
         spoken = sum(m["role"] == "user" for m in ask.messages)
         return say("Good day to you.", 0.5) if spoken != 2 else say("word " * 60, 60.0, 60)
 
-    engine = TalkEngine(script=script)
+    engine = ScriptedEngine(script=script)
     with talking(engine) as server:
         tab = talker.open(server.url)
         tab.until(READY)

@@ -41,9 +41,9 @@ async def main(url: str, sound: bytes) -> None:
             session.push_audio(rtc.AudioFrame(piece, RATE, 1, len(piece) // 2))
 
     say()
-    assert (await heard(await answers.get()))[0] > 20_000
+    assert (await read_answer(await answers.get()))[0] > 20_000
     say()
-    _, calls = await heard(await answers.get())
+    _, calls = await read_answer(await answers.get())
     assert [(c.name, c.arguments) for c in calls] == [("weather", '{"city": "Bonn"}')], calls
     memory = session.chat_ctx.copy()
     memory.items.append(
@@ -52,8 +52,8 @@ async def main(url: str, sound: bytes) -> None:
         )
     )
     await session.update_chat_ctx(memory)
-    asked = session.generate_reply()  # is found again by its metadata
-    assert (await heard(await asked))[0] > 20_000
+    reply = session.generate_reply()  # is found again by its metadata
+    assert (await read_answer(await reply))[0] > 20_000
     await answers.get()
     while not started.empty():
         started.get_nowait()
@@ -65,7 +65,7 @@ async def main(url: str, sound: bytes) -> None:
     await started.get()
     session.interrupt()  # too late, as always: the server has done it
     session.truncate(message_id=message.message_id, modalities=["audio"], audio_end_ms=500)
-    assert (await heard(await answers.get()))[0] > 20_000
+    assert (await read_answer(await answers.get()))[0] > 20_000
     roles = [i.role for i in session.chat_ctx.items if i.type == "message"]
     assert roles.count("user") == 4, roles
     while len(words) < 3:
@@ -77,7 +77,7 @@ async def main(url: str, sound: bytes) -> None:
     sys.stdout.write("fine")
 
 
-async def heard(generation: llm.GenerationCreatedEvent) -> tuple[int, list[llm.FunctionCall]]:
+async def read_answer(generation: llm.GenerationCreatedEvent) -> tuple[int, list[llm.FunctionCall]]:
     size, calls = 0, []
     async for message in generation.message_stream:
         async for frame in message.audio_stream:
