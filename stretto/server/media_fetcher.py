@@ -18,7 +18,7 @@ import asyncio
 import ipaddress
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.jobs import RemoteFiles
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
+from stretto.server.tasks import run_all
 
 MAX_REDIRECTS = 3
 MAX_TRIES = 3  # addresses of a host that are connected to, one after the other
@@ -166,7 +167,7 @@ class MediaFetcher:
             return None
         downloads = [Download(url, body) for url in urls]
         left = [self.max_bytes]
-        await _all([self._fetch(download, left) for download in downloads])
+        await run_all([self._fetch(download, left) for download in downloads])
         file = MemFile.new()
         body.attach(file)
         spans = {}
@@ -282,14 +283,3 @@ class MediaFetcher:
                 transport=self.transport, trust_env=False, follow_redirects=False
             )
         return self._client
-
-
-async def _all(work: Sequence[Coroutine[None, None, None]]) -> None:
-    """Do it at once. What fails in one ends the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -25,7 +25,7 @@ from stretto.server.keys import Keys
 from stretto.server.loop_time import LoopTurns, ThreadTurns
 from stretto.server.media_fetcher import MediaFetcher
 from stretto.server.metrics import Metrics
-from stretto.server.openai.answer_store import AudioMemory
+from stretto.server.openai.answer_store import AnswerStore
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.voice_store import VoiceStore
 from stretto.server.realtime.client_secrets import ClientSecrets
@@ -43,7 +43,7 @@ class Service:
     open_engine: OpenEngine
     keys: Keys
     admission: Admission
-    memory: AudioMemory
+    answers: AnswerStore
     metrics: Metrics
     voices: VoiceStore
     bodies: Shares  # bytes
@@ -82,7 +82,7 @@ class Service:
             open_engine=open_engine,
             keys=Keys.of(config.api_key, config.api_key_file),
             admission=admission,
-            memory=AudioMemory(config.audio_kept, config.audio_lifetime),
+            answers=AnswerStore(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
             voices=VoiceStore(),
             tracer=tracer,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -111,38 +111,11 @@ class Exchange:
         message = f"the request is too large; at most {limit / (1 << 20):g} MiB are allowed"
         return Refused(413, message, code="request_too_large", headers=CLOSE)
 
-    async def run(self, work: Coroutine[None, None, None], cut: asyncio.Future[None]) -> None:
-        """Do the work until it is done, the client leaves or `cut` is set; when this returns, it is
-        over."""
-        task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._leave())
-        try:
-            await asyncio.wait((task, leaving, cut), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            elif leaving.done():
-                raise Left("the client left")
-            else:
-                raise Refused(
-                    503,
-                    "the server is shutting down",
-                    kind="server_error",
-                    code="draining",
-                    headers=CLOSE,
-                )
-        finally:
-            jobs = task, leaving
-            for job in jobs:
-                job.cancel()
-            await asyncio.wait(jobs)
-            # An error holds this frame, and the task holds the error: without this circle all that
-            # the work held, files included, goes with the request rather than when the interpreter
-            # looks for circles.
-            del task, leaving, jobs, job
-
-    async def _leave(self) -> None:
+    async def watch_client(self) -> None:
+        """Raise `Left` when the client leaves. The body has been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+        raise Left("the client left")
 
     # ---- out
 

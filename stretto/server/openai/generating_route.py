@@ -6,22 +6,22 @@ answer. All of it runs on the event loop; only compressing audio goes to worker 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
-from typing import Any, Generic, Literal, TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
-from stretto.errors import Bug, Gone
+from stretto.engine.events import Event, Finished
+from stretto.errors import Bug
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange, Left
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.schema import Report, TimelineEntry
 from stretto.server.request_log import RequestLog
 from stretto.server.service import Service
+from stretto.server.tasks import run_until_one_ends
 
 R = TypeVar("R")
 MAX_PIECE = (
@@ -58,7 +58,8 @@ class GeneratingRoute(Generic[R]):
             self.service.admission.check(request_log.sender)
             with Body(self.service.bodies, request_log.sender) as body:
                 await exchange.read_body(body, self.max_bytes, self.service.body_turns)
-                await exchange.run(self._work(body, exchange), self.service.cut)
+                work = self._work(body, exchange), exchange.watch_client()
+                await run_until_one_ends(work, self.service.cut)
         except Left:
             # nobody listens: there is nothing to say
             request_log.ended = "left"
@@ -81,32 +82,9 @@ class GeneratingRoute(Generic[R]):
             await self.work(self.service, request, exchange)
 
 
-def note(event: Event, request_log: RequestLog) -> None:
-    """Record when events came; every event of an answer passes here as soon as it is known."""
-    match event:
-        case TextDelta():
-            request_log.saw_text()
-            request_log.num_tokens += len(event.ids)
-        case AudioChunk():
-            request_log.saw_audio(len(event.samples))
-        case Finished():
-            request_log.prompt_tokens = event.usage.prompt_tokens
-            request_log.cached_tokens = event.usage.cached_tokens
-            request_log.finished.append(event)
-            request_log.ended = finish_reason(event)
-
-
 def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
     """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
     return aclosing(cast(AsyncGenerator[Event, None], events))
-
-
-def finish_reason(end: Finished) -> Literal["stop", "length"]:
-    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an
-    error."""
-    if "cancelled" in (end.text, end.audio):
-        raise Gone("the engine cancelled the request")
-    return "length" if "length" in (end.text, end.audio) else "stop"
 
 
 def report(end: Finished, request_log: RequestLog, timeline: bool) -> Report:
@@ -143,39 +121,3 @@ def slices(data: bytes) -> list[bytes]:
 def drop_none(values: dict[str, Any]) -> dict[str, Any]:
     """Leave what the client did not state at its default."""
     return {k: v for k, v in values.items() if v is not None}
-
-
-async def merge_streams(
-    streams: Sequence[AsyncIterator[Event]],
-) -> AsyncGenerator[tuple[int, Event]]:
-    """Events of several answers as they come, each with its answer's number. What fails in one ends
-    all. All are closed on the way out, which cancels those that still run."""
-    async with AsyncExitStack() as stack:
-        for events in streams:
-            await stack.enter_async_context(closing(events))
-        if len(streams) == 1:
-            async for event in streams[0]:
-                yield 0, event
-            return
-        waiting = {_next_event(events): i for i, events in enumerate(streams)}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    i = waiting.pop(task)
-                    found = task.result()
-                    if found is not None:
-                        waiting[_next_event(streams[i])] = i
-                        yield i, found
-        finally:
-            for task in waiting:
-                task.cancel()
-            if waiting:
-                await asyncio.wait(waiting)
-
-
-def _next_event(events: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
-    async def one() -> Event | None:
-        return await anext(events, None)
-
-    return asyncio.create_task(one())

@@ -28,7 +28,7 @@ from stretto.server.admission import Place
 from stretto.server.http.exchange import Left, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.error_body import ErrorBody, Refused, describe, respond
-from stretto.server.openai.generating_route import closing, finish_reason, note, slices, unfinished
+from stretto.server.openai.generating_route import closing, slices, unfinished
 from stretto.server.openai.schema import (
     MAX_INPUT,
     SpeechDelta,
@@ -38,8 +38,9 @@ from stretto.server.openai.schema import (
     SpeechUsage,
 )
 from stretto.server.openai.speech import speak, used
-from stretto.server.request_log import REQUEST_LOG, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog, finish_reason
 from stretto.server.service import Service
+from stretto.server.tasks import run_until_one_ends, shutting_down
 
 PATH = "/v1/audio/speech/stream"
 MAX_MESSAGE = 6 * MAX_INPUT + 1024
@@ -145,7 +146,8 @@ class SpeechStream:
         await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
         try:
             async with asyncio.timeout(self.service.config.realtime_minutes * 60):
-                await self._run_tasks()
+                work = (self._speak(), self._read(), self._end_at_shutdown(), self._end_with_key())
+                await run_until_one_ends(work, self.service.cut)
         except Left:
             raise
         except Exception as e:  # noqa: BLE001 - the connection's boundary
@@ -153,28 +155,12 @@ class SpeechStream:
         else:
             await self._close(DONE, "")
 
-    async def _run_tasks(self) -> None:
-        work = [
-            asyncio.ensure_future(w)
-            for w in (self._speak(), self._read(), self._end_at_shutdown(), self._end_with_key())
-        ]
-        try:
-            await asyncio.wait((*work, self.service.cut), return_when=asyncio.FIRST_COMPLETED)
-            if ended := next((task for task in work if task.done()), None):
-                ended.result()
-            else:
-                raise _shutting_down()
-        finally:
-            for task in work:
-                task.cancel()
-            await asyncio.wait(work)
-
     async def _end_at_shutdown(self) -> None:
         """When the server stops, connections without text are closed at once; running answers
         finish."""
         await self.service.sessions.draining.wait()
         if not self.length:
-            raise _shutting_down()
+            raise shutting_down()
         await asyncio.Event().wait()
 
     async def _end_with_key(self) -> None:
@@ -291,7 +277,7 @@ class SpeechStream:
                 size = 0
                 encoder = codecs.streamed(format, self.request_log.sample_rate)
                 async for event in events:
-                    note(event, self.request_log)
+                    self.request_log.record(event)
                     self.mark_progress()
                     if isinstance(event, AudioChunk):
                         if not size:
@@ -348,10 +334,6 @@ class SpeechStream:
                     "reason": words.encode()[:120].decode("utf-8", "ignore"),
                 }
             )
-
-
-def _shutting_down() -> Refused:
-    return Refused(503, "the server is shutting down", kind="server_error", code="draining")
 
 
 def _timed_out() -> Refused:

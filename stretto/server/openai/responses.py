@@ -31,7 +31,7 @@ from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import response_schema as r
 from stretto.server.openai.chat import call_id, logprobs_of
 from stretto.server.openai.chat_params import LONGEST, check_schema_size, to_params, variables
-from stretto.server.openai.generating_route import closing, finish_reason, note, report, unfinished
+from stretto.server.openai.generating_route import closing, report, unfinished
 from stretto.server.openai.grammar import AUTO, LONG, NONE, REQUIRED, of_calls, of_format
 from stretto.server.openai.schema import (
     ABSENT,
@@ -41,7 +41,7 @@ from stretto.server.openai.schema import (
     ResponseFormat,
 )
 from stretto.server.openai.tools import Call, ToolParser
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
 
 LONG_FIELDS = ("input", "instructions", "tools")
@@ -141,7 +141,7 @@ async def read_responses(service: Service, body: Body, request_log: RequestLog) 
         long.body,
         long.spans["input"],
         long.spans["tools"] if calls else None,
-        service.memory.recall(known, request_log.owner),
+        service.answers.find(known, request_log.owner),
         request_log.sender,
         body.close,
         variables(request.chat_template_kwargs),
@@ -332,7 +332,7 @@ class ResponseObjectWriter:
         end: Finished | None = None
         # Nothing is sent before the first event: until then, what fails has a status of its own.
         async for event in events:
-            note(event, self.exchange.request_log)
+            self.exchange.request_log.record(event)
             if isinstance(event, TextDelta):
                 await self._begin()
                 self._unsent += event.logprobs
@@ -401,7 +401,7 @@ class ResponseObjectWriter:
         self.output.append(item)
         if self.keep:
             owner = self.exchange.request_log.owner
-            self.service.memory.keep(item.id, owner, _encode(item).decode())
+            self.service.answers.add(item.id, owner, _encode(item).decode())
 
     async def _finish(self, end: Finished) -> None:
         cut = finish_reason(end) == "length"

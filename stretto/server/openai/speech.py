@@ -15,15 +15,7 @@ from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.chat_params import check_lengths, speech_fields
-from stretto.server.openai.generating_route import (
-    closing,
-    drop_none,
-    finish_reason,
-    note,
-    report,
-    slices,
-    unfinished,
-)
+from stretto.server.openai.generating_route import closing, drop_none, report, slices, unfinished
 from stretto.server.openai.schema import (
     SpeechDelta,
     SpeechDone,
@@ -32,7 +24,7 @@ from stretto.server.openai.schema import (
     SpeechUsage,
 )
 from stretto.server.openai.voices import find_voice, voice_name
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
 
 FINISH_REASON = b"x-finish-reason"
@@ -110,7 +102,7 @@ async def as_bytes(
     headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
     end: Finished | None = None
     async for event in events:
-        note(event, exchange.request_log)
+        exchange.request_log.record(event)
         if isinstance(event, AudioChunk):
             if not exchange.started:
                 await exchange.start(200, headers, [FINISH_REASON])
@@ -139,7 +131,7 @@ async def as_events(
             await exchange.event(SpeechDelta(part))
 
     async for event in events:
-        note(event, exchange.request_log)
+        exchange.request_log.record(event)
         if isinstance(event, AudioChunk):
             await send(pieces.feed(await codecs.feed(encoder, event.pcm16())))
         elif isinstance(event, Finished):

@@ -29,7 +29,7 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange
 from stretto.server.http.forms import Form, Source, boundary, in_thread, parse_form, part_of
-from stretto.server.openai.generating_route import closing, drop_none, finish_reason, note
+from stretto.server.openai.generating_route import closing, drop_none
 from stretto.server.openai.schema import (
     Segment,
     Transcript,
@@ -39,7 +39,7 @@ from stretto.server.openai.schema import (
     TranscriptSegment,
     VerboseTranscript,
 )
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
 from stretto.types import RequestId
 
@@ -198,7 +198,7 @@ class Windows:
             first = True
             async with closing(events):
                 async for event in events:
-                    note(event, request_log)
+                    request_log.record(event)
                     if isinstance(event, TextDelta) and event.text:
                         text = event.text.lstrip() if first else event.text
                         if text:

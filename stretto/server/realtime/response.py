@@ -17,7 +17,7 @@ from typing import Any, Literal
 from stretto.engine.events import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.server.admission import Admission
 from stretto.server.openai.error_body import describe
-from stretto.server.openai.generating_route import finish_reason, unfinished
+from stretto.server.openai.generating_route import unfinished
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.answer_log import AnswerLog
@@ -25,6 +25,7 @@ from stretto.server.realtime.items import Conversation, Entry, call_message
 from stretto.server.realtime.playback_estimate import PlaybackClock
 from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.writer import ResponseWriter, usage_to_wire
+from stretto.server.request_log import finish_reason
 
 Reason = Literal["turn_detected", "client_cancelled"]
 MAX_SPANS = 2000
