@@ -66,14 +66,14 @@ class Service:
 
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
-        limits = (
-            config.max_concurrent,
-            config.places_per_sender,
-            config.max_concurrent_per_key,
-            config.max_queue,
-            config.queue_timeout,
+        admission = Admission(
+            max_places=config.max_concurrent,
+            places_per_sender=config.places_per_sender,
+            requests_per_sender=config.max_concurrent_per_key,
+            max_queue=config.max_queue,
+            queue_timeout=config.queue_timeout,
+            max_live=config.max_live,
         )
-        admission = Admission(*limits, config.max_live)
         tracer = TraceExporter(config.otlp_endpoint, __version__) if config.otlp_endpoint else None
         metrics = Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)

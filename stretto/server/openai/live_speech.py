@@ -268,7 +268,7 @@ class SpeechStream:
         if first is None:
             raise Invalid("there is nothing to say", "text")
         whole = None if live else await self._whole(first)
-        async with self.service.admission.place(self.request_log.sender, reading=live) as place:
+        async with self.service.admission.place(self.request_log.sender, live=live) as place:
             self.request_log.queued = place.waited
             text = self.read_text(first, place) if whole is None else whole
             events = speak(self.service, config, self.request_log, text)
