@@ -65,14 +65,11 @@ class Shares:
         self.held += size
         self.returned -= min(0, size)
         self._by_sender[sender] = self.of(sender) + size
-        self._forget(sender)
+        if not self._by_sender[sender]:
+            del self._by_sender[sender]
 
     def give_back(self, sender: str, size: int) -> None:
         self.add(sender, -size)
-
-    def _forget(self, sender: str) -> None:
-        if not self._by_sender[sender]:
-            del self._by_sender[sender]
 
 
 @dataclass(slots=True, eq=False)

@@ -209,9 +209,15 @@ class Connection(HttpToolsProtocol):
         before = self.pieces
         view = memoryview(data)
         while at < len(data) and self.pieces - before < TURN_PIECES:
-            size = (
-                SLICE_BYTES if self.head_next or self.chunked else len(data)
-            )  # other bodies are one call
+            if self.head_next:
+                size = min(SLICE_BYTES, self.front.header_bytes - self.head_bytes)
+            elif self.chunked:
+                size = SLICE_BYTES
+            else:  # a body is one call of the parser
+                size = len(data)
+            if not size:
+                self._refuse(LARGE)
+                return
             if not self._take(view[at : at + size]):
                 return
             at += size
@@ -233,24 +239,11 @@ class Connection(HttpToolsProtocol):
 
     def _take(self, data: memoryview) -> bool:
         """Parse, within the limits of headers; whether this is still a connection for HTTP."""
-        room = self.front.header_bytes - self.head_bytes
-        if self.head_next and len(data) > room:
-            # Only so much of it can be headers.
-            heads = self.heads
-            if not self._feed(data[:room]):
-                return False
-            if self.heads == heads:
-                self._refuse(LARGE)
-                return False
-            data = data[room:]
         before = self.head_next, self.heads, self.pieces
         if not self._feed(data):
             return False
-        if before == (
-            self.head_next,
-            self.heads,
-            self.pieces,
-        ):  # part of a header, before or behind a body
+        if before == (self.head_next, self.heads, self.pieces):
+            # It was a part of a header, before a body or behind it.
             self.head_bytes += len(data)
             if self.head_bytes > self.front.header_bytes:
                 self._refuse(LARGE)
