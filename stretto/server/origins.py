@@ -1,5 +1,5 @@
-"""Which web pages may call the server, and under which names it may be called. Used by the door,
-for each request.
+"""Which web pages may call the server, and under which names it may be called. Called by
+the middleware for each request.
 
 A browser sends what any page tells it to, from inside the user's network and with the user's
 address. Two headers that a page cannot forge tell such requests apart: `Origin`, the page that
@@ -85,7 +85,7 @@ class Callers:
         own = match[2] == host and (match[1] == "https" or scheme == "http")
         return own or (self.local_pages and is_loopback(match[3]))
 
-    def shares(self, origin: str, host: str, scheme: str) -> list[tuple[bytes, bytes]]:
+    def cors_headers(self, origin: str, host: str, scheme: str) -> list[tuple[bytes, bytes]]:
         """The headers that let a page of this origin read an answer; none if it may not."""
         if self.origins is None:
             return [(b"access-control-allow-origin", b"*"), _EXPOSED]
@@ -100,7 +100,7 @@ _VARY = (b"vary", b"origin")  # or a cache might give one page's answer to anoth
 
 def preflight_headers(headers: Headers) -> dict[str, str]:
     """What a page may do: all that this server can. The origin was checked, and is named by
-    `shares`."""
+    `cors_headers`."""
     return {
         "access-control-allow-methods": "GET, POST",
         "access-control-allow-headers": headers.get("access-control-request-headers", ""),

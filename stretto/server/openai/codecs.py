@@ -98,25 +98,25 @@ class _Sink(io.RawIOBase):
     """Where libsndfile writes: keeps what was not taken yet."""
 
     def __init__(self) -> None:
-        self._kept = bytearray()
-        self._base = 0  # position in the file of the first byte kept
+        self._buffer = bytearray()
+        self._base = 0  # position in the file of the buffer's first byte
         self._at = 0
 
     def take(self) -> bytes:
-        out = bytes(self._kept)
+        out = bytes(self._buffer)
         self._base += len(out)
-        self._kept.clear()
+        self._buffer.clear()
         return out
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         start = self._at - self._base
         if start >= 0:  # what lies before has left: a late correction of the header is lost
-            self._kept[start : start + len(data)] = data
+            self._buffer[start : start + len(data)] = data
         self._at += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        end = self._base + len(self._kept)
+        end = self._base + len(self._buffer)
         self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: end}[whence] + offset
         return self._at
 

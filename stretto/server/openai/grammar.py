@@ -39,24 +39,24 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
+class FunctionChoice(msgspec.Struct, frozen=True):
     """`tool_choice` that names a function."""
 
     function: NamedFunction
     type: str = "function"
 
 
-class Function(msgspec.Struct, frozen=True):
+class FunctionSchema(msgspec.Struct, frozen=True):
     name: str
     parameters: Raw = field(default_factory=lambda: ABSENT)
 
 
-class Tool(msgspec.Struct, frozen=True):
-    function: Function
+class FunctionTool(msgspec.Struct, frozen=True):
+    function: FunctionSchema
 
 
-_choice = msgspec.json.Decoder(NamedTool)
-_tools = msgspec.json.Decoder(list[Tool])
+_choice = msgspec.json.Decoder(FunctionChoice)
+_tools = msgspec.json.Decoder(list[FunctionTool])
 
 
 def calls_required(request: ChatRequest) -> bool:

@@ -46,7 +46,7 @@ from stretto.server.service import Service
 
 LONG_FIELDS = ("input", "instructions", "tools")
 LOGPROBS = "message.output_text.logprobs"
-MOST_SHOWN = 16 << 10  # bytes of tools or instructions that are told again
+MOST_SHOWN = 16 << 10  # bytes of tools or instructions that the answer repeats
 _EMPTY = Raw(b"[]")
 _IGNORED = (
     "reasoning.encrypted_content",
@@ -70,7 +70,7 @@ _longest = {
 _encode = msgspec.json.Encoder().encode
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ResponseTool(msgspec.Struct, frozen=True):
     type: str
     name: str = ""
     parameters: Raw = msgspec.field(default_factory=lambda: ABSENT)
@@ -82,10 +82,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
     type: str
     name: str = ""
     mode: str = "auto"
-    tools: list[Tool] = []
+    tools: list[ResponseTool] = []
 
 
-_tools = msgspec.json.Decoder(list[Tool])
+_tools = msgspec.json.Decoder(list[ResponseTool])
 _choice = msgspec.json.Decoder(ToolChoice)
 
 
@@ -114,7 +114,7 @@ class LongFields:
         return LongFields(self.body, {name: (start, min(stop, start + 4))}).read(name)
 
     def shown(self, name: str, default: Raw) -> Raw:
-        """As it is told again, if it is not too long for that."""
+        """As the answer repeats it, if it is not too long for that."""
         return Raw(self.read(name)) if 0 < self.size(name) <= MOST_SHOWN else default
 
 
@@ -124,7 +124,7 @@ class ResponseInput:
 
     request: r.ResponsesRequest
     talk: Conversation
-    instructions: Raw  # these two as they are told again
+    instructions: Raw  # these two as the answer repeats them
     tools: Raw
     grammar: str = ""  # that the answer must follow
 
@@ -164,8 +164,8 @@ async def _outline(
         ends = list(accumulate((len(value) for value in found.values()), initial=0))
         spans = dict(zip(found, pairwise(ends), strict=True))
         long = LongFields.of(b"".join(found.values()), spans)
-        given = found.get("input", b"")
-        return short, long, references(given), remote_urls(given)
+        messages = found.get("input", b"")
+        return short, long, references(messages), remote_urls(messages)
     outlined, file = await service.engine().outline(
         body.memfile, LONG_FIELDS, ON_THE_LOOP, request_log.sender
     )
@@ -253,10 +253,12 @@ def _of_tools(request: r.ResponsesRequest, tools: bytes) -> str:
     return of_calls(known, only, several=request.parallel_tool_calls is not False)
 
 
-async def answer_responses(service: Service, given: ResponseInput, exchange: Exchange) -> None:
+async def answer_responses(
+    service: Service, response_input: ResponseInput, exchange: Exchange
+) -> None:
     engine = service.engine()
     request_log = exchange.request_log
-    request = given.request
+    request = response_input.request
     model = service.check_model(request.model, engine)
     if "text" not in engine.info.output_modalities:
         raise Invalid("this model reads texts aloud, and writes no answers", "model")
@@ -265,18 +267,18 @@ async def answer_responses(service: Service, given: ResponseInput, exchange: Exc
         logprobs=LOGPROBS in (request.include or ()) or request.top_logprobs is not None,
         **{name: getattr(request, name) for name in _SAME},
     )
-    params = to_params(chat, engine.info.defaults, service.config.packets, given.grammar)
+    params = to_params(chat, engine.info.defaults, service.config.packets, response_input.grammar)
     shown = r.ResponseObject(
         id=f"resp_{secrets.token_hex(16)}",
         created_at=int(time.time()),
         model=model,
         status="in_progress",
         output=[],
-        tools=given.tools,
+        tools=response_input.tools,
         tool_choice=Raw(b'"auto"') if request.tool_choice == ABSENT else request.tool_choice,
         text=request.text or r.TextOptions(r.TextFormat("text")),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        instructions=given.instructions,
+        instructions=response_input.instructions,
         temperature=params.temperature,
         top_p=params.top_p,
         max_output_tokens=request.max_output_tokens,
@@ -287,12 +289,12 @@ async def answer_responses(service: Service, given: ResponseInput, exchange: Exc
         exchange,
         shown,
         stream=bool(request.stream),
-        keep=request.store is not False,
+        stores_items=request.store is not False,
         timeline=bool(request.timeline),
-        tools=ToolParser() if given.talk.tools is not None else None,
+        tools=ToolParser() if response_input.talk.tools is not None else None,
     )
     events = engine.generate(
-        given.talk,
+        response_input.talk,
         modalities=("text",),
         params=params,
         request_id=request_log.request_id,
@@ -318,7 +320,7 @@ class ResponseObjectWriter:
     exchange: Exchange
     response: r.ResponseObject
     stream: bool
-    keep: bool  # its items, for references
+    stores_items: bool  # so that later requests can refer to them
     timeline: bool
     tools: ToolParser | None
     output: list[r.OutputItem] = field(default_factory=list)
@@ -399,7 +401,7 @@ class ResponseObjectWriter:
     async def _end(self, item: r.OutputItem) -> None:
         await self._item(r.ResponseItemDone, item)
         self.output.append(item)
-        if self.keep:
+        if self.stores_items:
             owner = self.exchange.request_log.owner
             self.service.answers.add(item.id, owner, _encode(item).decode())
 

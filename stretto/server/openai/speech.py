@@ -65,7 +65,7 @@ def speak(
         request.max_audio_frames or defaults.max_frames,
         "min_audio_frames",
     )
-    given = {
+    overrides = {
         "seed": request.seed,
         **speech_fields(request),
         "max_frames": request.max_audio_frames,
@@ -89,7 +89,7 @@ def speak(
         text,
         voice=voice,
         manner=manner,
-        params=replace(defaults, **drop_none(given), packets=service.config.packets),
+        params=replace(defaults, **drop_none(overrides), packets=service.config.packets),
         request_id=request_log.request_id,
         owner=request_log.owner,
         sender=request_log.sender,

@@ -51,16 +51,16 @@ _WHERE = re.compile(r"^messages\[0\]\.content(\[0\](\.input_audio)?)?(\.data|\.f
 _decoder = msgspec.json.Decoder(VoiceRequest)
 
 
-def voice_name(asked: str | VoiceId | None) -> str | None:
-    return asked.id if isinstance(asked, VoiceId) else asked
+def voice_name(voice: str | VoiceId | None) -> str | None:
+    return voice.id if isinstance(voice, VoiceId) else voice
 
 
 def find_voice(
-    asked: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None
+    voice: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None
 ) -> str | None:
     """The model's spelling of a voice; None is its default one. `own` are the client's, to be named
     in the error."""
-    name = voice_name(asked)
+    name = voice_name(voice)
     if not info.voices:
         if info.cloning:
             known = ", ".join(own or ()) or "none yet"
@@ -136,16 +136,16 @@ def _of_form(source: Source, mark: bytes) -> Clip:
     """The fields of a form as ours."""
     form = parse_form(source, mark)
     names: dict[str, str] = {}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in form.fields.items():
         if name in IGNORED:
             continue
         ours = FORM_FIELDS.get(name)
         if ours is None or ours == "audio":
             raise Invalid(f"{name} must be a file" if ours else f"{name}: unknown field", name)
-        if ours in given:
+        if ours in values:
             raise Invalid(f"{name} and {names[ours]} are the same", name)
-        given[ours] = value
+        values[ours] = value
         names[ours] = name
     files = {name: file for name, file in form.files.items() if FORM_FIELDS.get(name) == "audio"}
     if strange := set(form.files) - set(files):
@@ -157,7 +157,7 @@ def _of_form(source: Source, mark: bytes) -> Clip:
         raise Invalid(f"{name}: a clip has at most {MAX_FILE >> 20} MiB", name)
     names["audio"] = name
     try:
-        request = msgspec.convert(given, VoiceRequest, strict=False)
+        request = msgspec.convert(values, VoiceRequest, strict=False)
     except msgspec.ValidationError as e:
         wrong = wrong_field(e)
         raise Invalid(str(wrong), names.get(wrong.param or "", wrong.param)) from None
@@ -220,4 +220,4 @@ async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
         owner, request.name, engine.info
     )  # another request may have taken the name meanwhile
     has_text = bool((request.text or "").strip())
-    await exchange.reply(service.voices.keep(owner, request.name, data, has_text))
+    await exchange.reply(service.voices.add(owner, request.name, data, has_text))

@@ -522,7 +522,7 @@ async def leave_place(place: Any) -> None:
 def test_a_key_that_is_revoked_ends_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(keys, "REREAD_S", 0.0)
     monkeypatch.setattr(livespeech, "POLL_S", 0.01)
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")
