@@ -20,12 +20,8 @@ FORMAT = "STRETTO_LOG_FORMAT"
 
 
 STDERR = 2
-_CONTROLS = (
-    *range(0x20),
-    *range(0x7F, 0xA0),
-    0x2028,
-    0x2029,
-)  # 0x85, 0x2028 and 0x2029 break lines in some programs
+# 0x85, 0x2028 and 0x2029 break lines in some programs
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _ESCAPED = {
     code: chr(code).encode("unicode_escape").decode() for code in _CONTROLS if chr(code) != "\t"
 }

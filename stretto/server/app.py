@@ -109,7 +109,7 @@ def make_metrics_app(service: Service) -> Starlette:
 
 
 class MetricsRoute:
-    """/metrics, to whoever may read it."""
+    """/metrics, with a key of its own if one is configured."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

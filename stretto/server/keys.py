@@ -29,8 +29,8 @@ class Keys:
     """The keys, as digests: comparing them takes the same time however long and however wrong a
     guess is.
 
-    Keys of the file are known by a part of their digest, so that whoever has one stays the same
-    when lines move."""
+    Keys of the file are named by a part of their digest, so that an owner keeps its name when lines
+    move."""
 
     configured: dict[str, bytes]
     file: Path | None = None
@@ -71,11 +71,10 @@ class Keys:
             raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
         digest = digest_of_key(guess)
         found = ""
-        for name, known in (
-            *self.configured.items(),
-            *self._read.items(),
-        ):  # all of them, found or not
-            found = name if hmac.compare_digest(digest, known) else found
+        known = self.configured | self._read
+        for name, known_digest in known.items():  # all of them, found or not
+            if hmac.compare_digest(digest, known_digest):
+                found = name
         if not found and guess.startswith(SECRET_PREFIX):
             raise _unauthorized("a client secret opens /v1/realtime alone, until it expires")
         if not found:

@@ -59,7 +59,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class NotFetched(Exception):
-    """Why there is no content, as its client is told."""
+    """Why a file could not be fetched, in words for the client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class AccessMiddleware:
             request_log.route = "preflight"
             return Response(status_code=200, headers=preflight_headers(headers))
         if api and scope["method"] != "OPTIONS":
-            self._identify(request_log, scope, headers)
+            self._identify(request_log, scope, self.service.keys.owner(headers))
             session = headers.get("x-session-id", "")
             request_log.session = (
                 f"{request_log.owner}/{session}" if _FINE_ID.fullmatch(session) else None
@@ -99,21 +99,24 @@ class AccessMiddleware:
                 check_json(headers, path)
         return self.app
 
-    def _identify(
-        self, request_log: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
-    ) -> None:
-        secret = None
-        if scope["type"] == "websocket" and path_of(scope) in REALTIME:
-            secret = self.service.secrets.find(key_in(headers) or other_key or "")
-        if secret is not None and self.service.keys.still_valid(secret.owner):
-            scope[CLIENT_SECRET] = secret
-            request_log.owner = secret.owner
+    def _identify(self, request_log: RequestLog, scope: Scope, owner: str) -> None:
+        """Record whose request it is, and with whom it shares limits."""
+        request_log.owner = owner
+        if self.service.keys.needed:
+            request_log.sender = owner
         else:
-            request_log.owner = self.service.keys.owner(headers, other_key)
-        address = str((scope.get("client") or ("",))[0])
-        request_log.sender = (
-            request_log.owner if self.service.keys.needed else sender_of_address(address)
-        )
+            address = str((scope.get("client") or ("",))[0])
+            request_log.sender = sender_of_address(address)
+
+    def _socket_owner(self, scope: Scope, headers: Headers) -> str:
+        """The owner of the API key that a WebSocket brings, or of the client secret instead."""
+        other_key = _other_key(scope)
+        if path_of(scope) in REALTIME:
+            secret = self.service.secrets.find(key_in(headers) or other_key or "")
+            if secret is not None and self.service.keys.still_valid(secret.owner):
+                scope[CLIENT_SECRET] = secret
+                return secret.owner
+        return self.service.keys.owner(headers, other_key)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an
@@ -144,7 +147,7 @@ class AccessMiddleware:
                 self.callers.check_origin(
                     origin, host, "https" if scope["scheme"] == "wss" else "http"
                 )
-            self._identify(request_log, scope, headers, _other_key(scope))
+            self._identify(request_log, scope, self._socket_owner(scope, headers))
             incoming = scope.get(INCOMING)
             if incoming is not None:  # absent where another web server, as Ray's, has the socket
                 incoming.belong_to(request_log.sender)

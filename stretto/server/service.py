@@ -1,5 +1,5 @@
-"""What all routes share: the engine and its state, the limits, the memory, the metrics. One per
-app.
+"""What all routes share: the engine and its state, the limits, stored answers and voices, the
+metrics. `app.py` makes one `Service` per app, and the app's lifespan starts and closes it.
 
 The engine is opened in the background while the port is already bound, so that probes and people
 see `loading` rather than a refused connection. States go loading -> ready -> draining; `dead` can
@@ -56,9 +56,8 @@ class Service:
     thread_turns: ThreadTurns = field(default_factory=ThreadTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
-    opened: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # the engine is there, or will never be
+    # the engine is open, or cannot be opened
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
     _engine: EngineClient | None = None
     _loading: asyncio.Task[None] | None = None
     _trimming: asyncio.Task[None] | None = None

@@ -30,9 +30,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Form:
     fields: dict[str, str]
-    files: dict[
-        str, ByteRange
-    ]  # of the body, by the field's name; what a client calls a file is of no interest
+    # where each file is in the body, by the field's name; the file's own name is not used
+    files: dict[str, ByteRange]
 
 
 def boundary(content_type: str) -> bytes:

@@ -38,7 +38,7 @@ from stretto.server.openai.chat_params import (
     to_params,
     variables,
 )
-from stretto.server.openai.generating_route import closing, report, slices, unfinished
+from stretto.server.openai.generating_route import closing_events, report, slices, unfinished
 from stretto.server.openai.grammar import LONG as LONG_SCHEMAS
 from stretto.server.openai.grammar import calls_required, grammar_of, schema_bytes
 from stretto.server.openai.schema import (
@@ -127,7 +127,7 @@ class ChatAnswer:
         logprobs: list[TokenLogprob] = []
         sound: list[bytes] = []
         end: Finished | None = None
-        async with closing(self.events) as events:
+        async with closing_events(self.events) as events:
             async for event in events:
                 self.exchange.request_log.record(event)
                 match event:
@@ -166,7 +166,7 @@ class ChatAnswer:
         """Send the answer as it is made. Nothing is sent before the first event: what fails until
         then has an HTTP status of its own."""
         end: Finished | None = None
-        async with closing(self.events) as events:
+        async with closing_events(self.events) as events:
             async for event in events:
                 self.exchange.request_log.record(event)
                 match event:
@@ -294,15 +294,20 @@ async def _read_large(
         span = None
     recalled = service.answers.find(outlined.references, request_log.owner)
     talk = Conversation(
-        file, outlined.long["messages"], span, recalled, request_log.sender, body.close,
+        file,
+        outlined.long["messages"],
+        span,
+        recalled,
+        request_log.sender,
+        body.close,
         variables(request.chat_template_kwargs),
         remote=await service.media.fetch(outlined.remote, body),
-    )  # fmt: skip
-    stated = None
+    )
+    tools = None
     if span is not None and calls_required(request):
         check_schema_size(span[1] - span[0], "tools")
-        stated = file.read(*span)
-    return ChatInput(request, talk, await _grammar(service, request, stated, request_log))
+        tools = file.read(*span)
+    return ChatInput(request, talk, await _grammar(service, request, tools, request_log))
 
 
 async def _grammar(
@@ -341,6 +346,15 @@ def _no_messages() -> Invalid:
 
 
 async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> None:
+    answers = ask_engine(service, chat, exchange)
+    if chat.request.stream:
+        await stream_answers(answers)
+    else:
+        await send_whole(answers)
+
+
+def ask_engine(service: Service, chat: ChatInput, exchange: Exchange) -> list[ChatAnswer]:
+    """Check what the decoder could not, and ask the engine for each answer to the question."""
     engine = service.engine()
     request_log = exchange.request_log
     request = chat.request
@@ -376,10 +390,7 @@ async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> 
             index=i,
         )
         answers.append(answer)
-    if request.stream:
-        await stream_answers(answers)
-    else:
-        await send_whole(answers)
+    return answers
 
 
 # ---- answers

@@ -15,7 +15,7 @@ import io
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -40,9 +40,8 @@ _LIBSNDFILE = {
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mp3": {"bitrate_mode": "CONSTANT", "compression_level": 0.5},
-    "flac": {
-        "compression_level": 0.25
-    },  # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
+    # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
+    "flac": {"compression_level": 0.25},
 }
 _ADTS_RATES = (96000, 88200, 64000, 48000, 44100, 32000, 24000, 22050, 16000, 12000, 11025, 8000)
 _AAC_BIT_RATE = 64_000
@@ -50,6 +49,7 @@ _OPEN = 0xFFFFFFFF  # a length nobody knows yet
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
 # Threads of its own: decoding what clients send takes the default ones, for seconds at a time.
 _POOL = ThreadPoolExecutor(4, "codec")
+PIECE_UNIT = 6  # bytes: whole 16-bit samples, and whole groups of three bytes for base64
 _PAGE_MS = 160.0  # pages of a second, the default, would hold back the first words
 
 
@@ -263,7 +263,7 @@ def check(format: str, param: str) -> None:
     if format not in CONTENT_TYPES:
         known = ", ".join(f for f in CONTENT_TYPES if f != "pcm16")
         raise Invalid(f"{param} {format!r} is not supported; use one of {known}", param)
-    if format == "aac" and not _has_ffmpeg():
+    if format == "aac" and find_spec("av") is None:  # PyAV, which brings FFmpeg
         raise Invalid(
             f"{param}: aac needs PyAV where the server runs (pip install 'stretto[video]'); "
             f"mp3 and opus need nothing",
@@ -271,26 +271,16 @@ def check(format: str, param: str) -> None:
         )
 
 
-@cache
-def _has_ffmpeg() -> bool:
-    return find_spec("av") is not None
-
-
+@dataclass(slots=True)
 class Pieces:
     """Cuts bytes so that the base64 of each piece, joined as text, is the base64 of the whole: no
     padding within."""
 
-    __slots__ = ("_rest", "_unit")
-
-    def __init__(
-        self, unit: int = 6
-    ) -> None:  # whole 16-bit samples as well as whole groups of three bytes
-        self._unit = unit
-        self._rest = b""
+    _rest: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
-        data = self._rest + data if self._rest else data
-        cut = len(data) - len(data) % self._unit
+        data = self._rest + data
+        cut = len(data) - len(data) % PIECE_UNIT
         self._rest = data[cut:]
         return data[:cut]
 

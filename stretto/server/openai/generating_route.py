@@ -7,7 +7,7 @@ answer. All of it runs on the event loop; only compressing audio goes to worker 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, closing
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -16,17 +16,16 @@ from starlette.types import Receive, Scope, Send
 from stretto.engine.events import Event, Finished
 from stretto.errors import Bug
 from stretto.server.http.body import Body
-from stretto.server.http.exchange import Exchange, Left
+from stretto.server.http.exchange import ClientLeft, Exchange
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.schema import Report, TimelineEntry
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 from stretto.server.tasks import run_until_one_ends
 
 R = TypeVar("R")
-MAX_PIECE = (
-    6 << 16
-)  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+# bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+MAX_PIECE = 6 << 16
 
 
 class GeneratingRoute(Generic[R]):
@@ -50,17 +49,17 @@ class GeneratingRoute(Generic[R]):
         self.places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.service.config)
-        request_log = exchange.request_log
+        request_log: RequestLog = scope[REQUEST_LOG]
+        exchange = Exchange(scope, receive, send, self.service.config, request_log)
         request_log.route = self.route
         try:
             self.service.engine()  # before a long body is read for nothing
             self.service.admission.check(request_log.sender)
-            with Body(self.service.bodies, request_log.sender) as body:
+            with closing(Body(self.service.bodies, request_log.sender)) as body:
                 await exchange.read_body(body, self.max_bytes, self.service.body_turns)
                 work = self._work(body, exchange), exchange.watch_client()
                 await run_until_one_ends(work, self.service.cut)
-        except Left:
+        except ClientLeft:
             # nobody listens: there is nothing to say
             request_log.ended = "left"
             request_log.status = 499
@@ -82,7 +81,9 @@ class GeneratingRoute(Generic[R]):
             await self.work(self.service, request, exchange)
 
 
-def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+def closing_events(
+    events: AsyncIterator[Event],
+) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
     """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
     return aclosing(cast(AsyncGenerator[Event, None], events))
 

@@ -25,10 +25,10 @@ from starlette.types import Receive, Scope, Send
 from stretto.engine.events import AudioChunk, Finished
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.server.admission import Place
-from stretto.server.http.exchange import Left, decode
+from stretto.server.http.exchange import ClientLeft, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.error_body import ErrorBody, Refused, describe, respond
-from stretto.server.openai.generating_route import closing, slices, unfinished
+from stretto.server.openai.generating_route import closing_events, slices, unfinished
 from stretto.server.openai.schema import (
     MAX_INPUT,
     SpeechDelta,
@@ -118,7 +118,7 @@ class LiveSpeech:
                 await SpeechStream(self.service, request_log, receive, send).run(
                     SUBPROTOCOL if offered else None
                 )
-        except Left:
+        except ClientLeft:
             request_log.ended = "left"
         except StrettoError as e:  # before the upgrade
             request_log.fail(e)
@@ -131,9 +131,8 @@ class SpeechStream:
     request_log: RequestLog
     receive: Receive
     send: Send
-    pieces: asyncio.Queue[str | None] = field(
-        default_factory=asyncio.Queue
-    )  # no more than `MAX_INPUT` in all
+    # no more than `MAX_INPUT` characters in all
+    pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     configured: asyncio.Future[SessionConfig] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -148,7 +147,7 @@ class SpeechStream:
             async with asyncio.timeout(self.service.config.realtime_minutes * 60):
                 work = (self._speak(), self._read(), self._end_at_shutdown(), self._end_with_key())
                 await run_until_one_ends(work, self.service.cut)
-        except Left:
+        except ClientLeft:
             raise
         except Exception as e:  # noqa: BLE001 - the connection's boundary
             await self._fail(_timed_out() if isinstance(e, TimeoutError) else e)
@@ -187,7 +186,7 @@ class SpeechStream:
         except TimeoutError:
             raise Refused(408, "nothing was sent for too long", code="timeout") from None
         if message["type"] == "websocket.disconnect":
-            raise Left("the client left")
+            raise ClientLeft("the client left")
         data = message.get("bytes")
         data = bytes(data) if data is not None else message["text"].encode()
         if len(data) > MAX_MESSAGE:
@@ -215,9 +214,8 @@ class SpeechStream:
                 if self.length > MAX_INPUT:
                     raise TooLong(f"the text has over {MAX_INPUT:,} characters", "text")
                 self.pieces.put_nowait(message.text)
-            await asyncio.sleep(
-                0
-            )  # messages that came together are there without waiting: others have their turn
+            # Messages that came together need no waiting: others have their turn.
+            await asyncio.sleep(0)
 
     async def read_text(self, first: str, place: Place) -> AsyncIterator[str]:
         piece: str | None = first
@@ -272,7 +270,7 @@ class SpeechStream:
             self.request_log.queued = place.waited
             text = self.read_text(first, place) if whole is None else whole
             events = speak(self.service, config, self.request_log, text)
-            async with closing(events):
+            async with closing_events(events):
                 end = None
                 size = 0
                 encoder = codecs.streamed(format, self.request_log.sample_rate)
@@ -310,9 +308,9 @@ class SpeechStream:
             async with asyncio.timeout(self.service.config.send_timeout):
                 await self.send(message)
         except TimeoutError:
-            raise Left("the client took no data for too long") from None
+            raise ClientLeft("the client took no data for too long") from None
         except OSError:  # the server's word for a client that has gone
-            raise Left("the client left") from None
+            raise ClientLeft("the client left") from None
 
     async def _fail(self, error: Exception) -> None:
         """Say what was wrong, and close."""

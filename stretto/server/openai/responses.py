@@ -21,6 +21,7 @@ from msgspec import Raw
 
 from stretto.engine.events import Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.errors import Invalid
+from stretto.params import Params
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.pool.jobs import ByteRange, Conversation
 from stretto.preprocess.pool.memfile import MemFile
@@ -31,7 +32,7 @@ from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import response_schema as r
 from stretto.server.openai.chat import call_id, logprobs_of
 from stretto.server.openai.chat_params import LONGEST, check_schema_size, to_params, variables
-from stretto.server.openai.generating_route import closing, report, unfinished
+from stretto.server.openai.generating_route import closing_events, report, unfinished
 from stretto.server.openai.grammar import AUTO, LONG, NONE, REQUIRED, of_calls, of_format
 from stretto.server.openai.schema import (
     ABSENT,
@@ -268,26 +269,10 @@ async def answer_responses(
         **{name: getattr(request, name) for name in _SAME},
     )
     params = to_params(chat, engine.info.defaults, service.config.packets, response_input.grammar)
-    shown = r.ResponseObject(
-        id=f"resp_{secrets.token_hex(16)}",
-        created_at=int(time.time()),
-        model=model,
-        status="in_progress",
-        output=[],
-        tools=response_input.tools,
-        tool_choice=Raw(b'"auto"') if request.tool_choice == ABSENT else request.tool_choice,
-        text=request.text or r.TextOptions(r.TextFormat("text")),
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        instructions=response_input.instructions,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        max_output_tokens=request.max_output_tokens,
-        metadata=request.metadata or {},
-    )
     writer = ResponseObjectWriter(
         service,
         exchange,
-        shown,
+        new_response(response_input, model, params),
         stream=bool(request.stream),
         stores_items=request.store is not False,
         timeline=bool(request.timeline),
@@ -301,8 +286,29 @@ async def answer_responses(
         session=request_log.session,
         owner=request_log.owner,
     )
-    async with closing(events):
+    async with closing_events(events):
         await writer.write(events)
+
+
+def new_response(response_input: ResponseInput, model: str, params: Params) -> r.ResponseObject:
+    """The response as it is before any output."""
+    request = response_input.request
+    return r.ResponseObject(
+        id=f"resp_{secrets.token_hex(16)}",
+        created_at=int(time.time()),
+        model=model,
+        status="in_progress",
+        output=[],
+        tools=response_input.tools,
+        tool_choice=AUTO if request.tool_choice == ABSENT else request.tool_choice,
+        text=request.text or r.TextOptions(r.TextFormat("text")),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        instructions=response_input.instructions,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+    )
 
 
 def usage_to_wire(usage: Usage) -> r.ResponseUsage:

@@ -162,16 +162,15 @@ class VoiceRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A clip that a voice is made of. With what is said in it, speech is a closer likeness."""
 
     name: VoiceName
-    audio: Raw = field(
-        default_factory=lambda: ABSENT
-    )  # a sound file in base64; decoded where prompts are built
+    # a sound file in base64; decoded where prompts are built
+    audio: Raw = field(default_factory=lambda: ABSENT)
     format: Annotated[str, Meta(max_length=16, pattern="^[a-z0-9]+$")] | None = None
     text: Annotated[str, Meta(max_length=2048)] | None = None
     model: Name | None = None
 
 
 class TranscriptionRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a form, beside its `file`."""
+    """The fields of a form, besides its `file`."""
 
     model: Name | None = None
     language: Annotated[str, Meta(max_length=8)] | None = None

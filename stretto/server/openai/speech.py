@@ -15,7 +15,13 @@ from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.chat_params import check_lengths, speech_fields
-from stretto.server.openai.generating_route import closing, drop_none, report, slices, unfinished
+from stretto.server.openai.generating_route import (
+    closing_events,
+    drop_none,
+    report,
+    slices,
+    unfinished,
+)
 from stretto.server.openai.schema import (
     SpeechDelta,
     SpeechDone,
@@ -44,7 +50,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         raise Invalid("input has nothing to read", "input")
     events = speak(service, request, exchange.request_log, request.input)
     encoder = codecs.streamed(format, exchange.request_log.sample_rate)
-    async with closing(events):
+    async with closing_events(events):
         if request.stream_format == "sse":
             await as_events(events, encoder, exchange, bool(request.timeline))
         else:
@@ -54,8 +60,8 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
 def speak(
     service: Service, request: SpeechFields, request_log: RequestLog, text: str | AsyncIterator[str]
 ) -> AsyncIterator[Event]:
-    """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the
-    request."""
+    """Let the engine read a text aloud, which is complete or still comes. Raises what is wrong with
+    the request."""
     engine = service.engine()
     info = engine.info
     defaults = engine.info.defaults
@@ -73,27 +79,32 @@ def speak(
         "speed": request.speed,
     }
     request_log.sample_rate = info.sample_rate
-    name = voice_name(request.voice)
-    own_voice = service.voices.find(request_log.owner, name) if name is not None else None
-    manner = SpeechStyle(
+    voice, stored_voice = choose_voice(service, request, request_log.owner)
+    style = SpeechStyle(
         instructions=(request.instructions or "").strip() if info.instructions else "",
         language=request.language,
-        voice=own_voice or b"",
-    )
-    voice = (
-        find_voice(request.voice, info, "voice", service.voices.names(request_log.owner))
-        if own_voice is None
-        else None
+        voice=stored_voice,
     )
     return engine.speak(
         text,
         voice=voice,
-        manner=manner,
+        manner=style,
         params=replace(defaults, **drop_none(overrides), packets=service.config.packets),
         request_id=request_log.request_id,
         owner=request_log.owner,
         sender=request_log.sender,
     )
+
+
+def choose_voice(service: Service, request: SpeechFields, owner: str) -> tuple[str | None, bytes]:
+    """The name of the model's voice (None: its default one), or the data of a voice that the owner
+    has stored."""
+    name = voice_name(request.voice)
+    stored = service.voices.find(owner, name) if name is not None else None
+    if stored is not None:
+        return None, stored
+    info = service.engine().info
+    return find_voice(request.voice, info, "voice", service.voices.names(owner)), b""
 
 
 async def as_bytes(

@@ -28,7 +28,7 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange
 from stretto.server.http.forms import Form, Source, boundary, in_thread, parse_form, part_of
-from stretto.server.openai.generating_route import closing, drop_none
+from stretto.server.openai.generating_route import closing_events, drop_none
 from stretto.server.openai.schema import (
     Segment,
     Transcript,
@@ -95,11 +95,9 @@ def fields(form: Form) -> TranscriptionRequest:
 
 async def answer_sound(service: Service, sound: TranscriptionInput, exchange: Exchange) -> None:
     async with sound.file:
-        engine, request_log, request = (
-            service.engine(),
-            exchange.request_log,
-            sound.request,
-        )  # which may be draining by now
+        engine = service.engine()  # it may be draining by now
+        request_log = exchange.request_log
+        request = sound.request
         service.check_model(request.model, engine)
         check_times(request)
         if engine.info.transcription is None:
@@ -195,7 +193,7 @@ class WindowTexts:
                 talk, modalities=("text",), params=params, request_id=id, owner=request_log.owner
             )
             first = True
-            async with closing(events):
+            async with closing_events(events):
                 async for event in events:
                     request_log.record(event)
                     if isinstance(event, TextDelta) and event.text:

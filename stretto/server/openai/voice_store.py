@@ -31,9 +31,8 @@ class StoredVoice:
 @dataclass(slots=True)
 class VoiceStore:
     clock: Callable[[], float] = time.time
-    _voices: dict[str, dict[str, StoredVoice]] = field(
-        default_factory=dict
-    )  # by owner, then by name in small letters
+    # by owner, then by name in small letters
+    _voices: dict[str, dict[str, StoredVoice]] = field(default_factory=dict)
 
     def check(self, owner: str, name: str, info: ModelInfo) -> None:
         """Refuses a name that is taken, and one voice too many."""

@@ -62,16 +62,8 @@ def find_voice(
     in the error."""
     name = voice_name(voice)
     if not info.voices:
-        if info.cloning:
-            known = ", ".join(own or ()) or "none yet"
-            raise Invalid(
-                f"this model speaks with voices made of clips, of which you have {known}", param
-            )
-        if name is None or name.lower() in ALIASES:
-            return None  # it is described in words
-        raise Invalid(
-            f"there is no voice {name!r}; this model's is described by instructions", param
-        )
+        check_unnamed(name, info, param, own or [])
+        return None
     if name is None:
         return None
     known_as = {**info.voice_aliases, **{v.lower(): v for v in info.voices}}
@@ -82,6 +74,21 @@ def find_voice(
             (known_as[v] for v in ALIASES[name.lower()] if v in known_as), info.default_voice
         )
     raise Invalid(f"there is no voice {name!r}; the model has {', '.join(info.voices)}", param)
+
+
+def check_unnamed(name: str | None, info: ModelInfo, param: str, own: list[str]) -> None:
+    """Refuse a voice's name where the model has none: it speaks with voices made of clips, or with
+    one that instructions describe."""
+    if info.cloning:
+        raise Invalid(
+            "this model speaks with voices made of clips, of which you have "
+            f"{', '.join(own) or 'none yet'}",
+            param,
+        )
+    if name is not None and name.lower() not in ALIASES:
+        raise Invalid(
+            f"there is no voice {name!r}; this model's is described by instructions", param
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +223,7 @@ async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
         raise Invalid(
             _WHERE.sub("", str(e)) or "the clip cannot be used", clip.called(param)
         ) from None
-    service.voices.check(
-        owner, request.name, engine.info
-    )  # another request may have taken the name meanwhile
+    # Another request may have taken the name meanwhile.
+    service.voices.check(owner, request.name, engine.info)
     has_text = bool((request.text or "").strip())
     await exchange.reply(service.voices.add(owner, request.name, data, has_text))
