@@ -1,7 +1,7 @@
-"""One line a record, for people or as JSON for machines. Set up by commands and by the processes
-that they start, never by the library.
+"""Formats of log lines: text for people or JSON for machines, one line a record. Set up by commands
+and by the processes that they start, never by the library.
 
-Whoever logs never waits: in a process whose stderr is set up here, everything that is written to it
+Logging never blocks: in a process whose stderr is set up here, everything that is written to stderr
 goes through a bounded queue (`stderr.py`)."""
 
 from __future__ import annotations

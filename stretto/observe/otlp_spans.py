@@ -1,5 +1,5 @@
-"""OpenTelemetry spans of records, and their way to the collector. Imported by `otlp.py` when traces
-are on; used in its thread only."""
+"""Makes OpenTelemetry spans of trace records and exports them. Imported by `otlp.py` when traces
+are on, and used in its thread only."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Gives memory that large requests and sessions have freed back to the system.
+"""Memory that large requests and sessions have freed goes back to the system. `Service.start` sets
+this up: one `Trimmer` per server, a task on the event loop.
 
-The C library keeps what is freed, in an arena for each thread: after many large sessions a server
-would hold their memory for ever. So large blocks are mappings of their own, which go back when they
-are freed (`map_large_blocks`). For the others there is `malloc_trim`: it takes about a millisecond
-for each 8 MiB, so it runs in a thread, and whoever allocates from that arena waits meanwhile. One
-`Trimmer` per server, a task on the event loop."""
+The C library keeps what is freed, in an arena for each thread, so that after many large sessions a
+server would hold their memory for ever. Large blocks are therefore mappings of their own, which go
+back when they are freed (`map_large_blocks`). For the others there is `malloc_trim`: it takes about
+a millisecond for each 8 MiB, so it runs in a thread, and who allocates from that arena waits
+meanwhile."""
 
 from __future__ import annotations
 

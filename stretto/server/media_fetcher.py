@@ -1,16 +1,14 @@
-"""Fetches media that requests name by address, from hosts that the operator has named and from no
-other place.
+"""Fetches media that messages name by address, from hosts that the operator has named and from no
+others. Routes call `MediaFetcher.fetch` before they hand a conversation to the engine; one per
+server, on the event loop.
 
 A client could make a server that fetches addresses reach what only the server can: its own ports,
 its network, the metadata of its cloud. So an address must be https (http where the operator says
 so), its host one of `--allowed-media-domains` or below one, its port the one named there; all
 addresses that the host resolves to must be public; and the connection goes to one of those that
 were checked, so that a name which resolves to something else a moment later (rebinding) changes
-nothing. A redirect is an address like the first. Nothing of the client's goes along: no cookies, no
-credentials, no proxies of the environment. What comes is held to the limits of size and time, and
-only the decoders say what it is.
-
-On the event loop, before the prompt worker; one per server."""
+nothing. A redirect is checked like the first address. No cookies, credentials or proxies of the
+environment are used. Files have limits of size and time; only the decoders say what they are."""
 
 from __future__ import annotations
 

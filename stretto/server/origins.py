@@ -1,12 +1,12 @@
-"""Which web pages may call the server, and under which names it may be called. Called by
-the middleware for each request.
+"""Which web pages may call the server, and by which host names. The middleware asks `Callers` for
+each request.
 
-A browser sends what any page tells it to, from inside the user's network and with the user's
-address. Two headers that a page cannot forge tell such requests apart: `Origin`, the page that
-asks, and `Host`, the name it asked for. Without an API key only the server's own page and pages of
-this machine may call, and a server that listens on the loopback answers to loopback names alone: a
-page may let its own name point to 127.0.0.1 (DNS rebinding), but the name stays in `Host`. With a
-key neither header gives anything away that the key does not guard."""
+A web page can make a browser send requests from inside the user's network, with the user's address.
+A page cannot forge two headers: `Origin`, which names the page, and `Host`, the name that it asked
+for. Without an API key only the server's own page and pages of this machine may call, and a server
+that listens on the loopback answers to loopback names alone: a page may let its own name point to
+127.0.0.1 (DNS rebinding), but the name stays in `Host`. With an API key any page may call, since it
+needs the key."""
 
 from __future__ import annotations
 

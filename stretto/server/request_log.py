@@ -1,5 +1,6 @@
-"""What the log and the metrics will say about a request. Filled in on the event loop, from its
-arrival on."""
+"""`RequestLog`: what the access log, the metrics and the traces will say about a request. The
+middleware makes one when a request arrives and reads it when the request is over; routes fill it
+in, on the event loop."""
 
 from __future__ import annotations
 

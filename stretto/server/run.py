@@ -1,8 +1,9 @@
-"""Runs the app on uvicorn until told to stop, and stops it with care.
+"""Runs the app on uvicorn until a signal, and stops it in order. Called by `stretto serve`.
 
-The first SIGTERM or SIGINT drains: health says so, nothing new is taken, running answers finish
-within the time allowed, and the process ends with 0. A second one ends it at once. The port is open
-all the while, so that a load balancer sees `draining` rather than a refused connection."""
+The first SIGTERM or SIGINT drains: `/health` says so, new requests are refused, running answers may
+finish within the drain timeout, and the process ends with status 0. A second signal ends it at
+once. The port stays open all the while, so that a load balancer sees `draining` rather than a
+refused connection."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Requests and answers that are over, as records for a trace. Called on the event loop, where
-traces are on."""
+"""Makes a `TraceRecord` of a request, or of an answer in a realtime session, that is over. Called
+on the event loop by the middleware and by realtime sessions where traces are on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A request's body while it arrives: within limits of size, rate and its sender's share of all
-bodies, and never in one piece on the event loop. Small bodies are plain bytes; larger ones go into
-a memory file, part by part.
+"""A request's body while it arrives. It counts against its sender's share of the bytes of all
+bodies, and is never one large object on the event loop: small bodies are plain bytes, larger ones
+are written part by part to a memory file.
 
-Used by `exchange.py` and the endpoints, on the event loop."""
+`Exchange.read_body` fills it and the routes read it, on the event loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One HTTP request and its answer, on bare ASGI: the body within limits, bytes out with a deadline,
-and work that ends the moment the client leaves. Used by the routes that generate; everything runs
-on the event loop."""
+"""One HTTP request and its answer, on bare ASGI. It reads the body within limits of size and rate,
+writes the answer with a deadline for each part, and notices when the client leaves. The routes that
+generate use one for each request, on the event loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A body of multipart/form-data, cut into its fields. For routes that take files, on worker
-threads: a form may be large, so it is read window by window, and no call of C code holds the
-interpreter for more than a millisecond."""
+"""Cuts a body of multipart/form-data into its fields and files. Routes that take files call it on
+worker threads: a form may be large, so it is searched window by window, and no call of C code holds
+the interpreter for more than a millisecond."""
 
 from __future__ import annotations
 

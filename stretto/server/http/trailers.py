@@ -1,6 +1,6 @@
-"""Fields behind the body of an answer, as the ASGI extension `http.response.trailers` has them and
-uvicorn does not: what is only known when all of a streamed answer was sent. Used by `connection.py`
-for each request; everything runs on the event loop."""
+"""Trailers: header fields behind the body of an answer, for what is only known when all of a
+streamed answer was sent. uvicorn has not got the ASGI extension `http.response.trailers`;
+`connection.py` wraps the app in `WithTrailers` for each request of HTTP/1.1, on the event loop."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that
-large ones are not decoded on the event loop for nothing. A connection that is closing and whose
-client takes nothing is cut, where uvicorn would wait for ever. Large reads are parsed in short
-turns of the event loop, of which all connections together have one in each of its passes. And no
-client holds up the others by tiny frames, of which one read may bring 40,000: all who send them
-share a small part of the loop's time, a message has so many fragments, and whoever takes no answers
-to its pings is cut. And what has come and was not taken in by the app counts among the memory of
-its owner's sessions: a message that is never finished costs others nothing. `run.py` gives it to
-uvicorn."""
+"""uvicorn's WebSocket protocol with limits to what a client may hold or delay. `run.py` passes it
+to uvicorn, and everything runs on the event loop. The differences:
+
+- A text message comes as bytes, so that a large one is not decoded on the event loop.
+- A connection that is closing and whose client reads nothing is cut; uvicorn would wait for ever.
+- Large reads are parsed in short turns, of which all connections together have one in each pass of
+  the event loop.
+- One read may bring 40,000 tiny frames. Clients that send such floods share a small part of the
+  loop's time, a message has a bounded number of fragments, and a client that reads no pongs is cut.
+- Data that the app has not received yet counts as memory of the sender's sessions, so that a
+  message that is never finished costs other senders nothing."""
 
 from __future__ import annotations
 

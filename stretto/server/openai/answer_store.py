@@ -1,8 +1,8 @@
-"""Answers that clients may refer to by id: {"role": "assistant", "audio": {"id": ...}} instead of
-the words.
+"""Answers that later requests may refer to by an id in place of their text: {"role": "assistant",
+"audio": {"id": ...}} in a chat, an item's id in a response.
 
-One per server, used on the event loop only. Holds transcripts, not sound. Bounded in number, size
-and time; an id is good only for the API key that got it."""
+One store per server, used on the event loop. It holds text, not sound, and is bounded in number,
+size and time. An id is valid only for the API key whose request made the answer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""POST /v1/chat/completions: a conversation in, an answer out, in words and aloud, whole or as it
-is made.
+"""POST /v1/chat/completions: a conversation is answered in text and speech, streamed or whole.
 
-`answer_chat` checks what the decoder could not, asks the engine, and writes its events as they come
-or all together. The order within a stream is what the stock clients are built for: role, then the
-audio's id, both once; words and sound as they come; the audio's expiry, once; the reason for the
-end; usage if asked for; [DONE]."""
+`read_chat` cuts the body into short fields, which it decodes, and messages and tools, which stay
+bytes. `answer_chat` checks what the decoder could not, asks the engine, and sends each
+`ChatAnswer`. Stock clients expect this order within a stream: the role, then the audio's id, both
+once; text and sound as they come; the audio's expiry, once; the finish reason; usage if it was
+requested; [DONE]."""
 
 from __future__ import annotations
 

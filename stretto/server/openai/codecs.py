@@ -1,12 +1,10 @@
-"""Speech as bytes of a format: 16-bit samples in, pieces of a file out, while the speech is being
-made.
+"""Encodes speech: 16-bit samples in, pieces of an audio file out, while the speech is being made.
 
 An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from
-libsndfile, `aac` from FFmpeg where PyAV is installed, and the routes run them on worker threads
-(`slow`). A stream cannot have its header
-corrected at the end: wav and flac say that their length is open, opus states no length, and mp3 has
-a constant bit rate, from which readers work it out. A file that is encoded whole says how long it
-is."""
+libsndfile, `aac` from FFmpeg where PyAV is installed, and the routes run these on worker threads
+(`slow`). A stream cannot have its header corrected at the end: wav and flac say that their length
+is open, opus states no length, and mp3 has a constant bit rate, from which readers compute it. A
+file that is encoded whole states its length."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What chat and speech share: a request is decoded, admitted, answered and, whatever happens,
-accounted for.
+"""`GeneratingRoute`, the ASGI app of the routes that generate: it reads a request's body, waits for
+a place in the admission queue, decodes the request, answers it, and records how it ended. `app.py`
+makes one for each such route, from a function that decodes and one that answers.
 
-`GeneratingRoute` is an ASGI app; a route gives it a coroutine that turns a decoded request into an
-answer. All of it runs on the event loop; only compressing audio goes to worker threads."""
+The functions below the class are shared by these routes. Everything runs on the event loop; only
+decoders of long fields and encoders of audio use threads."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What a text must look like, as a grammar: of `response_format`, `text.format` and `tool_choice`.
-Used by chat, responses and realtime sessions; pure, and where schemas are long (`LONG`) to be
-called in a thread.
+"""The grammar that an answer must follow, made of `response_format`, `text.format` and
+`tool_choice`. Called by chat, responses and realtime sessions; pure. With long schemas (`LONG`) it
+takes milliseconds, so its callers use a thread.
 
-The grammar is text in llguidance's form of Lark. JSON is compact: between its parts there is no
-white space that a model could fill its answer with, and objects have the fields that are listed
-(`closed_schema.py`). Whether a schema can be followed is found out where it is compiled
-(`stage/guide.py`)."""
+The grammar is text in llguidance's form of Lark. JSON is compact: it has no white space that a
+model could fill its answer with, and objects have the fields that are listed (`closed_schema.py`).
+Whether a grammar can be compiled is checked elsewhere (`preprocess/grammars.py`)."""
 
 from __future__ import annotations
 

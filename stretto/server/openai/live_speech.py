@@ -1,14 +1,14 @@
-"""`/v1/audio/speech/stream`: a WebSocket that text comes in by, piece by piece, and speech goes
-out, while it is made.
+"""`/v1/audio/speech/stream`: a WebSocket that takes a text piece by piece while it is being
+written, and sends its speech while it is made.
 
-An ASGI app behind the middleware, which has looked at key, name and origin; refusals come before
-the upgrade, as HTTP. The messages are vLLM-Omni's: `session.config` first, then `input.text` and
+An ASGI app behind the middleware, which has checked key, host and origin; refusals come before the
+upgrade, by HTTP. The messages are vLLM-Omni's: `session.config` first, then `input.text` and
 `input.done`; `audio.start`, sound as binary messages (or base64 in events), `audio.done`,
-`session.done`. A connection speaks one text. One task reads what the client sends, one speaks;
+`session.done`. A connection speaks one text. One task reads what the client sends, another speaks;
 whichever ends first ends both.
 
-A connection holds a place among the requests that are answered while there is text ahead of its
-speech, and no longer: a client that writes slowly keeps nobody else from being answered."""
+A connection holds a place of the admission queue only while there is text to be spoken: a client
+that writes slowly keeps nobody else from being answered."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The published description of the API, made from the same structs that read and write it, so it
-cannot drift."""
+"""The OpenAPI document of the server, at `/openapi.json`. It is made of the same structs that
+decode requests and encode answers, so it cannot drift from them."""
 
 from __future__ import annotations
 

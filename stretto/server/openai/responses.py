@@ -1,10 +1,10 @@
-"""POST /v1/responses: OpenAI's Responses API as a translation onto chat: text, functions and JSON
-out; text, pictures, sound and video in.
+"""POST /v1/responses: OpenAI's Responses API as a translation to chat. Text, images, sound and
+video come in; text, function calls and JSON go out.
 
 The input's items become messages where the prompt is built (`preprocess/response_items.py`). The
-engine's events become output items and, in a stream, the events that clients are built for
-(`ResponseObjectWriter`). Responses are not stored: a client sends the conversation. Only the items
-of an answer can be referred to for a while, as some clients do without being asked to."""
+engine's events become output items and, in a stream, the events that clients expect
+(`ResponseObjectWriter`). Responses are not stored: a client sends the whole conversation. Only the
+items of an answer can be referred to for a while, since some clients always do so."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What clients send and get, as msgspec structs: OpenAI's chat and speech, and the few fields we
-add.
+"""Requests, answers and events of OpenAI's chat, speech and transcription API as msgspec structs,
+with the few fields that this server adds.
 
-Decoded and encoded by the routes, on the event loop; `openapi.py` publishes them. Requests forbid
-unknown fields, so a misspelt one is an error that names it rather than a silent default. Limits
-stand in the types, where the decoder and the published schema both see them."""
+The routes decode and encode them on the event loop; `openapi.py` publishes them. Requests forbid
+unknown fields, so that a misspelt field is an error that names it rather than a silent default.
+Limits are part of the types, where the decoder and the published schema both have them."""
 
 from __future__ import annotations
 

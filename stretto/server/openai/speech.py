@@ -1,5 +1,6 @@
-"""POST /v1/audio/speech: a text is read aloud. The sound is sent as it is made, as bytes of a
-format or, with stream_format "sse", as events."""
+"""POST /v1/audio/speech: text to speech. The sound is sent as it is made, as bytes of an audio
+format or, with stream_format "sse", as events. `speak` asks the engine; `live_speech.py` calls it
+too."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Finds calls of functions in an answer as it is written: <tool_call>{"name": ..., "arguments":
-{...}}</tool_call>.
+"""Finds function calls in an answer while it is being written: <tool_call>{"name": ...,
+"arguments": {...}}</tool_call>. Chat, responses and realtime sessions make one `ToolParser` for
+each answer.
 
-One parser per answer, fed with the text as it comes. What cannot be told apart from the beginning
-of a call waits; what turns out not to be one is plain text again, letter for letter. A call that
-the limit of tokens has cut is a call still, with the arguments that there are."""
+The parser is fed with the text as it comes. It holds back text that may be the beginning of a call;
+if that turns out not to be one, it is plain text again, letter for letter. A call that the limit of
+tokens has cut is still a call, with the arguments that there are."""
 
 from __future__ import annotations
 

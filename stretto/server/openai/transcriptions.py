@@ -1,10 +1,10 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its words out, as they
-are found.
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its text out, streamed
+or whole.
 
-The file is decoded by the prompt worker, which cuts it into windows; the model writes down one
-window after the other, so that a sound may be longer than its context. Formats that tell times get
-shorter windows, which end where speech pauses: each is a segment, whose times are where its speech
-begins and ends in the sound, and not what the model says. All else runs on the event loop."""
+The prompt worker decodes the file and cuts it into windows; the model transcribes one window after
+the other, so that a sound may be longer than its context. Formats with times get shorter windows,
+which end where speech pauses. Each of these is a segment: its times are where its speech begins and
+ends in the sound, and not what the model says. All else runs on the event loop."""
 
 from __future__ import annotations
 

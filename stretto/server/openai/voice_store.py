@@ -1,6 +1,6 @@
-"""Voices that clients made of clips, by the API key that sent them. One store per server, on the
-event loop, in memory alone: they are gone when the server is. A voice is what the engine gave,
-unread; its name is the client's."""
+"""Voices that clients made of clips, by the API key that sent them. One store per server, used on
+the event loop and in memory alone: voices are lost when the server ends. A voice is opaque data
+that the engine made (`enrol`) and takes back with a request; the client chose its name."""
 
 from __future__ import annotations
 

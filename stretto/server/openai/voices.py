@@ -1,7 +1,7 @@
-"""Which voice a client means, and POST /v1/audio/voices: a voice is made of a clip and kept under a
-name. The clip comes in JSON, as base64, or as the file of a form.
+"""Finds the voice that a request names, and answers POST /v1/audio/voices, which makes a voice of a
+clip and stores it under a name. The clip comes in JSON, as base64, or as the file of a form.
 
-Stock clients know OpenAI's names only, so these mean something too."""
+Stock clients know OpenAI's names only, so these are aliases here."""
 
 from __future__ import annotations
 
