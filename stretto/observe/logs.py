@@ -1,7 +1,7 @@
-"""One line a record, for people or as JSON for machines. Set up by commands and by the processes
-that they start, never by the library.
+"""Formats of log lines: text for people or JSON for machines, one line a record. Set up by commands
+and by the processes that they start, never by the library.
 
-Whoever logs never waits: in a process whose stderr is set up here, everything that is written to it
+Logging never blocks: in a process whose stderr is set up here, everything that is written to stderr
 goes through a bounded queue (`stderr.py`)."""
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ FORMAT = "STRETTO_LOG_FORMAT"
 
 
 STDERR = 2
-_CONTROLS = (
-    *range(0x20),
-    *range(0x7F, 0xA0),
-    0x2028,
-    0x2029,
-)  # 0x85, 0x2028 and 0x2029 break lines in some programs
+# 0x85, 0x2028 and 0x2029 break lines in some programs
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 _ESCAPED = {
     code: chr(code).encode("unicode_escape").decode() for code in _CONTROLS if chr(code) != "\t"
 }

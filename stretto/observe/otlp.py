@@ -1,10 +1,10 @@
-"""Traces of requests for an OpenTelemetry collector: OTLP over HTTP, in protobuf.
+"""Sends traces of requests to an OpenTelemetry collector: OTLP over HTTP, in protobuf.
 
-Whoever answers requests hands over a record of each when it is over (`put`, on the event loop,
-which never waits). A thread makes spans of the records and sends them. What the collector does
-not take in time is dropped and counted. OpenTelemetry is imported when a `TraceExporter` is made,
-and configured by its own variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
-OTEL_EXPORTER_OTLP_HEADERS and others)."""
+The server hands over a record of each request that is over (`put`, on the event loop, which never
+waits). A thread makes spans of the records and sends them. What the collector does not take in time
+is dropped and counted. OpenTelemetry is imported when a `TraceExporter` is made, and configured by
+its own variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and
+others)."""
 
 from __future__ import annotations
 

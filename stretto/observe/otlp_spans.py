@@ -1,5 +1,5 @@
-"""OpenTelemetry spans of records, and their way to the collector. Imported by `otlp.py` when traces
-are on; used in its thread only."""
+"""Makes OpenTelemetry spans of trace records and exports them. Imported by `otlp.py` when traces
+are on, and used in its thread only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stretto.observe.trace_records import StageTimes, TraceContext, TraceRecord,
 QUEUE = "queue"  # the span of the wait for a place
 
 
-class _GivenIds(RandomIdGenerator):
+class _RequestIds(RandomIdGenerator):
     """The next span has the ids that its request got when it came."""
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class _GivenIds(RandomIdGenerator):
         return self.next.trace_id if self.next is not None else super().generate_trace_id()
 
     def generate_span_id(self) -> int:
-        given = self.next
+        context = self.next
         self.next = None
-        return given.span_id if given is not None else super().generate_span_id()
+        return context.span_id if context is not None else super().generate_span_id()
 
 
 class _Collector(SpanProcessor):
@@ -56,7 +56,7 @@ class _Collector(SpanProcessor):
 class SpanMaker:
     def __init__(self, url: str, resource: Mapping[str, str], timeout: float) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log each batch
-        self._ids = _GivenIds()
+        self._ids = _RequestIds()
         self._made = _Collector()
         self._provider = TracerProvider(
             resource=Resource.create(dict(resource)),

@@ -1,8 +1,8 @@
-"""A trace that Perfetto and chrome://tracing load: spans as complete events, in one growing JSON
-array.
+"""Writes a trace file that Perfetto and chrome://tracing load: spans as complete events, in one
+growing JSON array.
 
-Written by the engine with what its hosts send, on the event loop. The array is left open while it
-grows, which both readers accept."""
+The engine writes what its hosts send, on the event loop. The array is left open while it grows,
+which both readers accept."""
 
 from __future__ import annotations
 

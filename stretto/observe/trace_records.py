@@ -1,5 +1,5 @@
-"""What is known of a request that is over, for a trace. Made on the event loop by whoever answered
-it; `otlp.py` sends it."""
+"""What a trace says of a request that is over. The server makes a `TraceRecord` on the event loop
+(`server/tracing.py`); `otlp.py` sends it."""
 
 from __future__ import annotations
 

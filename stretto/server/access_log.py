@@ -39,7 +39,7 @@ def facts(scope: Scope, request_log: RequestLog) -> Fields:
         "id": str(r.request_id),
         "client_id": None if r.client_id == r.request_id else r.client_id,
         "method": scope.get("method", "WEBSOCKET"),
-        "path": _shown(scope["path"]),
+        "path": quoted_path(scope["path"]),
         "session": r.realtime_session or None,
         "status": r.status,
         "key": r.owner or None,
@@ -61,7 +61,7 @@ def milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(1000 * seconds, 1)
 
 
-def _shown(path: str) -> str:
-    """A path is a client's text: as in a URL, so that no line break or space of it looks like ours;
-    nothing endless."""
+def quoted_path(path: str) -> str:
+    """A path as in a URL, and not endless. It is a client's text: no line break or space of it may
+    look like one of ours."""
     return quote(path[:200], errors="replace")

@@ -1,7 +1,8 @@
-"""The routes, and the ASGI app that holds them. `make_app` is all that other modules need.
+"""The routes, and the ASGI app that holds them: `make_app`, called by `run.py` and by replicas on
+Ray.
 
-The engine comes from a factory that the app's lifespan calls; tests give one that makes something
-smaller."""
+The app's lifespan opens the engine by a function that the caller passes; tests pass one that opens
+a scripted engine."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from stretto.observe.otlp import trace_metrics
 from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.keys import Keys
 from stretto.server.metrics import CONTENT_TYPE
-from stretto.server.middleware import AccessMiddleware
+from stretto.server.middleware import AccessMiddleware, path_of
 from stretto.server.openai.chat import answer_chat, num_answers, read_chat
 from stretto.server.openai.docs_page import render
 from stretto.server.openai.error_body import Refused, respond
@@ -51,14 +52,6 @@ from stretto.server.realtime.endpoint import Realtime
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import OpenEngine, Service
 
-POSTS = (
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/audio/speech",
-    VOICES,
-    *FORMS,
-    CLIENT_SECRETS,
-)
 DEFAULTS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
     **{
@@ -116,7 +109,7 @@ def make_metrics_app(service: Service) -> Starlette:
 
 
 class MetricsRoute:
-    """/metrics, to whoever may read it."""
+    """/metrics, with a key of its own if one is configured."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -127,7 +120,7 @@ class MetricsRoute:
         return Response(metrics_of(self.service), headers={"content-type": CONTENT_TYPE})
 
     async def http_error(self, request: Request, error: Exception) -> Response:
-        """On a port of its own."""
+        """The answer to any other path, on a port for metrics alone."""
         return respond(Refused(404, "on this port there is only GET /metrics", code="not_found"))
 
 
@@ -136,9 +129,17 @@ class Routes:
         self.service = service
         self.pages = pages
         self.loaded_at = int(time.time())
-        self.paths: dict[str, str] = {}  # and their methods
+        self.posts = self._posts()
+        self.gets = self._gets()
 
-    def table(self) -> list[BaseRoute]:
+    @property
+    def methods(self) -> dict[str, str]:
+        """Paths that a client may have meant, and their methods."""
+        posts = dict.fromkeys(self.posts, "POST")
+        return posts | {path: "GET" for path, *_ in self.gets if "{" not in path}
+
+    def _posts(self) -> dict[str, ASGIApp]:
+        """The routes that take bodies, by path."""
         largest = self.service.config.max_body_bytes
         chat = GeneratingRoute(self.service, "chat", largest, read_chat, answer_chat, num_answers)
         speech = GeneratingRoute(
@@ -154,9 +155,18 @@ class Routes:
         responses = GeneratingRoute(
             self.service, "responses", largest, read_responses, answer_responses
         )
-        secrets = ClientSecretRoute(self.service)
-        posts: list[ASGIApp] = [chat, responses, speech, voices, *transcriptions, secrets]
-        named: list[tuple[str, str, Handler]] = [
+        return {
+            "/v1/chat/completions": chat,
+            "/v1/responses": responses,
+            "/v1/audio/speech": speech,
+            VOICES: voices,
+            **dict(zip(FORMS, transcriptions, strict=True)),
+            CLIENT_SECRETS: ClientSecretRoute(self.service),
+        }
+
+    def _gets(self) -> list[tuple[str, str, Handler]]:
+        """Paths, the names of their routes in logs and metrics, and who answers."""
+        gets: list[tuple[str, str, Handler]] = [
             ("/v1/models", "models", self.models),
             ("/v1/models/{name:path}", "models", self.model),
             ("/health", "health", self.health),
@@ -166,23 +176,19 @@ class Routes:
             ("/docs", "docs", self.docs),
         ]
         if self.service.config.metrics and self.service.config.metrics_port is None:
-            named.append(("/metrics", "metrics", MetricsRoute(self.service).metrics))
-        self.paths = {
-            **dict.fromkeys(POSTS, "POST"),
-            **{path: "GET" for path, *_ in named if "{" not in path},
-        }
+            gets.append(("/metrics", "metrics", MetricsRoute(self.service).metrics))
+        return gets
+
+    def table(self) -> list[BaseRoute]:
         realtime: ASGIApp = Realtime(self.service)
         live: ASGIApp = LiveSpeech(self.service)
         return [
             *(WebSocketRoute(path, realtime) for path in REALTIME),
             WebSocketRoute(LIVE_SPEECH, live),
-            *(
-                Route(path, endpoint, methods=["POST"])
-                for path, endpoint in zip(POSTS, posts, strict=True)
-            ),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self.posts.items()),
             *(
                 Route(path, _logged(route, handler), methods=["GET"])
-                for path, route, handler in named
+                for path, route, handler in self.gets
             ),
             Route(VOICES, _logged("voices", self.voices), methods=["GET"]),
             Route(f"{VOICES}/{{name}}", _logged("voices", self.delete_voice), methods=["DELETE"]),
@@ -253,8 +259,8 @@ class Routes:
         return Response(_docs_page(), headers=HEADERS, media_type="text/html")
 
     async def page(self, request: Request) -> Response:
-        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        if path in POSTS:
+        path = path_of(request.scope)
+        if path in self.posts:
             raise HTTPException(405, headers={"allow": "POST"})
         if path in (*REALTIME, LIVE_SPEECH):
             raise HTTPException(
@@ -275,16 +281,15 @@ class Routes:
             and (page := self.pages.missing(request)) is not None
         ):
             return page
-        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        path = path_of(request.scope)
         status = error.status_code
         headers = error.headers
-        if status == 405 and request.method not in ("GET", "HEAD") and path not in self.paths:
-            status, headers = (
-                404,
-                None,
-            )  # it met the route of the pages, which takes whatever is left
+        if status == 405 and request.method not in ("GET", "HEAD") and path not in self.methods:
+            # It met the route of the pages, which takes whatever is left.
+            status = 404
+            headers = None
         what = f"{request.method} {request.url.path[:200]}"
-        near = nearest(path, self.paths)
+        near = nearest(path, self.methods)
         hint = f"; did you mean {near}?" if near else "; GET /openapi.json tells what there is"
         words = {404: f"there is no {what}{hint}", 405: f"{what} is not possible here"}
         return respond(

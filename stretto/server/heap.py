@@ -1,10 +1,11 @@
-"""Gives memory that large requests and sessions have freed back to the system.
+"""Memory that large requests and sessions have freed goes back to the system. `Service.start` sets
+this up: one `Trimmer` per server, a task on the event loop.
 
-The C library keeps what is freed, in an arena for each thread: after many large sessions a server
-would hold their memory for ever. So large blocks are mappings of their own, which go back when they
-are freed (`map_large_blocks`). For the others there is `malloc_trim`: it takes about a millisecond
-for each 8 MiB, so it runs in a thread, and whoever allocates from that arena waits meanwhile. One
-`Trimmer` per server, a task on the event loop."""
+The C library keeps what is freed, in an arena for each thread, so that after many large sessions a
+server would hold their memory for ever. Large blocks are therefore mappings of their own, which go
+back when they are freed (`map_large_blocks`). For the others there is `malloc_trim`: it takes about
+a millisecond for each 8 MiB, so it runs in a thread, and who allocates from that arena waits
+meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SOME, EVERY = 1 << 20, 32 << 20  # bytes that were freed
+QUIET_BYTES = 1 << 20  # freed since the last trim, when no more is being freed
+BUSY_BYTES = 32 << 20  # freed since the last trim
 POLL_S = 0.5
 LARGE = 256 << 10  # bytes
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -43,8 +45,8 @@ def trim() -> None:
 class Trimmer:
     freed: Callable[[], int]  # bytes, since the server began
     trim: Callable[[], None] = trim
-    _trimmed: int = 0  # of those
-    _before: int = 0  # when it looked last
+    _trimmed: int = 0  # freed at the last trim
+    _before: int = 0  # freed at the last poll
 
     async def run(self) -> None:
         while True:
@@ -53,11 +55,11 @@ class Trimmer:
                 await asyncio.to_thread(self.trim)
 
     def due(self) -> bool:
-        """Much was freed, or something was and no more follows."""
+        """Whether much was freed, or something was and no more is being freed."""
         freed = self.freed()
         before = self._before
         self._before = freed
-        if freed - self._trimmed < (SOME if freed == before else EVERY):
+        if freed - self._trimmed < (QUIET_BYTES if freed == before else BUSY_BYTES):
             return False
         self._trimmed = freed
         return True

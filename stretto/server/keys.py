@@ -1,5 +1,5 @@
-"""The API keys: given with the command, or in a file that may change while the server runs. Used on
-the event loop."""
+"""The API keys, from the configuration or from a file that may change while the server runs. The
+middleware asks `Keys.owner` for each request, on the event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.server.openai.error_body import Refused
 log = logging.getLogger("stretto.server")
 
 NOBODY = "anyone"  # the owner of requests to a server without keys
-LOOK_S = 1.0  # the file is looked at no more often
+REREAD_S = 1.0  # the file is checked for changes no more often
 SECRET_PREFIX = "ek_"  # of the client secrets that a key's owner may hand out
 
 
@@ -29,49 +29,52 @@ class Keys:
     """The keys, as digests: comparing them takes the same time however long and however wrong a
     guess is.
 
-    Keys of the file are known by a part of their digest, so that whoever has one stays the same
-    when lines move."""
+    Keys of the file are named by a part of their digest, so that an owner keeps its name when lines
+    move."""
 
-    stated: dict[str, bytes]
+    configured: dict[str, bytes]
     file: Path | None = None
     clock: Callable[[], float] = monotonic
     _read: dict[str, bytes] = field(default_factory=dict)
     _stamp: tuple[int, int, int] | None = None  # of the file as it was read: time, size, inode
-    _looked: float = 0.0
+    _checked_at: float = 0.0
 
     @classmethod
     def of(
         cls, keys: Sequence[str], file: str | None = None, clock: Callable[[], float] = monotonic
     ) -> Keys:
         """Raises `Invalid` for a file that has none."""
-        own = cls(
+        loaded = cls(
             {f"key{i}": digest_of_key(k) for i, k in enumerate(keys, start=1)},
             Path(file) if file else None,
             clock,
         )
-        if own.file is not None:
-            own._stamp = _stamped(own.file)
-            own._read = _read(own.file)
-            own._looked = clock()
-        return own
+        if loaded.file is not None:
+            loaded._stamp = _stamped(loaded.file)
+            loaded._read = _read(loaded.file)
+            loaded._checked_at = clock()
+        return loaded
 
     @property
     def needed(self) -> bool:
-        return bool(self.stated or self.file)
+        return bool(self.configured or self.file)
 
     def owner(self, headers: Headers, other: str | None = None) -> str:
-        """Which key a request carries: `key1`, `key2` ..., or a file's `key-` and eight letters.
-        `other` is one that came where headers cannot be set."""
+        """The name of the key that a request carries: `key1`, `key2` ... for those of the
+        configuration, `key-` and eight letters for those of the file. `other` is a key that came
+        outside the headers, from a client that cannot set any."""
         if not self.needed:
             return NOBODY
-        self._look()
+        self._reread_file()
         guess = key_in(headers) or other
         if guess is None:
             raise _unauthorized("an API key is needed: Authorization: Bearer KEY")
         digest = digest_of_key(guess)
         found = ""
-        for name, known in (*self.stated.items(), *self._read.items()):  # all of them, found or not
-            found = name if hmac.compare_digest(digest, known) else found
+        known = self.configured | self._read
+        for name, known_digest in known.items():  # all of them, found or not
+            if hmac.compare_digest(digest, known_digest):
+                found = name
         if not found and guess.startswith(SECRET_PREFIX):
             raise _unauthorized("a client secret opens /v1/realtime alone, until it expires")
         if not found:
@@ -79,19 +82,19 @@ class Keys:
         return found
 
     def still_valid(self, owner: str) -> bool:
-        """Whether the key of this owner is one still: for connections that were opened with it and
-        stay open."""
+        """Whether the owner's key is still valid: for connections that were opened with it and stay
+        open."""
         if not self.needed:
             return True
-        self._look()
-        return owner in self.stated or owner in self._read
+        self._reread_file()
+        return owner in self.configured or owner in self._read
 
-    def _look(self) -> None:
+    def _reread_file(self) -> None:
         """Read the file again if it changed. One that cannot be read, or has no keys, leaves those
         that were there."""
-        if self.file is None or self.clock() - self._looked < LOOK_S:
+        if self.file is None or self.clock() - self._checked_at < REREAD_S:
             return
-        self._looked = self.clock()
+        self._checked_at = self.clock()
         stamp = _stamped(self.file)
         if stamp == self._stamp:
             return

@@ -1,14 +1,14 @@
-"""Work that takes long and would delay everything else that the event loop serves. One of each of
-these per server.
+"""Turns for work that takes long and would delay everything else on the event loop. `Service` has
+one of each.
 
-`LoopTurns`: work of a millisecond or more on the loop itself, such as reading a large request or a
-large event of a realtime session. One such piece is done in each pass of the loop, in the order in
-which turns were asked for, so that everything else that is ready is served between two of them.
-With a rest between two turns, such work never has the whole of the loop, nor of a core that it may
-share with a stage.
+`LoopTurns`: for work of a millisecond or more on the loop itself, such as reading a large request
+or a large event of a realtime session. One piece of it is done in each pass of the loop, in the
+order in which the turns were requested, so that everything else that is ready runs between two of
+them. With a rest between two turns, such work never has the whole of the loop, nor of a core that
+the process may share with a stage.
 
-`ThreadTurns`: Python's work in threads, such as converting an item of many sounds. The loop waits
-for the interpreter a millisecond for each thread that has some to do, so only a few may."""
+`ThreadTurns`: for Python code in threads, such as the conversion of an item with many sounds. The
+loop waits for the interpreter a millisecond for each thread that computes, so only a few may."""
 
 from __future__ import annotations
 

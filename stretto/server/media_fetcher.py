@@ -1,16 +1,14 @@
-"""Fetches media that requests name by address, from hosts that the operator has named and from no
-other place.
+"""Fetches media that messages name by address, from hosts that the operator has named and from no
+others. Routes call `MediaFetcher.fetch` before they hand a conversation to the engine; one per
+server, on the event loop.
 
 A client could make a server that fetches addresses reach what only the server can: its own ports,
 its network, the metadata of its cloud. So an address must be https (http where the operator says
 so), its host one of `--allowed-media-domains` or below one, its port the one named there; all
 addresses that the host resolves to must be public; and the connection goes to one of those that
 were checked, so that a name which resolves to something else a moment later (rebinding) changes
-nothing. A redirect is an address like the first. Nothing of the client's goes along: no cookies, no
-credentials, no proxies of the environment. What comes is held to the limits of size and time, and
-only the decoders say what it is.
-
-On the event loop, before the prompt worker; one per server."""
+nothing. A redirect is checked like the first address. No cookies, credentials or proxies of the
+environment are used. Files have limits of size and time; only the decoders say what they are."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import asyncio
 import ipaddress
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,6 +28,7 @@ from stretto.preprocess.pool.fair_queue import FairQueue
 from stretto.preprocess.pool.jobs import RemoteFiles
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
+from stretto.server.tasks import run_all
 
 MAX_REDIRECTS = 3
 MAX_TRIES = 3  # addresses of a host that are connected to, one after the other
@@ -58,7 +57,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class NotFetched(Exception):
-    """Why there is no content, as its client is told."""
+    """Why a file could not be fetched, in words for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class MediaFetcher:
             return None
         downloads = [Download(url, body) for url in urls]
         left = [self.max_bytes]
-        await _all([self._fetch(download, left) for download in downloads])
+        await run_all([self._fetch(download, left) for download in downloads])
         file = MemFile.new()
         body.attach(file)
         spans = {}
@@ -282,14 +281,3 @@ class MediaFetcher:
                 transport=self.transport, trust_env=False, follow_redirects=False
             )
         return self._client
-
-
-async def _all(work: Sequence[Coroutine[None, None, None]]) -> None:
-    """Do it at once. What fails in one ends the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -1,7 +1,6 @@
-"""What the server counts, in Prometheus' text format. One set per app; written on the event loop
-only.
+"""The server's metrics, in Prometheus' text format. One set per app, written on the event loop.
 
-The engine's own numbers are added as they are: it knows its stages and links, we do not."""
+The engine's numbers are added as the engine reports them; `HELP` has their descriptions."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ _NAME = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^\n]*\})?")
 
 
 PAGE_S = 1.0
-"""Seconds for which a page of numbers is given to all who ask: to make one takes two milliseconds
-of the event loop."""
+"""Seconds for which one rendered page answers all scrapes: to render it takes two milliseconds of
+the event loop."""
 
 
 class Metrics:
@@ -68,12 +67,14 @@ class Metrics:
         )
         self.running = Gauge("stretto_num_requests_running", "Requests being answered", registry=r)
         self.waiting = Gauge(
-            "stretto_num_requests_waiting", "Requests in the queue at the door", registry=r
+            "stretto_num_requests_waiting", "Requests in the admission queue", registry=r
         )
         self.queue = Histogram(
-            "stretto_queue_wait_seconds", "In the queue at the door, of requests whose turn came",
-            buckets=(0.0, *_SECONDS), registry=r,
-        )  # fmt: skip
+            "stretto_queue_wait_seconds",
+            "Wait in the admission queue, of requests whose turn came",
+            buckets=(0.0, *_SECONDS),
+            registry=r,
+        )
         self.seconds = Histogram(
             "stretto_request_duration_seconds",
             "From arrival to the last byte",

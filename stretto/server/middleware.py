@@ -1,8 +1,10 @@
-"""The outermost ASGI middleware: who may call, request ids, the log line, metrics.
+"""The outermost ASGI middleware. It decides who may call, gives each request an id and a
+`RequestLog`, and writes the log line and the metrics when the request is over. `app.py` puts it
+around the routes.
 
-Everything is checked before a byte of the body is read: the name the server was called by, the page
-that calls, the key, the body's type. HTTP passes, and so do WebSockets to routes that take them;
-refusals come as HTTP, before the upgrade."""
+It checks the host name, the origin, the API key and the body's type before a byte of the body is
+read. It lets WebSockets through to the routes that take them, and refuses others before the
+upgrade, by HTTP."""
 
 from __future__ import annotations
 
@@ -34,13 +36,8 @@ QUEUED = b"x-queue-wait-ms"  # how long a request waited for its turn
 _FINE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 # how a page's WebSocket, which cannot set headers, brings its key
 _KEY_PROTOCOL = "openai-insecure-api-key."
-_QUIET = {
-    "health",
-    "live",
-    "metrics",
-    "page",
-    "preflight",
-}  # asked every few seconds; worth a line only when debugging
+# routes that are called every few seconds; their log lines are for debugging
+_QUIET = {"health", "live", "metrics", "page", "preflight"}
 
 
 class AccessMiddleware:
@@ -60,18 +57,15 @@ class AccessMiddleware:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request_log.status = message["status"]
-                queued = (
-                    []
-                    if request_log.queued is None
-                    else [(QUEUED, f"{1000 * request_log.queued:.1f}".encode())]
-                )
-                message["headers"] = [*message.get("headers", ()), *added, *queued]
+                if request_log.queued is not None:
+                    added.append((QUEUED, f"{1000 * request_log.queued:.1f}".encode()))
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:
             host = self.callers.check_host(headers)
             origin = headers.get("origin", "")
-            added += self.callers.shares(origin, host, scope["scheme"])
+            added += self.callers.cors_headers(origin, host, scope["scheme"])
             app = self._admit(scope, headers, origin, host)
             await app(scope, receive, send_with_id)
         except Refused as e:
@@ -85,7 +79,9 @@ class AccessMiddleware:
     def _admit(self, scope: Scope, headers: Headers, origin: str, host: str) -> ASGIApp:
         """What answers this request, if it may be answered."""
         request_log: RequestLog = scope[REQUEST_LOG]
-        api = is_api(scope)
+        path = path_of(scope)
+        # Probes, metrics and the page's files are open.
+        api = path == "/v1" or path.startswith("/v1/")
         preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
         if origin and (api or preflight):
             self.callers.check_origin(origin, host, scope["scheme"])
@@ -93,31 +89,34 @@ class AccessMiddleware:
             request_log.route = "preflight"
             return Response(status_code=200, headers=preflight_headers(headers))
         if api and scope["method"] != "OPTIONS":
-            self._identify(request_log, scope, headers)
+            self._identify(request_log, scope, self.service.keys.owner(headers))
             session = headers.get("x-session-id", "")
             request_log.session = (
                 f"{request_log.owner}/{session}" if _FINE_ID.fullmatch(session) else None
             )
             if scope["method"] == "POST":
                 request_log.content_type = headers.get("content-type", "")
-                check_json(headers, scope["path"].removeprefix(scope.get("root_path", "")))
+                check_json(headers, path)
         return self.app
 
-    def _identify(
-        self, request_log: RequestLog, scope: Scope, headers: Headers, other_key: str | None = None
-    ) -> None:
-        secret = None
-        if scope["type"] == "websocket" and _path(scope) in REALTIME:
-            secret = self.service.secrets.find(key_in(headers) or other_key or "")
-        if secret is not None and self.service.keys.still_valid(secret.owner):
-            scope[CLIENT_SECRET] = secret
-            request_log.owner = secret.owner
+    def _identify(self, request_log: RequestLog, scope: Scope, owner: str) -> None:
+        """Record whose request it is, and with whom it shares limits."""
+        request_log.owner = owner
+        if self.service.keys.needed:
+            request_log.sender = owner
         else:
-            request_log.owner = self.service.keys.owner(headers, other_key)
-        address = str((scope.get("client") or ("",))[0])
-        request_log.sender = (
-            request_log.owner if self.service.keys.needed else sender_of_address(address)
-        )
+            address = str((scope.get("client") or ("",))[0])
+            request_log.sender = sender_of_address(address)
+
+    def _socket_owner(self, scope: Scope, headers: Headers) -> str:
+        """The owner of the API key that a WebSocket brings, or of the client secret instead."""
+        other_key = _other_key(scope)
+        if path_of(scope) in REALTIME:
+            secret = self.service.secrets.find(key_in(headers) or other_key or "")
+            if secret is not None and self.service.keys.still_valid(secret.owner):
+                scope[CLIENT_SECRET] = secret
+                return secret.owner
+        return self.service.keys.owner(headers, other_key)
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app's own start and end pass, and WebSockets where there is one. Nothing else gets an
@@ -133,7 +132,7 @@ class AccessMiddleware:
         headers = Headers(scope=scope)
         request_log = self._new_log(scope, headers)
 
-        async def watched(message: Message) -> None:
+        async def send_with_status(message: Message) -> None:
             if message["type"] == "websocket.accept":
                 request_log.status = 101
             elif message["type"] == "websocket.http.response.start":
@@ -142,21 +141,20 @@ class AccessMiddleware:
 
         try:
             host = self.callers.check_host(headers)
-            if _path(scope) not in (*REALTIME, LIVE_SPEECH):
+            if path_of(scope) not in (*REALTIME, LIVE_SPEECH):
                 raise Refused(404, "there is no WebSocket here", code="not_found")
             if origin := headers.get("origin", ""):
                 self.callers.check_origin(
                     origin, host, "https" if scope["scheme"] == "wss" else "http"
                 )
-            self._identify(request_log, scope, headers, _other_key(scope))
-            if (
-                incoming := scope.get(INCOMING)
-            ) is not None:  # another server may hold the connection, as Ray's does
+            self._identify(request_log, scope, self._socket_owner(scope, headers))
+            incoming = scope.get(INCOMING)
+            if incoming is not None:  # absent where another web server, as Ray's, has the socket
                 incoming.belong_to(request_log.sender)
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_with_status)
         except Refused as e:
             await receive()  # websocket.connect
-            await respond(e)(scope, receive, watched)
+            await respond(e)(scope, receive, send_with_status)
         except BaseException:
             request_log.ended = request_log.ended or "broken"
             raise
@@ -166,7 +164,7 @@ class AccessMiddleware:
     def _new_log(self, scope: Scope, headers: Headers) -> RequestLog:
         ours = RequestId(f"req-{secrets.token_hex(12)}")
         theirs = headers.get("x-request-id", "")
-        # A client's id is for its own logs: it may repeat, so nothing in here hangs on it.
+        # A client's id is for its own logs: it may repeat, so nothing here depends on it.
         request_log = RequestLog(
             ours, theirs if _FINE_ID.fullmatch(theirs) else str(ours), time.perf_counter()
         )
@@ -186,7 +184,8 @@ class AccessMiddleware:
             tracer.put(request_record(scope, request_log, request_log.trace))
 
 
-def _path(scope: Scope) -> str:
+def path_of(scope: Scope) -> str:
+    """The path of a request below the server's root path."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path
 
@@ -197,9 +196,3 @@ def _other_key(scope: Scope) -> str | None:
         if name.startswith(_KEY_PROTOCOL):
             return str(name.removeprefix(_KEY_PROTOCOL)) or None
     return QueryParams(scope.get("query_string", b"")).get("api-key")
-
-
-def is_api(scope: Scope) -> bool:
-    """Only /v1 is guarded: probes, metrics and the page's files are open."""
-    path = _path(scope)
-    return path == "/v1" or path.startswith("/v1/")

@@ -1,12 +1,12 @@
-"""Which web pages may call the server, and under which names it may be called. Used by the door,
-for each request.
+"""Which web pages may call the server, and by which host names. The middleware asks `Callers` for
+each request.
 
-A browser sends what any page tells it to, from inside the user's network and with the user's
-address. Two headers that a page cannot forge tell such requests apart: `Origin`, the page that
-asks, and `Host`, the name it asked for. Without an API key only the server's own page and pages of
-this machine may call, and a server that listens on the loopback answers to loopback names alone: a
-page may let its own name point to 127.0.0.1 (DNS rebinding), but the name stays in `Host`. With a
-key neither header gives anything away that the key does not guard."""
+A web page can make a browser send requests from inside the user's network, with the user's address.
+A page cannot forge two headers: `Origin`, which names the page, and `Host`, the name that it asked
+for. Without an API key only the server's own page and pages of this machine may call, and a server
+that listens on the loopback answers to loopback names alone: a page may let its own name point to
+127.0.0.1 (DNS rebinding), but the name stays in `Host`. With an API key any page may call, since it
+needs the key."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Callers:
         own = match[2] == host and (match[1] == "https" or scheme == "http")
         return own or (self.local_pages and is_loopback(match[3]))
 
-    def shares(self, origin: str, host: str, scheme: str) -> list[tuple[bytes, bytes]]:
+    def cors_headers(self, origin: str, host: str, scheme: str) -> list[tuple[bytes, bytes]]:
         """The headers that let a page of this origin read an answer; none if it may not."""
         if self.origins is None:
             return [(b"access-control-allow-origin", b"*"), _EXPOSED]
@@ -100,7 +100,7 @@ _VARY = (b"vary", b"origin")  # or a cache might give one page's answer to anoth
 
 def preflight_headers(headers: Headers) -> dict[str, str]:
     """What a page may do: all that this server can. The origin was checked, and is named by
-    `shares`."""
+    `cors_headers`."""
     return {
         "access-control-allow-methods": "GET, POST",
         "access-control-allow-headers": headers.get("access-control-request-headers", ""),

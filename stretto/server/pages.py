@@ -1,8 +1,8 @@
-"""The page at /: files of the `web` folder, and nothing else.
+"""The page at /: it serves files of the `web` folder, and nothing else.
 
-The folder is listed once, when the app is made; a request is looked up in that list, so no path a
-client can think of leads out of it. Everything comes from here and nothing is inline, which the
-headers tell the browser to insist on."""
+The folder is listed once, when the app is made, and a request is looked up in that list: no path
+that a client sends leads out of it. All scripts and styles are files of the folder, none is inline,
+and the headers make the browser refuse anything else."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""What the log and the metrics will say about a request. Filled in on the event loop, from its
-arrival on."""
+"""`RequestLog`: what the access log, the metrics and the traces will say about a request. The
+middleware makes one when a request arrives and reads it when the request is over; routes fill it
+in, on the event loop."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
-from stretto.engine.events import Finished
-from stretto.errors import StrettoError
+from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
+from stretto.errors import Gone, StrettoError
 from stretto.observe.trace_records import TraceContext
 from stretto.types import RequestId
 
@@ -20,6 +22,14 @@ def server_fault(error: Exception) -> str:
     """What an error says, unless it is about what the client sent: that may hold its words."""
     status = error.status if isinstance(error, StrettoError) else 500
     return (str(error) or type(error).__name__)[:MAX_ERROR] if status >= OVERLOAD else ""
+
+
+def finish_reason(end: Finished) -> Literal["stop", "length"]:
+    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an
+    error."""
+    if "cancelled" in (end.text, end.audio):
+        raise Gone("the engine cancelled the request")
+    return "length" if "length" in (end.text, end.audio) else "stop"
 
 
 @dataclass(slots=True)
@@ -61,12 +71,24 @@ class RequestLog:
     def elapsed(self) -> float:
         return time.perf_counter() - self.arrived
 
-    def saw_text(self) -> None:
-        self.last_text = self.elapsed()
-        if self.first_text is None:
-            self.first_text = self.last_text
+    def record(self, event: Event) -> None:
+        """Note what an event of the answer says and when it came. Routes pass each event as soon as
+        they have it."""
+        match event:
+            case TextDelta():
+                self.last_text = self.elapsed()
+                if self.first_text is None:
+                    self.first_text = self.last_text
+                self.num_tokens += len(event.ids)
+            case AudioChunk():
+                self._record_audio(len(event.samples))
+            case Finished():
+                self.prompt_tokens = event.usage.prompt_tokens
+                self.cached_tokens = event.usage.cached_tokens
+                self.finished.append(event)
+                self.ended = finish_reason(event)
 
-    def saw_audio(self, num_samples: int) -> None:
+    def _record_audio(self, num_samples: int) -> None:
         """Keeps the clock of a player that starts with the first packet."""
         now = self.elapsed()
         if self.first_audio is None:

@@ -1,8 +1,9 @@
-"""Runs the app on uvicorn until told to stop, and stops it with care.
+"""Runs the app on uvicorn until a signal, and stops it in order. Called by `stretto serve`.
 
-The first SIGTERM or SIGINT drains: health says so, nothing new is taken, running answers finish
-within the time allowed, and the process ends with 0. A second one ends it at once. The port is open
-all the while, so that a load balancer sees `draining` rather than a refused connection."""
+The first SIGTERM or SIGINT drains: `/health` says so, new requests are refused, running answers may
+finish within the drain timeout, and the process ends with status 0. A second signal ends it at
+once. The port stays open all the while, so that a load balancer sees `draining` rather than a
+refused connection."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from stretto.config.server import LogFormat, LogLevel, ServerConfig
 from stretto.errors import StrettoError
 from stretto.observe import logs
 from stretto.server.app import make_app, make_metrics_app
-from stretto.server.http.connection import Connection, Front
+from stretto.server.http.connection import Connection, ConnectionLimits
 from stretto.server.http.exchange import CutConnection
 from stretto.server.http.listen import BACKLOG, Listener, listen, listen_for_metrics
 from stretto.server.http.websocket import Socket
@@ -36,7 +37,7 @@ from stretto.server.shares import Shares
 
 log = logging.getLogger("stretto.server")
 
-LAST_WORDS = 2.0  # seconds for connections to close once everything is answered
+CLOSE_TIMEOUT_S = 2.0  # seconds for connections to close once everything is answered
 WS_MAX_BYTES = 21 << 20  # of a message: 15 MiB of sound in base64, and some
 AT_ONCE = 16  # connections that are taken before others have their turn
 OTHER_FILES = 1024  # links, hosts, the listener: generous
@@ -50,11 +51,14 @@ class _Uvicorn(uvicorn.Server):
     of them is there."""
 
     def __init__(
-        self, config: uvicorn.Config, front: Front, others: Sequence[uvicorn.Config] = ()
+        self,
+        config: uvicorn.Config,
+        limits: ConnectionLimits,
+        others: Sequence[uvicorn.Config] = (),
     ) -> None:
         """`others`: what is served on further sockets, in their order."""
         super().__init__(config)
-        self.front = front
+        self.limits = limits
         self.others = others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -62,17 +66,16 @@ class _Uvicorn(uvicorn.Server):
         if self.lifespan.should_exit:
             raise StrettoError("the server's own start failed; the log says why")
         loop = asyncio.get_running_loop()
-        limit = self.front.header_timeout if self.config.ssl else None
+        limit = self.limits.header_timeout if self.config.ssl else None
         self.servers = []
         for s, config in zip(sockets or (), (self.config, *self.others), strict=True):
             connect = partial(
-                Connection, self.front, config, self.server_state, self.lifespan.state, loop
+                Connection, self.limits, config, self.server_state, self.lifespan.state, loop
             )
-            self.servers.append(
-                await loop.create_server(
-                    connect, sock=s, ssl=config.ssl, backlog=AT_ONCE, ssl_handshake_timeout=limit
-                )
-            )  # fmt: skip
+            server = await loop.create_server(
+                connect, sock=s, ssl=config.ssl, backlog=AT_ONCE, ssl_handshake_timeout=limit
+            )
+            self.servers.append(server)
             s.listen(BACKLOG)  # asyncio takes as many at once as it lets wait
         self.started = True
 
@@ -94,7 +97,7 @@ class Server:
 
     @classmethod
     def bind(cls, config: ServerConfig, open_engine: OpenEngine, web: Path = WEB) -> Server:
-        """Takes the addresses, so that whoever asked knows the ports before anything is loaded."""
+        """Bind the addresses, so that the caller knows the ports before anything is loaded."""
         with ExitStack() as taken:
             listeners = [listen(config)]
             taken.callback(listeners[0].close)
@@ -106,11 +109,13 @@ class Server:
                 config = replace(config, metrics_port=for_metrics.port)
             app = make_app(config, open_engine, web)
             metrics = app.state.service.metrics
-            front = Front.of(config, lambda reason: metrics.refused.labels(reason).inc())
+            limits = ConnectionLimits.of(
+                config, lambda reason: metrics.refused.labels(reason).inc()
+            )
             apps = [app, *([make_metrics_app(app.state.service)] if for_metrics else [])]
             memory = app.state.service.sessions.memory
-            first, *others = (_with_tls(_settings(config, a, front, memory)) for a in apps)
-            server = _Uvicorn(first, front, others)
+            first, *others = (_with_tls(_settings(config, a, limits, memory)) for a in apps)
+            server = _Uvicorn(first, limits, others)
             metrics.connections.set_function(lambda: len(server.server_state.connections))
             taken.pop_all()
             return cls(config, app, listeners, server)
@@ -122,7 +127,7 @@ class Server:
         return service
 
     async def serve(self) -> int:
-        """Until it is told to stop. The process's exit status: 1 if the engine never came up."""
+        """Serve until `stop`. Returns the process's exit status: 1 if the engine never came up."""
         try:
             await self.uvicorn.serve([x.socket for x in self.listeners])
             if self._stopping is not None:
@@ -166,9 +171,8 @@ class Server:
         try:
             async with asyncio.timeout(timeout):
                 await self.service.drain(timeout)
-                await (
-                    self.service.admission.idle.wait()
-                )  # the engine is done; the last bytes may not be
+                # The engine is done; the last bytes may not have been sent.
+                await self.service.admission.idle.wait()
                 await self.service.sessions.idle.wait()
         except TimeoutError:
             return
@@ -199,12 +203,17 @@ def raise_file_limit(connections: int) -> int:
         log.warning(
             "this process may open %d files: it takes %d connections, not %d; `ulimit -n %d` would "
             "do",
-            needed_files, fewer, connections, connections + OTHER_FILES,
-        )  # fmt: skip
+            needed_files,
+            fewer,
+            connections,
+            connections + OTHER_FILES,
+        )
     return fewer
 
 
-def _settings(config: ServerConfig, app: Starlette, front: Front, memory: Shares) -> uvicorn.Config:
+def _settings(
+    config: ServerConfig, app: Starlette, limits: ConnectionLimits, memory: Shares
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         root_path=config.root_path,
@@ -214,7 +223,7 @@ def _settings(config: ServerConfig, app: Starlette, front: Front, memory: Shares
         proxy_headers=bool(config.trusted_proxies),  # or any client says which address it has
         forwarded_allow_ips="*" if "*" in config.trusted_proxies else list(config.trusted_proxies),
         http="httptools",
-        ws=cast(type[asyncio.Protocol], partial(Socket, front.floods, front.large_reads, memory)),
+        ws=cast(type[asyncio.Protocol], partial(Socket, limits.floods, limits.large_reads, memory)),
         ws_max_size=WS_MAX_BYTES,
         ws_per_message_deflate=False,
         access_log=False,
@@ -222,12 +231,12 @@ def _settings(config: ServerConfig, app: Starlette, front: Front, memory: Shares
         lifespan="on",
         server_header=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(LAST_WORDS),
+        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
     )
 
 
 def _with_tls(settings: uvicorn.Config) -> uvicorn.Config:
-    """Reads the certificate now: what is wrong with it should be told before anything is loaded."""
+    """Read the certificate now, so that an error in it ends the start before anything is loaded."""
     try:
         settings.load()
     except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
@@ -240,13 +249,13 @@ async def run(
     open_engine: OpenEngine,
     announce: Callable[[Server], Awaitable[None]] | None = None,
 ) -> int:
-    """Serve until a signal, or until the engine turns out never to come. `announce` accompanies the
-    start."""
+    """Serve until a signal, or until the engine turns out never to come. `announce` runs
+    while the model is loaded."""
     config = replace(config, max_connections=raise_file_limit(config.max_connections))
     server = Server.bind(config, open_engine)
     server.catch_signals()
 
-    async def accompany() -> None:
+    async def watch_start() -> None:
         if announce is not None:
             await announce(server)
         await server.service.opened.wait()
@@ -256,7 +265,7 @@ async def run(
             server.service.fail(progress.error or "the engine died while it was loading")
             server.stop()
 
-    task = asyncio.ensure_future(accompany())
+    task = asyncio.ensure_future(watch_start())
     try:
         return await server.serve()
     finally:

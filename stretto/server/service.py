@@ -1,5 +1,5 @@
-"""What all routes share: the engine and its state, the limits, the memory, the metrics. One per
-app.
+"""What all routes share: the engine and its state, the limits, stored answers and voices, the
+metrics. `app.py` makes one `Service` per app, and the app's lifespan starts and closes it.
 
 The engine is opened in the background while the port is already bound, so that probes and people
 see `loading` rather than a refused connection. States go loading -> ready -> draining; `dead` can
@@ -25,7 +25,7 @@ from stretto.server.keys import Keys
 from stretto.server.loop_time import LoopTurns, ThreadTurns
 from stretto.server.media_fetcher import MediaFetcher
 from stretto.server.metrics import Metrics
-from stretto.server.openai.answer_store import AudioMemory
+from stretto.server.openai.answer_store import AnswerStore
 from stretto.server.openai.error_body import Refused
 from stretto.server.openai.voice_store import VoiceStore
 from stretto.server.realtime.client_secrets import ClientSecrets
@@ -43,7 +43,7 @@ class Service:
     open_engine: OpenEngine
     keys: Keys
     admission: Admission
-    memory: AudioMemory
+    answers: AnswerStore
     metrics: Metrics
     voices: VoiceStore
     bodies: Shares  # bytes
@@ -56,9 +56,8 @@ class Service:
     thread_turns: ThreadTurns = field(default_factory=ThreadTurns)
     draining: bool = False
     failure: str | None = None  # why the engine could not be opened
-    opened: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # the engine is there, or will never be
+    # the engine is open, or cannot be opened
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
     _engine: EngineClient | None = None
     _loading: asyncio.Task[None] | None = None
     _trimming: asyncio.Task[None] | None = None
@@ -66,14 +65,14 @@ class Service:
 
     @classmethod
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
-        limits = (
-            config.max_concurrent,
-            config.places_per_sender,
-            config.max_concurrent_per_key,
-            config.max_queue,
-            config.queue_timeout,
+        admission = Admission(
+            max_places=config.max_concurrent,
+            places_per_sender=config.places_per_sender,
+            requests_per_sender=config.max_concurrent_per_key,
+            max_queue=config.max_queue,
+            queue_timeout=config.queue_timeout,
+            max_live=config.max_live,
         )
-        admission = Admission(*limits, config.max_live)
         tracer = TraceExporter(config.otlp_endpoint, __version__) if config.otlp_endpoint else None
         metrics = Metrics()
         metrics.waiting.set_function(lambda: admission.waiting)
@@ -82,7 +81,7 @@ class Service:
             open_engine=open_engine,
             keys=Keys.of(config.api_key, config.api_key_file),
             admission=admission,
-            memory=AudioMemory(config.audio_kept, config.audio_lifetime),
+            answers=AnswerStore(config.audio_kept, config.audio_lifetime),
             metrics=metrics,
             voices=VoiceStore(),
             tracer=tracer,

@@ -1,9 +1,10 @@
-"""How a bounded whole is shared by those who use it: bytes of bodies, memory of sessions, sessions.
+"""How senders share a bounded resource: bytes of bodies, memory of realtime sessions, their number.
+Used on the event loop.
 
-A sender is an API key or, without keys, a client's address: of IPv6 its network of 64 bits, of
-which a client may use any. It may take more as long as what it then holds is at most what is then
-still free. So one sender alone gets half of the whole, `n` senders get an `n + 1`th each, and a
-newcomer always finds room. On the event loop."""
+A sender is an API key or, without keys, a client's address: of IPv6 its network of 64 bits, since a
+client may use any address of that. A sender may take more as long as what it then holds is at most
+what is then still free. So one sender alone gets half of the resource, `n` senders get an `n + 1`th
+each, and a new sender always finds room."""
 
 from __future__ import annotations
 
@@ -65,14 +66,11 @@ class Shares:
         self.held += size
         self.returned -= min(0, size)
         self._by_sender[sender] = self.of(sender) + size
-        self._forget(sender)
+        if not self._by_sender[sender]:
+            del self._by_sender[sender]
 
     def give_back(self, sender: str, size: int) -> None:
         self.add(sender, -size)
-
-    def _forget(self, sender: str) -> None:
-        if not self._by_sender[sender]:
-            del self._by_sender[sender]
 
 
 @dataclass(slots=True, eq=False)

@@ -1,19 +1,18 @@
-"""Requests and answers that are over, as records for a trace. Called on the event loop, where
-traces are on."""
+"""Makes a `TraceRecord` of a request, or of an answer in a realtime session, that is over. Called
+on the event loop by the middleware and by realtime sessions where traces are on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from urllib.parse import quote
 
 from starlette.types import Scope
 
 from stretto.engine.events import Finished
 from stretto.observe.trace_records import Attributes, StageTimes, TraceContext, TraceRecord
+from stretto.server.access_log import quoted_path
 from stretto.server.request_log import RequestLog
 
-MAX_PATH = 200  # characters
 MIN_QUEUED_S = 0.001  # less is no wait
 
 
@@ -24,7 +23,7 @@ def request_record(scope: Scope, request_log: RequestLog, context: TraceContext)
     attributes: Attributes = {
         "http.request.method": method if method != "WEBSOCKET" else "GET",
         "http.response.status_code": r.status or None,
-        "url.path": quote(scope["path"][:MAX_PATH], errors="replace"),
+        "url.path": quoted_path(scope["path"]),
         "stretto.route": r.route,
         "stretto.request_id": str(r.request_id),
         "stretto.client_request_id": r.client_id,

@@ -28,15 +28,15 @@ class Desk:
         self.leave: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def come(self, *names: str, places: int = 1, reading: bool = False) -> None:
+    async def come(self, *names: str, places: int = 1, live: bool = False) -> None:
         """The first letter of a name is its owner."""
         for name in names:
             self.leave[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self._stay(name, places, reading))
+            self.tasks[name] = asyncio.create_task(self._stay(name, places, live))
             await settle()
 
-    async def _stay(self, name: str, places: int, reading: bool) -> None:
-        async with self.admission.place(name[0], reading=reading) as place:
+    async def _stay(self, name: str, places: int, live: bool) -> None:
+        async with self.admission.place(name[0], live=live) as place:
             if places > 1:
                 await place.widen(places)
             self.served.append(name)
@@ -55,7 +55,7 @@ class Desk:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        assert (self.admission.running, self.admission.waiting, self.admission.readings.held) == (
+        assert (self.admission.running, self.admission.waiting, self.admission.live.held) == (
             0,
             0,
             0,
@@ -98,7 +98,7 @@ async def test_one_owner_may_hold_all_places(desk: Desk) -> None:
     assert desk.refused("b1"), "nobody can wait where there is no queue"
 
 
-@at_desk(Admission(4, 3, queue=4))
+@at_desk(Admission(4, 3, max_queue=4))
 async def test_an_owner_leaves_a_place_to_others(desk: Desk) -> None:
     await desk.come("a1", "a2", "a3", "a4", "b1")
     assert desk.served == ["a1", "a2", "a3", "b1"]
@@ -108,7 +108,7 @@ async def test_an_owner_leaves_a_place_to_others(desk: Desk) -> None:
     assert desk.served[4:] == ["a4"]
 
 
-@at_desk(Admission(4, 4, queue=16))
+@at_desk(Admission(4, 4, max_queue=16))
 async def test_the_next_place_is_for_the_owner_with_the_fewest(desk: Desk) -> None:
     await desk.come("a1", "a2", "a3", "a4", "a5", "a6", "b1", "b2", "c1", "b3")
     await desk.go("a1", "a2", "a3", "a4")
@@ -119,7 +119,7 @@ async def test_the_next_place_is_for_the_owner_with_the_fewest(desk: Desk) -> No
     assert desk.served[8:] == ["a6", "b3"]
 
 
-@at_desk(Admission(1, 1, queue=4))
+@at_desk(Admission(1, 1, max_queue=4))
 async def test_a_full_queue_drops_the_last_of_the_owner_with_the_most(desk: Desk) -> None:
     await desk.come("a0", "a1", "a2", "a3", "a4", "a5")
     assert desk.refused("a5")
@@ -131,7 +131,7 @@ async def test_a_full_queue_drops_the_last_of_the_owner_with_the_most(desk: Desk
     assert desk.served == ["a0", "a1", "b1", "c1", "b2"]
 
 
-@at_desk(Admission(1, 1, queue=99))
+@at_desk(Admission(1, 1, max_queue=99))
 async def test_one_place_goes_round(desk: Desk) -> None:
     """Nobody waits for all that another owner has in the queue, nor is passed by owners who come
     later."""
@@ -145,7 +145,7 @@ async def test_one_place_goes_round(desk: Desk) -> None:
     assert desk.served[4:] == ["a2", "b2", "d1", "e1", "a3"]
 
 
-@at_desk(Admission(1, 1, queue=2))
+@at_desk(Admission(1, 1, max_queue=2))
 async def test_what_would_be_refused_is_refused_before_its_body_is_read(desk: Desk) -> None:
     await desk.come("a0")
     desk.admission.check("a")
@@ -158,7 +158,7 @@ async def test_what_would_be_refused_is_refused_before_its_body_is_read(desk: De
     desk.admission.check("b")
 
 
-@at_desk(Admission(4, 4, 2, queue=9))
+@at_desk(Admission(4, 4, 2, max_queue=9))
 async def test_an_owner_may_have_a_limit_of_its_own(desk: Desk) -> None:
     await desk.come("a1", "a2", "a3", "b1")
     assert desk.refused("a3")
@@ -176,7 +176,7 @@ async def test_an_owner_may_have_a_limit_of_its_own(desk: Desk) -> None:
 # ---- wide requests
 
 
-@at_desk(Admission(8, 8, queue=9))
+@at_desk(Admission(8, 8, max_queue=9))
 async def test_a_wide_request_takes_its_places_and_is_not_overtaken(desk: Desk) -> None:
     await desk.come(*(f"a{i}" for i in range(8)))
     await desk.come("b1", places=6)
@@ -194,7 +194,7 @@ async def test_a_wide_request_takes_its_places_and_is_not_overtaken(desk: Desk) 
     assert desk.admission.running == 4
 
 
-@at_desk(Admission(4, 4, queue=16))
+@at_desk(Admission(4, 4, max_queue=16))
 async def test_many_wide_requests_do_not_wait_for_each_other_for_ever(desk: Desk) -> None:
     for name in ("a1", "b1", "c1", "d1", "a2"):
         await desk.come(name, places=8)
@@ -205,7 +205,7 @@ async def test_many_wide_requests_do_not_wait_for_each_other_for_ever(desk: Desk
     assert sorted(desk.served) == ["a1", "a2", "b1", "c1", "d1"]
 
 
-@at_desk(Admission(4, 4, queue=16))
+@at_desk(Admission(4, 4, max_queue=16))
 async def test_a_wide_request_that_leaves_lets_others_go_on(desk: Desk) -> None:
     await desk.come("a1")
     await desk.come("b1", places=4)
@@ -216,12 +216,12 @@ async def test_a_wide_request_that_leaves_lets_others_go_on(desk: Desk) -> None:
     assert "c1" in desk.served
 
 
-# ---- readings
+# ---- live texts
 
 
-@at_desk(Admission(8, 8, queue=16, live=4))
+@at_desk(Admission(8, 8, max_queue=16, max_live=4))
 async def test_texts_that_are_being_written_leave_others_room_in_the_engine(desk: Desk) -> None:
-    await desk.come("a1", "a2", "a3", "b1", "b2", "c1", reading=True)
+    await desk.come("a1", "a2", "a3", "b1", "b2", "c1", live=True)
     assert desk.served == ["a1", "a2", "b1"], "of 4 in all: half for one, and one for each of two"
     await desk.come("a4")
     assert desk.served[3:] == ["a4"], "other requests pass them"
@@ -231,12 +231,12 @@ async def test_texts_that_are_being_written_leave_others_room_in_the_engine(desk
     assert desk.served[5:] == ["b2", "a3"]
 
 
-def test_a_reading_without_a_place_still_counts_as_one() -> None:
+def test_a_live_text_without_a_place_still_counts_as_one() -> None:
     async def main() -> None:
-        admission = Admission(4, 4, queue=4, live=2)
-        async with admission.place("a", reading=True) as place:
+        admission = Admission(4, 4, max_queue=4, max_live=2)
+        async with admission.place("a", live=True) as place:
             place.give_back()
-            assert (admission.running, admission.readings.held) == (0, 1)
+            assert (admission.running, admission.live.held) == (0, 1)
             assert admission.idle.is_set()
             place.give_back()
             async with AsyncExitStack() as stack:
@@ -246,8 +246,8 @@ def test_a_reading_without_a_place_still_counts_as_one() -> None:
                 await settle()
                 assert not again.done()
             await again
-            assert (admission.running, admission.readings.held) == (1, 1)
-        assert (admission.running, admission.readings.held) == (0, 0)
+            assert (admission.running, admission.live.held) == (1, 1)
+        assert (admission.running, admission.live.held) == (0, 0)
 
     asyncio.run(main())
 
@@ -255,7 +255,7 @@ def test_a_reading_without_a_place_still_counts_as_one() -> None:
 # ---- those who leave
 
 
-@at_desk(Admission(1, 1, queue=4))
+@at_desk(Admission(1, 1, max_queue=4))
 async def test_who_leaves_as_its_turn_comes_passes_the_place_on(desk: Desk) -> None:
     await desk.come("a1", "b1", "c1")
     desk.leave["a1"].set()
@@ -266,7 +266,7 @@ async def test_who_leaves_as_its_turn_comes_passes_the_place_on(desk: Desk) -> N
     assert desk.served == ["a1", "c1"]
 
 
-@at_desk(Admission(1, 1, queue=4))
+@at_desk(Admission(1, 1, max_queue=4))
 async def test_a_cancelled_request_gets_no_place(desk: Desk) -> None:
     async with desk.admission.place("a") as place:
         await desk.come("b1", "c1")
@@ -276,7 +276,7 @@ async def test_a_cancelled_request_gets_no_place(desk: Desk) -> None:
         assert desk.served == ["c1"]
 
 
-@at_desk(Admission(1, 1, queue=4, patience=0.01))
+@at_desk(Admission(1, 1, max_queue=4, queue_timeout=0.01))
 async def test_patience_ends(desk: Desk) -> None:
     await desk.come("a1", "b1")
     with pytest.raises(Refused, match=r"no place came free within 0.01 s"):
@@ -289,13 +289,13 @@ def test_no_place_is_lost_or_made(seed: int) -> None:
     """Whatever requests do, at any moment."""
 
     async def main() -> None:
-        rng, desk = random.Random(seed), Desk(Admission(6, 6, queue=10, live=3))
+        rng, desk = random.Random(seed), Desk(Admission(6, 6, max_queue=10, max_live=3))
         for i in range(300):
             if rng.random() < 0.5:
-                places, reading = (
+                places, live = (
                     (rng.choice((1, 1, 2, 6)), False) if rng.random() < 0.7 else (1, True)
                 )
-                await desk.come(f"{rng.choice('abcd')}{i}", places=places, reading=reading)
+                await desk.come(f"{rng.choice('abcd')}{i}", places=places, live=live)
             elif desk.tasks:
                 name = rng.choice(list(desk.tasks))
                 if rng.random() < 0.5:
@@ -305,7 +305,7 @@ def test_no_place_is_lost_or_made(seed: int) -> None:
             for _ in range(rng.randrange(3)):
                 await asyncio.sleep(0)
             assert 0 <= desk.admission.running <= 6
-            assert desk.admission.readings.held <= 3
+            assert desk.admission.live.held <= 3
             assert desk.admission.waiting <= 10
         for name in list(desk.tasks):
             desk.leave[name].set()
@@ -362,7 +362,7 @@ async def until(fulfilled) -> None:
 
 def test_turns_come_in_order_and_nobody_loses_a_slot() -> None:
     async def work() -> None:
-        admission, order = Admission(1, 1, queue=3, patience=60), []
+        admission, order = Admission(1, 1, max_queue=3, queue_timeout=60), []
 
         async def one(name: str, gate: asyncio.Event) -> None:
             async with admission.place("me"):

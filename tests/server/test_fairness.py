@@ -307,7 +307,7 @@ def test_a_session_ends_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool
 ) -> None:
     """By itself; and at the next event, before it is answered."""
-    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(keys, "REREAD_S", 0.0)
     monkeypatch.setattr(endpoint, "POLL_S", 3600.0 if speaks else 0.01)
     with keyed(tmp_path) as (running, file), talk(running, **MINE) as c:
         c.manual()
@@ -330,7 +330,7 @@ def test_a_session_ends_with_its_key(
 def test_an_answer_to_a_request_is_finished_without_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(keys, "REREAD_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("mine\nother\n")
     with HeldServer(api_key_file=str(file)) as held:

@@ -12,8 +12,8 @@ import pytest
 from stretto.errors import Busy
 from stretto.family import Transcription
 from stretto.server.http.body import ON_THE_LOOP
-from stretto.server.openai import answer_store as memory
-from stretto.server.openai.answer_store import AudioMemory
+from stretto.server.openai import answer_store
+from stretto.server.openai.answer_store import AnswerStore
 from tests.preprocess.samples import sound_file, tone
 from tests.server.asks import ALOUD, CHAT
 from tests.server.conftest import Running, serve
@@ -28,21 +28,21 @@ def test_so_many_answers_can_be_referred_to() -> None:
     engine = ScriptedEngine(packets=[np.zeros(1920, np.float32)])
     with serve(engine, audio_kept=2) as running:
         first, second, third = (spoken(running) for _ in range(3))
-        memory = running.server.service.memory
-        assert len(memory.recall((first, second, third), "anyone")) == 2
-        assert memory.recall((first,), "anyone") == {}
-        assert memory.recall((third,), "anyone") == {third: "Hello there."}
+        store = running.server.service.answers
+        assert len(store.find((first, second, third), "anyone")) == 2
+        assert store.find((first,), "anyone") == {}
+        assert store.find((third,), "anyone") == {third: "Hello there."}
 
 
 def test_their_words_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MAX_CHARS", 10)
-    kept = AudioMemory(max_answers=100, lifetime=3600.0)
+    monkeypatch.setattr(answer_store, "MAX_CHARS", 10)
+    store = AnswerStore(max_answers=100, lifetime=3600.0)
     for i, words in enumerate(("four", "five5", "six6", "x" * 10)):
-        kept.keep(str(i), "me", words)
-        assert sum(len(w) for w in kept.recall("0123", "me").values()) <= 10
-    assert kept.recall("0123", "me") == {"3": "x" * 10}
-    kept.keep("4", "me", "x" * 11)
-    assert kept.recall("01234", "me") == {}
+        store.add(str(i), "me", words)
+        assert sum(len(w) for w in store.find("0123", "me").values()) <= 10
+    assert store.find("0123", "me") == {"3": "x" * 10}
+    store.add("4", "me", "x" * 11)
+    assert store.find("01234", "me") == {}
 
 
 # ---- memory files

@@ -8,6 +8,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,7 +307,7 @@ def test_a_client_has_one_thread_at_a_time(which: str, monkeypatch: pytest.Monke
 
     async def form(sender: str) -> None:
         log: Any = SimpleNamespace(sender=sender, content_type="multipart/form-data; boundary=m")
-        with Body(Shares(1 << 20), sender) as body:
+        with closing(Body(Shares(1 << 20), sender)) as body:
             body.add(FORM % field)
             made = await read(service, body, log)
         (made.file if which == "transcription" else made).close()

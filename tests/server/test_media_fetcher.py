@@ -125,7 +125,7 @@ def fetch(own: MediaFetcher, *urls: str) -> tuple[dict[str, bytes], dict[str, st
     shares = Shares(1 << 30)
 
     async def work() -> tuple[dict[str, bytes], dict[str, str]]:
-        with Body(shares, "me") as body:
+        with contextlib.closing(Body(shares, "me")) as body:
             files = await own.fetch(urls, body)
             assert isinstance(files, RemoteFiles)
             assert shares.held >= files.file.size
@@ -314,7 +314,7 @@ def test_files_count_among_the_bodies_of_their_sender(web: Web) -> None:
     shares = Shares(1_000_000)
 
     async def work() -> None:
-        with Body(shares, "me") as body, pytest.raises(Refused) as e:
+        with contextlib.closing(Body(shares, "me")) as body, pytest.raises(Refused) as e:
             await fetcher(web).fetch(("https://cdn.example/a",), body)
         assert e.value.status == 429
 
@@ -360,7 +360,7 @@ def test_the_next_address_is_tried(web: Web) -> None:
     assert "no public address" in why(fetcher(web), "https://nowhere.cdn.example/a")
 
 
-def test_a_server_that_sends_nothing_is_left_and_so_is_one_whose_client_goes(web: Web) -> None:
+def test_a_silent_server_is_left_and_so_is_one_whose_client_leaves(web: Web) -> None:
     go_on, begun = threading.Event(), threading.Event()
 
     def stuck(r: Request) -> None:
@@ -373,7 +373,7 @@ def test_a_server_that_sends_nothing_is_left_and_so_is_one_whose_client_goes(web
     begun.clear()
 
     async def leave() -> None:
-        with Body(shares, "me") as body:
+        with contextlib.closing(Body(shares, "me")) as body:
             task = asyncio.create_task(own.fetch(("https://cdn.example/a",), body))
             await asyncio.to_thread(begun.wait)
             assert own.places.running == 1

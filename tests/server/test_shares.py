@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stretto.server.heap import EVERY, SOME, Trimmer
+from stretto.server.heap import BUSY_BYTES, QUIET_BYTES, Trimmer
 from stretto.server.shares import Holding, Shares, sender_of_address
 
 
@@ -105,7 +105,21 @@ def test_the_heap_is_trimmed_when_much_was_freed_or_nothing_more_is() -> None:
     freed = 0
     trimmer = Trimmer(lambda: freed)
     seen = []
-    for more in (0, SOME, 0, 0, SOME - 1, 0, 1, 0, EVERY, EVERY, EVERY - 1, 0, 0):
+    for more in (
+        0,
+        QUIET_BYTES,
+        0,
+        0,
+        QUIET_BYTES - 1,
+        0,
+        1,
+        0,
+        BUSY_BYTES,
+        BUSY_BYTES,
+        BUSY_BYTES - 1,
+        0,
+        0,
+    ):
         freed += more
         seen.append(trimmer.due())
     assert seen == [

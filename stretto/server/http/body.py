@@ -1,8 +1,8 @@
-"""A request's body while it arrives: within limits of size, rate and its sender's share of all
-bodies, and never in one piece on the event loop. Small bodies are plain bytes; larger ones go into
-a memory file, part by part.
+"""A request's body while it arrives. It counts against its sender's share of the bytes of all
+bodies, and is never one large object on the event loop: small bodies are plain bytes, larger ones
+are written part by part to a memory file.
 
-Used by `exchange.py` and the endpoints, on the event loop."""
+`Exchange.read_body` fills it and the routes read it, on the event loop."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
 
-ON_THE_LOOP = (
-    256 << 10
-)  # bytes that are cut into fields on the event loop, in a millisecond at worst
+# bytes that are cut into fields on the event loop, in a millisecond at worst
+ON_THE_LOOP = 256 << 10
 TURN_BYTES = 256 << 10  # of large bodies that are read in one turn of the loop: half a millisecond
 TURN_REST_S = 0.001  # between two such turns, so that uploads have a third of the loop at most
 
 
 @dataclass(slots=True, eq=False)
 class Body:
-    """Use it in a `with` statement: what it holds is given back at its end, if not by `close`
-    before.
+    """Whoever makes it closes it; the prompt's builder may do so before, and twice does no harm.
 
     `shares`: bytes of all bodies that are held at the moment."""
 
@@ -56,11 +54,9 @@ class Body:
     @property
     def data(self) -> bytes:
         """All of it, for routes that take no large ones."""
-        return (
-            b"".join(self._parts)
-            if self.memfile is None
-            else self.memfile.read(0, self.memfile.size)
-        )
+        if self.memfile is None:
+            return b"".join(self._parts)
+        return self.memfile.read(0, self.memfile.size)
 
     def replace(self, memfile: MemFile) -> None:
         """The same in another form."""
@@ -79,18 +75,10 @@ class Body:
 
     def _too_many(self, size: int) -> Refused:
         if self.shares.free < size:
-            who = "the server holds as many bytes of requests as it can"
+            message = "the server holds as many bytes of requests as it can; try again soon"
             code = "server_busy"
         else:
-            who = "the server holds your share of the bytes of requests"
+            message = "the server holds your share of the bytes of requests; try again soon"
             code = "rate_limit_exceeded"
         headers = {"connection": "close"}
-        return Refused(
-            429, f"{who}; try again soon", kind="rate_limit_error", code=code, headers=headers
-        )
-
-    def __enter__(self) -> Body:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        return Refused(429, message, kind="rate_limit_error", code=code, headers=headers)

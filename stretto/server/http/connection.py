@@ -1,12 +1,10 @@
-"""One connection from its first byte: what a client may hold before it has asked for anything, and
-after.
+"""One HTTP connection from its first byte, with limits to what a client may hold.
 
 uvicorn's HTTP protocol has no limits of its own. This one bounds the block of headers, the time
 until it is there, the requests sent ahead of their answers, the pieces that a body is cut into, and
 the number of connections: beyond that the one that has been idle longest is closed, so that silent
-connections cannot keep others out. `run.py` makes one for each connection; they share a `Front`.
-Everything runs on the event loop. All else about bodies is the exchange's business, answers are the
-app's."""
+connections cannot keep others out. `run.py` makes one for each connection; they share
+`ConnectionLimits`. Everything runs on the event loop. Limits of bodies are in `exchange.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ SLICE_BYTES = 8 << 10  # parsed at once of what may hold many pieces
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a connection is ended, as the metrics say it, and what the client is told."""
+    """Why a connection is ended: the reason for the metrics, and the answer for the client."""
 
     reason: str
     answer: bytes = b""
@@ -80,22 +78,21 @@ FULL = Refusal.of(
 
 
 @dataclass(slots=True)
-class Front:
-    """What the connections of a server share."""
+class ConnectionLimits:
+    """What the connections of a server share: limits, and who waits for a turn."""
 
     max_connections: int
     header_bytes: int
     header_timeout: float
     send_timeout: float
     count: Callable[[str], None]  # called with a refusal's reason
-    idle: dict[Connection, None] = field(
-        default_factory=dict
-    )  # nothing asked or all answered; longest idle first
+    # those that have no request to answer; longest idle first
+    idle: dict[Connection, None] = field(default_factory=dict)
     floods: TurnQueue = field(default_factory=lambda: TurnQueue(REST_S))
     large_reads: TurnQueue = field(default_factory=TurnQueue)  # of WebSockets
 
     @classmethod
-    def of(cls, config: ServerConfig, count: Callable[[str], None]) -> Front:
+    def of(cls, config: ServerConfig, count: Callable[[str], None]) -> ConnectionLimits:
         return cls(
             config.max_connections,
             config.max_header_kb << 10,
@@ -114,9 +111,8 @@ class Front:
             return False
         self.count(EVICTED.reason)
         self.idle.pop(victim, None)
-        connections.discard(
-            victim
-        )  # its connection_lost comes later, and others may be accepted before
+        # Its connection_lost comes later, and others may be accepted before.
+        connections.discard(victim)
         victim.transport.abort()
         return True
 
@@ -130,7 +126,7 @@ class Flow(FlowControl):
         self.parse_pending = True
         self._transport.pause_reading()
 
-    def go_on(self) -> None:
+    def resume_parsing(self) -> None:
         if not self.read_paused:
             self._transport.resume_reading()
 
@@ -145,14 +141,14 @@ class Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        front: Front,
+        limits: ConnectionLimits,
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
-        self.front = front
+        self.limits = limits
         # the last one begun; `cycle` is the last one received
         self.answering: RequestResponseCycle | None = None
         # of what must come while nothing is being answered
@@ -176,20 +172,19 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self.flow = Flow(self.transport)
-        if len(self.connections) > self.front.max_connections:
+        if len(self.connections) > self.limits.max_connections:
             self.connections.discard(self)
-            if not self.front.make_room(self.connections):
+            if not self.limits.make_room(self.connections):
                 self._refuse(FULL)
                 return
             self.connections.add(self)
-        self.front.idle[self] = None
+        self.limits.idle[self] = None
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
-        if (
-            self.busy
-        ):  # uvicorn tells only the last request received, which may still wait for its turn
+        # uvicorn notifies only the last request received, which may still wait for its turn.
+        if self.busy:
             assert self.answering is not None
             self.answering.disconnected = True
             self.answering.message_event.set()
@@ -209,50 +204,43 @@ class Connection(HttpToolsProtocol):
         before = self.pieces
         view = memoryview(data)
         while at < len(data) and self.pieces - before < TURN_PIECES:
-            size = (
-                SLICE_BYTES if self.head_next or self.chunked else len(data)
-            )  # other bodies are one call
+            if self.head_next:
+                size = min(SLICE_BYTES, self.limits.header_bytes - self.head_bytes)
+            elif self.chunked:
+                size = SLICE_BYTES
+            else:  # a body is one call of the parser
+                size = len(data)
+            if not size:
+                self._refuse(LARGE)
+                return
             if not self._take(view[at : at + size]):
                 return
             at += size
         if self.pieces - before >= TURN_PIECES:
             self.unparsed = data[at:]
             self.flow.wait()
-            self.front.floods.wait(self.loop, self._go_on)
+            self.limits.floods.wait(self.loop, self._parse_rest)
         if not self.busy:
             self._wait()
 
-    def _go_on(self) -> None:
+    def _parse_rest(self) -> None:
         rest = self.unparsed
         self.unparsed = b""
         self.flow.parse_pending = False
         if not self.transport.is_closing():
             self._parse(rest)
         if not self.flow.parse_pending:
-            self.flow.go_on()
+            self.flow.resume_parsing()
 
     def _take(self, data: memoryview) -> bool:
         """Parse, within the limits of headers; whether this is still a connection for HTTP."""
-        room = self.front.header_bytes - self.head_bytes
-        if self.head_next and len(data) > room:
-            # Only so much of it can be headers.
-            heads = self.heads
-            if not self._feed(data[:room]):
-                return False
-            if self.heads == heads:
-                self._refuse(LARGE)
-                return False
-            data = data[room:]
         before = self.head_next, self.heads, self.pieces
         if not self._feed(data):
             return False
-        if before == (
-            self.head_next,
-            self.heads,
-            self.pieces,
-        ):  # part of a header, before or behind a body
+        if before == (self.head_next, self.heads, self.pieces):
+            # It was a part of a header, before a body or behind it.
             self.head_bytes += len(data)
-            if self.head_bytes > self.front.header_bytes:
+            if self.head_bytes > self.limits.header_bytes:
                 self._refuse(LARGE)
                 return False
         return True
@@ -300,7 +288,7 @@ class Connection(HttpToolsProtocol):
         self._unset_deadline()
         super().on_headers_complete()
         if self.busy:
-            self.front.idle.pop(self, None)
+            self.limits.idle.pop(self, None)
         if self.pipeline:  # uvicorn stops reading, and then nobody would see the client leave
             self.flow.resume_reading()
 
@@ -340,9 +328,9 @@ class Connection(HttpToolsProtocol):
         if self.busy:
             return
         if left := self.transport.get_write_buffer_size():
-            self.loop.call_later(self.front.send_timeout, self._check_taken, left)
+            self.loop.call_later(self.limits.send_timeout, self._check_taken, left)
         if not self.transport.is_closing():
-            self.front.idle[self] = None
+            self.limits.idle[self] = None
             if self.head_begun or not self.head_next:
                 self._wait()
 
@@ -361,7 +349,7 @@ class Connection(HttpToolsProtocol):
 
     def _set_deadline(self) -> None:
         if self.deadline is None:
-            self.deadline = self.loop.call_later(self.front.header_timeout, self._too_late)
+            self.deadline = self.loop.call_later(self.limits.header_timeout, self._too_late)
 
     def _unset_deadline(self) -> None:
         if self.deadline is not None:
@@ -378,11 +366,11 @@ class Connection(HttpToolsProtocol):
         if now >= left:
             self.transport.abort()
         elif now:
-            self.loop.call_later(self.front.send_timeout, self._check_taken, now)
+            self.loop.call_later(self.limits.send_timeout, self._check_taken, now)
 
     def _refuse(self, refusal: Refusal) -> None:
         """End the connection, with words where these would not land in the middle of an answer."""
-        self.front.count(refusal.reason)
+        self.limits.count(refusal.reason)
         self._unset_deadline()
         if refusal.answer and (not self.busy or self._unanswered()):
             self.transport.write(refusal.answer)
@@ -395,6 +383,6 @@ class Connection(HttpToolsProtocol):
         return cycle is self.answering and cycle.more_body and not cycle.response_started
 
     def _forget(self) -> None:
-        self.front.idle.pop(self, None)
+        self.limits.idle.pop(self, None)
         self._unset_deadline()
         self._unset_keepalive_if_required()

@@ -1,12 +1,12 @@
-"""One HTTP request and its answer, on bare ASGI: the body within limits, bytes out with a deadline,
-and work that ends the moment the client leaves. Used by the routes that generate; everything runs
-on the event loop."""
+"""One HTTP request and its answer, on bare ASGI. It reads the body within limits of size and rate,
+writes the answer with a deadline for each part, and notices when the client leaves. The routes that
+generate use one for each request, on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from stretto.server.http.body import TURN_BYTES, Body
 from stretto.server.http.trailers import EXTENSION
 from stretto.server.loop_time import LoopTurns
 from stretto.server.openai.error_body import Refused, describe, respond
-from stretto.server.request_log import REQUEST_LOG, RequestLog
+from stretto.server.request_log import RequestLog
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
@@ -30,13 +30,10 @@ SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or proxies collect the pieces
 )
-LINGER_SECONDS, LINGER_FACTOR = (
-    2.0,
-    4,
-)  # how long, and how many times the limit, a body is thrown away
-CLOSE = {
-    "connection": "close"
-}  # the rest of a body nobody reads must not be taken for the next request
+LINGER_SECONDS = 2.0  # for which a body that is too large is read and thrown away,
+LINGER_FACTOR = 4  # and how many times the limit
+# the rest of a body that nobody reads must not be taken for the next request
+CLOSE = {"connection": "close"}
 
 
 @dataclass(slots=True)
@@ -45,14 +42,9 @@ class Exchange:
     receive: Receive
     send: Send
     config: ServerConfig
+    request_log: RequestLog
     started: bool = False
-    events: bool = False  # the answer is a stream of events, in which an error can be told
-
-    @property
-    def request_log(self) -> RequestLog:
-        request_log = self.scope[REQUEST_LOG]
-        assert isinstance(request_log, RequestLog)
-        return request_log
+    events: bool = False  # the answer is a stream of events, which an error can be one of
 
     # ---- in
 
@@ -70,7 +62,8 @@ class Exchange:
         rate = self.config.min_body_kb_s * 1024
         try:
             async with asyncio.timeout(self.config.body_timeout) as deadline:
-                more, untimed = True, 0
+                more = True
+                unturned = 0  # bytes since the last turn
                 while more:
                     # What has come may have taken this long at the lowest rate allowed, and a
                     # start-up time.
@@ -81,10 +74,10 @@ class Exchange:
                         await self._linger(body.size + len(part), limit)
                         raise self._too_large(limit)
                     body.add(part)
-                    untimed += len(part)
-                    if more and body.memfile is not None and untimed >= TURN_BYTES:
+                    unturned += len(part)
+                    if more and body.memfile is not None and unturned >= TURN_BYTES:
                         await turns.take()
-                        untimed = 0
+                        unturned = 0
         except TimeoutError:
             raise Refused(
                 408, "the request took too long to arrive", code="timeout", headers=CLOSE
@@ -93,7 +86,7 @@ class Exchange:
     async def _part(self) -> tuple[bytes, bool]:
         message = await self.receive()
         if message["type"] == "http.disconnect":
-            raise Left("the client left while sending")
+            raise ClientLeft("the client left while sending")
         return message.get("body", b""), message.get("more_body", False)
 
     async def _linger(self, size: int, limit: int) -> None:
@@ -111,38 +104,11 @@ class Exchange:
         message = f"the request is too large; at most {limit / (1 << 20):g} MiB are allowed"
         return Refused(413, message, code="request_too_large", headers=CLOSE)
 
-    async def run(self, work: Coroutine[None, None, None], cut: asyncio.Future[None]) -> None:
-        """Do the work until it is done, the client leaves or `cut` is set; when this returns, it is
-        over."""
-        task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._leave())
-        try:
-            await asyncio.wait((task, leaving, cut), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            elif leaving.done():
-                raise Left("the client left")
-            else:
-                raise Refused(
-                    503,
-                    "the server is shutting down",
-                    kind="server_error",
-                    code="draining",
-                    headers=CLOSE,
-                )
-        finally:
-            jobs = task, leaving
-            for job in jobs:
-                job.cancel()
-            await asyncio.wait(jobs)
-            # An error holds this frame, and the task holds the error: without this circle all that
-            # the work held, files included, goes with the request rather than when the interpreter
-            # looks for circles.
-            del task, leaving, jobs, job
-
-    async def _leave(self) -> None:
+    async def watch_client(self) -> None:
+        """Raise `ClientLeft` when the client leaves. The body has been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+        raise ClientLeft("the client left")
 
     # ---- out
 
@@ -207,10 +173,10 @@ class Exchange:
             async with asyncio.timeout(self.config.send_timeout):
                 await self.send(message)
         except TimeoutError:
-            raise Left("the client took no data for too long") from None
+            raise ClientLeft("the client took no data for too long") from None
 
 
-class Left(Gone):
+class ClientLeft(Gone):
     """The client is no longer there, or takes nothing."""
 
 

@@ -1,7 +1,7 @@
-"""Turns of the event loop for what takes long to parse: large reads of a WebSocket
-(`websocket.py`), and what clients cut into many tiny pieces, on purpose or not: chunks of a body
-(`connection.py`), frames of a WebSocket. Each piece is a call, so that a read of them takes a
-hundred times as long as any other."""
+"""Turns of the event loop for data that takes long to parse: large reads of a WebSocket
+(`websocket.py`), and data in many tiny pieces, which a client may send on purpose: chunks of a body
+(`connection.py`) or frames of a WebSocket. Each piece is a call from the parser, so that a read
+full of them takes a hundred times as long as any other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A body of multipart/form-data, cut into its fields. For routes that take files, on worker
-threads: a form may be large, so it is read window by window, and no call of C code holds the
-interpreter for more than a millisecond."""
+"""Cuts a body of multipart/form-data into its fields and files. Routes that take files call it on
+worker threads: a form may be large, so it is searched window by window, and no call of C code holds
+the interpreter for more than a millisecond."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Form:
     fields: dict[str, str]
-    files: dict[
-        str, ByteRange
-    ]  # of the body, by the field's name; what a client calls a file is of no interest
+    # where each file is in the body, by the field's name; the file's own name is not used
+    files: dict[str, ByteRange]
 
 
 def boundary(content_type: str) -> bytes:

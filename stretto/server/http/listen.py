@@ -1,6 +1,7 @@
-"""The addresses that a server listens on. A `Listener` owns its socket and, if that is a Unix
-socket, its file: a file that is anything else is never removed, nor is one behind which another
-server answers. Used by `run.py`."""
+"""Binds the addresses that a server listens on. `run.py` calls it before the model is loaded.
+
+A `Listener` owns its socket and, if that is a Unix socket, its file. A file that is not a socket is
+never removed, nor is a socket at which another server answers."""
 
 from __future__ import annotations
 

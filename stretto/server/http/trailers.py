@@ -1,11 +1,11 @@
-"""Fields behind the body of an answer, as the ASGI extension `http.response.trailers` has them and
-uvicorn does not: what is only known when all of a streamed answer was sent. Used by `connection.py`
-for each request; everything runs on the event loop."""
+"""Trailers: header fields behind the body of an answer, for what is only known when all of a
+streamed answer was sent. uvicorn has not got the ASGI extension `http.response.trailers`;
+`connection.py` wraps the app in `WithTrailers` for each request of HTTP/1.1, on the event loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -22,14 +22,10 @@ class WithTrailers:
     announced: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def pass_on(message: Message) -> None:
-            await self._pass_on(message, send)
+        scope["extensions"] = {EXTENSION: {}}
+        await self.app(scope, receive, partial(self._pass_on, send))
 
-        extensions: dict[str, Any] = {**(scope.get("extensions") or {}), EXTENSION: {}}
-        scope["extensions"] = extensions
-        await self.app(scope, receive, pass_on)
-
-    async def _pass_on(self, message: Message, send: Send) -> None:
+    async def _pass_on(self, send: Send, message: Message) -> None:
         if message["type"] == EXTENSION:
             await self._send_trailers(message, send)
         elif message["type"] == "http.response.start":

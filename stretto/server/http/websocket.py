@@ -1,12 +1,14 @@
-"""uvicorn's WebSocket protocol with these differences. A message of text comes as bytes, so that
-large ones are not decoded on the event loop for nothing. A connection that is closing and whose
-client takes nothing is cut, where uvicorn would wait for ever. Large reads are parsed in short
-turns of the event loop, of which all connections together have one in each of its passes. And no
-client holds up the others by tiny frames, of which one read may bring 40,000: all who send them
-share a small part of the loop's time, a message has so many fragments, and whoever takes no answers
-to its pings is cut. And what has come and was not taken in by the app counts among the memory of
-its owner's sessions: a message that is never finished costs others nothing. `run.py` gives it to
-uvicorn."""
+"""uvicorn's WebSocket protocol with limits to what a client may hold or delay. `run.py` passes it
+to uvicorn, and everything runs on the event loop. The differences:
+
+- A text message comes as bytes, so that a large one is not decoded on the event loop.
+- A connection that is closing and whose client reads nothing is cut; uvicorn would wait for ever.
+- Large reads are parsed in short turns, of which all connections together have one in each pass of
+  the event loop.
+- One read may bring 40,000 tiny frames. Clients that send such floods share a small part of the
+  loop's time, a message has a bounded number of fragments, and a client that reads no pongs is cut.
+- Data that the app has not received yet counts as memory of the sender's sessions, so that a
+  message that is never finished costs other senders nothing."""
 
 from __future__ import annotations
 
@@ -29,17 +31,15 @@ from stretto.server.shares import Holding, Shares, sender_of_address
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
 SLICE_BYTES = 512  # parsed at once: 85 frames at most
 TURN_S = 0.001  # of parsing, then others have their turn
-MANY, TINY_BYTES = (
-    64,
-    64,
-)  # a turn that brought so many frames, of fewer bytes on average, is part of a flood
+# a turn that brought so many frames, of fewer bytes on average, is part of a flood
+MANY_FRAMES = 64
+TINY_BYTES = 64
 MAX_FRAGMENTS = 16_384  # of a message
 FREE_BYTES = 1 << 20  # in one pass of the event loop
 SMALL_BYTES = 64 << 10  # of a connection, which is never cut for holding these
 INCOMING = "stretto.incoming"  # where an ASGI scope has what was received and is not taken in
-MAX_UNREAD_BYTES = (
-    4 << 20
-)  # that a client may leave here; the app itself waits at a small part of that
+# that a client may leave in the transport; the app itself waits at a small part of that
+MAX_UNREAD_BYTES = 4 << 20
 
 
 class LargeReader(StreamReader):
@@ -118,7 +118,7 @@ class Socket(WebSocketsSansIOProtocol):
                 self.transport.abort()
             elif at < len(data) and time.perf_counter() - began >= TURN_S:
                 break
-        flood = self.num_parsed >= MANY and self.num_parsed * TINY_BYTES > min(at, len(data))
+        flood = self.num_parsed >= MANY_FRAMES and self.num_parsed * TINY_BYTES > min(at, len(data))
         if not self.transport.is_closing() and (flood or at < len(data)):
             self._wait(data[at:], self.floods if flood else self.large_reads)
 
@@ -130,7 +130,7 @@ class Socket(WebSocketsSansIOProtocol):
         line.wait(self.loop, self._parse_rest)
 
     def _count(self) -> None:
-        """What lies here, on behalf of whoever sent it."""
+        """Count the data that lies here as the sender's."""
         size = (
             len(self.unparsed)
             + len(self.conn.reader.buffer)

@@ -1,8 +1,8 @@
-"""Answers that clients may refer to by id: {"role": "assistant", "audio": {"id": ...}} instead of
-the words.
+"""Answers that later requests may refer to by an id in place of their text: {"role": "assistant",
+"audio": {"id": ...}} in a chat, an item's id in a response.
 
-One per server, used on the event loop only. Holds transcripts, not sound. Bounded in number, size
-and time; an id is good only for the API key that got it."""
+One store per server, used on the event loop. It holds text, not sound, and is bounded in number,
+size and time. An id is valid only for the API key whose request made the answer."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ MAX_CHARS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class StoredAnswer:
     owner: str
     transcript: str
     expires_at: float
 
 
 @dataclass(slots=True)
-class AudioMemory:
+class AnswerStore:
     max_answers: int
     lifetime: float
     clock: Callable[[], float] = time.time
-    _kept: OrderedDict[str, KeptAnswer] = field(default_factory=OrderedDict)  # oldest first
+    _answers: OrderedDict[str, StoredAnswer] = field(default_factory=OrderedDict)  # oldest first
     _chars: int = 0
 
-    def keep(self, audio_id: str, owner: str, transcript: str) -> int:
+    def add(self, answer_id: str, owner: str, transcript: str) -> int:
         """Remember an answer; the time until which it can be referred to."""
         expires = self.clock() + self.lifetime
-        self._kept[audio_id] = KeptAnswer(owner, transcript, expires)
+        self._answers[answer_id] = StoredAnswer(owner, transcript, expires)
         self._chars += len(transcript)
         self._trim()
         return int(expires)
 
-    def recall(self, ids: Iterable[str], owner: str) -> dict[str, str]:
+    def find(self, ids: Iterable[str], owner: str) -> dict[str, str]:
         """The words of those answers that this owner may refer to."""
         self._trim()
-        found = {i: self._kept[i] for i in ids if i in self._kept}
+        found = {i: self._answers[i] for i in ids if i in self._answers}
         return {i: answer.transcript for i, answer in found.items() if answer.owner == owner}
 
     def _trim(self) -> None:
         now = self.clock()
-        while self._kept:
-            oldest = next(iter(self._kept.values()))
-            crowded = len(self._kept) > self.max_answers or self._chars > MAX_CHARS
+        while self._answers:
+            oldest = next(iter(self._answers.values()))
+            crowded = len(self._answers) > self.max_answers or self._chars > MAX_CHARS
             if oldest.expires_at > now and not crowded:
                 return
-            self._chars -= len(self._kept.popitem(last=False)[1].transcript)
+            self._chars -= len(self._answers.popitem(last=False)[1].transcript)

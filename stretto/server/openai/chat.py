@@ -1,10 +1,10 @@
-"""POST /v1/chat/completions: a conversation in, an answer out, in words and aloud, whole or as it
-is made.
+"""POST /v1/chat/completions: a conversation is answered in text and speech, streamed or whole.
 
-`answer_chat` checks what the decoder could not, asks the engine, and writes its events as they come
-or all together. The order within a stream is what the stock clients are built for: role, then the
-audio's id, both once; words and sound as they come; the audio's expiry, once; the reason for the
-end; usage if asked for; [DONE]."""
+`read_chat` cuts the body into short fields, which it decodes, and messages and tools, which stay
+bytes. `answer_chat` checks what the decoder could not, asks the engine, and sends each
+`ChatAnswer`. Stock clients expect this order within a stream: the role, then the audio's id, both
+once; text and sound as they come; the audio's expiry, once; the finish reason; usage if it was
+requested; [DONE]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from msgspec import UNSET
 
 from stretto.engine.events import AudioChunk, Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.errors import Invalid
-from stretto.family import ModelInfo
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.pool.jobs import Conversation
 from stretto.preprocess.pool.memfile import MemFile
@@ -30,6 +28,7 @@ from stretto.preprocess.remote_media import remote_urls
 from stretto.server.http.body import ON_THE_LOOP, Body
 from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import codecs
+from stretto.server.openai.answer_store import AnswerStore
 from stretto.server.openai.chat_params import (
     LONGEST,
     NONE,
@@ -39,14 +38,7 @@ from stretto.server.openai.chat_params import (
     to_params,
     variables,
 )
-from stretto.server.openai.generating_route import (
-    finish_reason,
-    merge_streams,
-    note,
-    report,
-    slices,
-    unfinished,
-)
+from stretto.server.openai.generating_route import closing_events, report, slices, unfinished
 from stretto.server.openai.grammar import LONG as LONG_SCHEMAS
 from stretto.server.openai.grammar import calls_required, grammar_of, schema_bytes
 from stretto.server.openai.schema import (
@@ -71,8 +63,9 @@ from stretto.server.openai.schema import (
 )
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.openai.voices import find_voice
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
+from stretto.server.tasks import run_all
 from stretto.types import RequestId
 
 LONG = ("messages", "tools")  # fields that may be long
@@ -82,16 +75,15 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer in the making: what it is called, what of it is known and, if it is streamed, what
-    of it was sent."""
+    """One answer in the making: its names, the engine's events and, of a stream, what was sent."""
 
     request: ChatRequest
-    service: Service
     exchange: Exchange
+    store: AnswerStore
+    events: AsyncIterator[Event]
     id: str  # of all answers to one question
     created: int
     model: str
-    info: ModelInfo
     format: str | None  # of the speech; None: nothing is spoken
     tools: ToolParser | None
     index: int  # among the answers to one question
@@ -102,6 +94,11 @@ class ChatAnswer:
     num_calls: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens whose text is not sent
     pieces: codecs.Pieces = field(default_factory=codecs.Pieces)
+
+    @property
+    def includes_usage(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and bool(options.include_usage)
 
     def parse(self, text: str) -> list[str | Call]:
         return self.tools.feed(text) if self.tools else [text] if text else []
@@ -118,10 +115,72 @@ class ChatAnswer:
         reason = finish_reason(end)
         return "tool_calls" if self.tools and self.tools.num_calls and reason == "stop" else reason
 
-    def keep(self, transcript: str) -> int:
-        return self.service.memory.keep(self.audio_id, self.exchange.request_log.owner, transcript)
+    def remember(self, transcript: str) -> int:
+        """Let later requests refer to the transcript by the audio's id, until the time returned."""
+        return self.store.add(self.audio_id, self.exchange.request_log.owner, transcript)
+
+    # -- whole
+
+    async def complete(self) -> tuple[Choice, Finished]:
+        """Collect the answer to its end."""
+        parts: list[str | Call] = []
+        logprobs: list[TokenLogprob] = []
+        sound: list[bytes] = []
+        end: Finished | None = None
+        async with closing_events(self.events) as events:
+            async for event in events:
+                self.exchange.request_log.record(event)
+                match event:
+                    case TextDelta():
+                        parts += self.parse(event.text)
+                        logprobs += event.logprobs
+                    case AudioChunk() if not self.calling:
+                        sound.append(event.pcm16())
+                    case Finished():
+                        parts += self.parse_rest(event)
+                        end = event
+        if end is None:
+            raise unfinished()
+        message = await self._message(parts, b"".join(sound))
+        shown = logprobs_of(logprobs) if self.request.logprobs else None
+        return Choice(message, self.reason(end), self.index, shown), end
+
+    async def _message(self, parts: list[str | Call], pcm: bytes) -> Message:
+        text = "".join(part for part in parts if isinstance(part, str))
+        calls = [
+            ToolCall(call_id(), CalledFunction(part.name, part.arguments))
+            for part in parts
+            if isinstance(part, Call)
+        ]
+        tool_calls = calls or UNSET
+        if self.format is None or (calls and not pcm):
+            return Message(text if text or not calls else None, tool_calls=tool_calls)
+        rate = self.exchange.request_log.sample_rate
+        data = await codecs.encode_elsewhere(self.format, pcm, rate)
+        audio = Audio(self.audio_id, data, text, self.remember(text))
+        return Message(None, audio=audio, tool_calls=tool_calls)
 
     # -- streamed
+
+    async def stream(self) -> Finished:
+        """Send the answer as it is made. Nothing is sent before the first event: what fails until
+        then has an HTTP status of its own."""
+        end: Finished | None = None
+        async with closing_events(self.events) as events:
+            async for event in events:
+                self.exchange.request_log.record(event)
+                match event:
+                    case TextDelta():
+                        self.logprobs += event.logprobs
+                        await self.write_text(self.parse(event.text))
+                    case AudioChunk() if not self.calling:
+                        await self.write_sound(event.pcm16())
+                    case Finished():
+                        await self.finish(event)
+                        end = event
+        if end is None:
+            raise unfinished()
+        return end
 
     async def write_text(self, parts: list[str | Call]) -> None:
         await self._begin()
@@ -147,7 +206,7 @@ class ChatAnswer:
         if self.format is not None:
             if rest := self.pieces.finish():
                 await self._delta(Delta(audio=AudioDelta(data=rest)))
-            expires = self.keep("".join(self.transcript))
+            expires = self.remember("".join(self.transcript))
             await self._delta(Delta(audio=AudioDelta(expires_at=expires)))
         timings = report(end, self.exchange.request_log, bool(self.request.timeline))
         # Words may have been held back and dropped (a stop string, a function's call): their tokens
@@ -181,7 +240,7 @@ class ChatAnswer:
         await self.send([ChunkChoice(delta, index=self.index, logprobs=logprobs)])
 
     async def send(self, choices: list[ChunkChoice], **extra: Any) -> None:
-        if includes_usage(self.request):
+        if self.includes_usage:
             extra.setdefault("usage", None)
         chunk = ChatChunk(self.id, self.created, self.model, choices, **extra)
         await self.exchange.event(chunk)
@@ -212,7 +271,7 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
     talk = Conversation.of(
         messages,
         used,
-        recalled=service.memory.recall(references(messages), request_log.owner),
+        recalled=service.answers.find(references(messages), request_log.owner),
         sender=request_log.sender,
         close=body.close,
         variables=variables(request.chat_template_kwargs),
@@ -233,22 +292,30 @@ async def _read_large(
     span = outlined.long.get("tools")
     if span is None or not calls_functions(request, file.read(span[0], min(span[1], span[0] + 5))):
         span = None
-    recalled = service.memory.recall(outlined.references, request_log.owner)
+    recalled = service.answers.find(outlined.references, request_log.owner)
     talk = Conversation(
-        file, outlined.long["messages"], span, recalled, request_log.sender, body.close,
+        file,
+        outlined.long["messages"],
+        span,
+        recalled,
+        request_log.sender,
+        body.close,
         variables(request.chat_template_kwargs),
         remote=await service.media.fetch(outlined.remote, body),
-    )  # fmt: skip
-    stated = None
+    )
+    tools = None
     if span is not None and calls_required(request):
         check_schema_size(span[1] - span[0], "tools")
-        stated = file.read(*span)
-    return ChatInput(request, talk, await _grammar(service, request, stated, request_log))
+        tools = file.read(*span)
+    return ChatInput(request, talk, await _grammar(service, request, tools, request_log))
 
 
 async def _grammar(
     service: Service, request: ChatRequest, tools: bytes | None, request_log: RequestLog
 ) -> str:
+    """The grammar that the answer must follow; empty if its text is free."""
+    if request.response_format is None and not calls_required(request):
+        return ""
     if schema_bytes(request, tools) <= LONG_SCHEMAS:
         return grammar_of(request, tools)
     async with service.thread_turns.turn(request_log.sender):
@@ -279,6 +346,15 @@ def _no_messages() -> Invalid:
 
 
 async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> None:
+    answers = ask_engine(service, chat, exchange)
+    if chat.request.stream:
+        await stream_answers(answers)
+    else:
+        await send_whole(answers)
+
+
+def ask_engine(service: Service, chat: ChatInput, exchange: Exchange) -> list[ChatAnswer]:
+    """Check what the decoder could not, and ask the engine for each answer to the question."""
     engine = service.engine()
     request_log = exchange.request_log
     request = chat.request
@@ -290,30 +366,31 @@ async def answer_chat(service: Service, chat: ChatInput, exchange: Exchange) -> 
     params = to_params(request, engine.info.defaults, service.config.packets, chat.grammar)
     voice = find_voice(request.audio.voice if request.audio else None, engine.info, "audio.voice")
     id, created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
-    streams: list[AsyncIterator[Event]] = []
     answers: list[ChatAnswer] = []
     for i, talk in enumerate(chat.talk.shared(num_answers(chat))):
-        own_id = RequestId(f"{request_log.request_id}-{i}") if i else request_log.request_id
-        seed = params.seed if params.seed is None else params.seed + i
         events = engine.generate(
             talk,
             modalities=("text", "audio") if spoken else ("text",),
             voice=voice,
-            params=replace(params, seed=seed),
-            request_id=own_id,
+            params=params if params.seed is None else replace(params, seed=params.seed + i),
+            request_id=RequestId(f"{request_log.request_id}-{i}") if i else request_log.request_id,
             session=request_log.session,
             owner=request_log.owner,
         )
-        streams.append(events)
-        tools = ToolParser() if chat.talk.tools is not None else None
-        head = request, service, exchange, id, created, model, engine.info
-        answers.append(ChatAnswer(*head, format, tools, i))
-    async with aclosing(merge_streams(streams)) as merged:
-        await (stream_answers if request.stream else whole_answers)(answers, merged)
-
-
-def includes_usage(request: ChatRequest) -> bool:
-    return bool(request.stream_options and request.stream_options.include_usage)
+        answer = ChatAnswer(
+            request=request,
+            exchange=exchange,
+            store=service.answers,
+            events=events,
+            id=id,
+            created=created,
+            model=model,
+            format=format,
+            tools=ToolParser() if chat.talk.tools is not None else None,
+            index=i,
+        )
+        answers.append(answer)
+    return answers
 
 
 # ---- answers
@@ -340,42 +417,18 @@ def chat_usage(answers: Sequence[Usage]) -> ChatUsage:
     )
 
 
-async def whole_answers(
-    answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
-) -> None:
+async def send_whole(answers: Sequence[ChatAnswer]) -> None:
+    completed = await run_all([answer.complete() for answer in answers])
     first = answers[0]
-    request_log = first.exchange.request_log
-    parts: list[list[str | Call]] = [[] for _ in answers]
-    logprobs: list[list[TokenLogprob]] = [[] for _ in answers]
-    sound: list[bytes] = []
-    ends: dict[int, Finished] = {}
-    async for i, event in events:
-        note(event, request_log)
-        match event:
-            case TextDelta():
-                parts[i] += answers[i].parse(event.text)
-                logprobs[i] += event.logprobs
-            case AudioChunk() if not answers[i].calling:
-                sound.append(event.pcm16())
-            case Finished():
-                ends[i] = event
-    if len(ends) < len(answers):
-        raise unfinished()
-    choices = []
-    for i, answer in enumerate(answers):
-        message = await whole_message(
-            answer, parts[i] + answer.parse_rest(ends[i]), b"".join(sound)
-        )
-        shown = logprobs_of(logprobs[i]) if first.request.logprobs else None
-        choices.append(Choice(message, answer.reason(ends[i]), i, shown))
+    end = completed[0][1]
     await first.exchange.reply(
         ChatResponse(
             id=first.id,
             created=first.created,
             model=first.model,
-            choices=choices,
-            usage=chat_usage([ends[i].usage for i in range(len(answers))]),
-            stretto=report(ends[0], request_log, bool(first.request.timeline)),
+            choices=[choice for choice, _ in completed],
+            usage=chat_usage([end.usage for _, end in completed]),
+            stretto=report(end, first.exchange.request_log, bool(first.request.timeline)),
         )
     )
 
@@ -400,48 +453,13 @@ def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     )
 
 
-async def whole_message(answer: ChatAnswer, parts: list[str | Call], pcm: bytes) -> Message:
-    text = "".join(p for p in parts if isinstance(p, str))
-    calls = [
-        ToolCall(call_id(), CalledFunction(p.name, p.arguments))
-        for p in parts
-        if isinstance(p, Call)
-    ]
-    tool_calls = calls or UNSET
-    if answer.format is None or (calls and not pcm):
-        return Message(text if text or not calls else None, tool_calls=tool_calls)
-    data = await codecs.encode_elsewhere(answer.format, pcm, answer.info.sample_rate)
-    return Message(
-        None, audio=Audio(answer.audio_id, data, text, answer.keep(text)), tool_calls=tool_calls
-    )
-
-
 def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-async def stream_answers(
-    answers: list[ChatAnswer], events: AsyncIterator[tuple[int, Event]]
-) -> None:
+async def stream_answers(answers: Sequence[ChatAnswer]) -> None:
+    ends = await run_all([answer.stream() for answer in answers])
     first = answers[0]
-    ends: dict[int, Finished] = {}
-    # Nothing is sent before the first event: until then, what fails has a status of its own.
-    async for i, event in events:
-        note(event, first.exchange.request_log)
-        answer = answers[i]
-        match event:
-            case TextDelta():
-                answer.logprobs += event.logprobs
-                await answer.write_text(answer.parse(event.text))
-            case AudioChunk():
-                if not answer.calling:
-                    await answer.write_sound(event.pcm16())
-            case Finished():
-                ends[i] = event
-                await answer.finish(event)
-    if len(ends) < len(answers):
-        raise unfinished()
-    if includes_usage(first.request):
-        usage = chat_usage([ends[i].usage for i in range(len(answers))])
-        await first.send([], usage=usage)
+    if first.includes_usage:
+        await first.send([], usage=chat_usage([end.usage for end in ends]))
     await first.exchange.write(b"data: [DONE]\n\n", more=False)

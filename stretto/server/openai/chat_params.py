@@ -1,5 +1,6 @@
-"""What a chat request asks for, beside its messages: its fields as the engine's parameters, and
-those that cannot be honoured. Pure; called by `chat.py` and `speech.py`, on the event loop."""
+"""The fields of a chat request, besides its messages, as the engine's parameters; fields that this
+server cannot honour are refused. Pure functions, called on the event loop by the routes of chat,
+responses and speech."""
 
 from __future__ import annotations
 

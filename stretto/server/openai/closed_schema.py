@@ -1,11 +1,11 @@
-"""A JSON schema in which an object that lists its properties has no others, unless the schema says
-so. Pure.
+"""Closes the objects of a JSON schema: one that lists its properties has no others, unless the
+schema says so. Pure; called by `grammar.py`.
 
 By the standard, an absent `additionalProperties` allows any. A model that is free to add fields may
 never come to an end, and clients that leave the word out expect the fields that they listed. An
 object stays open where closing it could contradict another part of its schema: beside or below
 `allOf`, below an `anyOf` whose parent lists properties, or where a definition is merged that way.
-One that lists no properties is a map, and stays one."""
+An object that lists no properties is a map, and stays one."""
 
 from __future__ import annotations
 

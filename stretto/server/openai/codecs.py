@@ -1,12 +1,10 @@
-"""Speech as bytes of a format: 16-bit samples in, pieces of a file out, while the speech is being
-made.
+"""Encodes speech: 16-bit samples in, pieces of an audio file out, while the speech is being made.
 
 An encoder belongs to one answer. `pcm` and `wav` cost nothing; `mp3`, `flac` and `opus` come from
-libsndfile, `aac` from FFmpeg where PyAV is installed, and the routes run them on worker threads
-(`slow`). A stream cannot have its header
-corrected at the end: wav and flac say that their length is open, opus states no length, and mp3 has
-a constant bit rate, from which readers work it out. A file that is encoded whole says how long it
-is."""
+libsndfile, `aac` from FFmpeg where PyAV is installed, and the routes run these on worker threads
+(`slow`). A stream cannot have its header corrected at the end: wav and flac say that their length
+is open, opus states no length, and mp3 has a constant bit rate, from which readers compute it. A
+file that is encoded whole states its length."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import io
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -40,9 +38,8 @@ _LIBSNDFILE = {
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mp3": {"bitrate_mode": "CONSTANT", "compression_level": 0.5},
-    "flac": {
-        "compression_level": 0.25
-    },  # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
+    # blocks of 48 ms at 24 kHz; higher levels, the default too, take 171 ms
+    "flac": {"compression_level": 0.25},
 }
 _ADTS_RATES = (96000, 88200, 64000, 48000, 44100, 32000, 24000, 22050, 16000, 12000, 11025, 8000)
 _AAC_BIT_RATE = 64_000
@@ -50,6 +47,7 @@ _OPEN = 0xFFFFFFFF  # a length nobody knows yet
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # of libsndfile's sf_command
 # Threads of its own: decoding what clients send takes the default ones, for seconds at a time.
 _POOL = ThreadPoolExecutor(4, "codec")
+PIECE_UNIT = 6  # bytes: whole 16-bit samples, and whole groups of three bytes for base64
 _PAGE_MS = 160.0  # pages of a second, the default, would hold back the first words
 
 
@@ -98,25 +96,25 @@ class _Sink(io.RawIOBase):
     """Where libsndfile writes: keeps what was not taken yet."""
 
     def __init__(self) -> None:
-        self._kept = bytearray()
-        self._base = 0  # position in the file of the first byte kept
+        self._buffer = bytearray()
+        self._base = 0  # position in the file of the buffer's first byte
         self._at = 0
 
     def take(self) -> bytes:
-        out = bytes(self._kept)
+        out = bytes(self._buffer)
         self._base += len(out)
-        self._kept.clear()
+        self._buffer.clear()
         return out
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         start = self._at - self._base
         if start >= 0:  # what lies before has left: a late correction of the header is lost
-            self._kept[start : start + len(data)] = data
+            self._buffer[start : start + len(data)] = data
         self._at += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        end = self._base + len(self._kept)
+        end = self._base + len(self._buffer)
         self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: end}[whence] + offset
         return self._at
 
@@ -263,7 +261,7 @@ def check(format: str, param: str) -> None:
     if format not in CONTENT_TYPES:
         known = ", ".join(f for f in CONTENT_TYPES if f != "pcm16")
         raise Invalid(f"{param} {format!r} is not supported; use one of {known}", param)
-    if format == "aac" and not _has_ffmpeg():
+    if format == "aac" and find_spec("av") is None:  # PyAV, which brings FFmpeg
         raise Invalid(
             f"{param}: aac needs PyAV where the server runs (pip install 'stretto[video]'); "
             f"mp3 and opus need nothing",
@@ -271,26 +269,16 @@ def check(format: str, param: str) -> None:
         )
 
 
-@cache
-def _has_ffmpeg() -> bool:
-    return find_spec("av") is not None
-
-
+@dataclass(slots=True)
 class Pieces:
     """Cuts bytes so that the base64 of each piece, joined as text, is the base64 of the whole: no
     padding within."""
 
-    __slots__ = ("_rest", "_unit")
-
-    def __init__(
-        self, unit: int = 6
-    ) -> None:  # whole 16-bit samples as well as whole groups of three bytes
-        self._unit = unit
-        self._rest = b""
+    _rest: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
-        data = self._rest + data if self._rest else data
-        cut = len(data) - len(data) % self._unit
+        data = self._rest + data
+        cut = len(data) - len(data) % PIECE_UNIT
         self._rest = data[cut:]
         return data[:cut]
 

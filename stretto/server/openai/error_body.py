@@ -1,9 +1,8 @@
-"""What a client is told when something goes wrong: OpenAI's error shape, as a response or inside a
-stream.
+"""Errors in OpenAI's shape, as an HTTP response or as an event of a stream. Used by every route.
 
-Used by every route. `Refused` is for what the server itself turns down; errors of the rest of the
-package come as `StrettoError`s and say their status and kind themselves. Anything else is our
-fault: it is logged with its stack and the client gets a sentence without one."""
+`Refused` is for what the server itself refuses; errors of the rest of the package are
+`StrettoError`s and say their status and kind themselves. Any other exception is a bug: it is logged
+with its stack, and the client gets a sentence without one."""
 
 from __future__ import annotations
 

@@ -1,32 +1,32 @@
-"""What chat and speech share: a request is decoded, admitted, answered and, whatever happens,
-accounted for.
+"""`GeneratingRoute`, the ASGI app of the routes that generate: it reads a request's body, waits for
+a place in the admission queue, decodes the request, answers it, and records how it ended. `app.py`
+makes one for each such route, from a function that decodes and one that answers.
 
-`GeneratingRoute` is an ASGI app; a route gives it a coroutine that turns a decoded request into an
-answer. All of it runs on the event loop; only compressing audio goes to worker threads."""
+The functions below the class are shared by these routes. Everything runs on the event loop; only
+decoders of long fields and encoders of audio use threads."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
-from typing import Any, Generic, Literal, TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, closing
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from stretto.engine.events import AudioChunk, Event, Finished, TextDelta
-from stretto.errors import Bug, Gone
+from stretto.engine.events import Event, Finished
+from stretto.errors import Bug
 from stretto.server.http.body import Body
-from stretto.server.http.exchange import Exchange, Left
+from stretto.server.http.exchange import ClientLeft, Exchange
 from stretto.server.loop_time import HEAVY
 from stretto.server.openai.schema import Report, TimelineEntry
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
+from stretto.server.tasks import run_until_one_ends
 
 R = TypeVar("R")
-MAX_PIECE = (
-    6 << 16
-)  # bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+# bytes of audio in one event: clients take messages of up to a MiB, and base64 adds a third
+MAX_PIECE = 6 << 16
 
 
 class GeneratingRoute(Generic[R]):
@@ -50,16 +50,17 @@ class GeneratingRoute(Generic[R]):
         self.places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.service.config)
-        request_log = exchange.request_log
+        request_log: RequestLog = scope[REQUEST_LOG]
+        exchange = Exchange(scope, receive, send, self.service.config, request_log)
         request_log.route = self.route
         try:
             self.service.engine()  # before a long body is read for nothing
             self.service.admission.check(request_log.sender)
-            with Body(self.service.bodies, request_log.sender) as body:
+            with closing(Body(self.service.bodies, request_log.sender)) as body:
                 await exchange.read_body(body, self.max_bytes, self.service.body_turns)
-                await exchange.run(self._work(body, exchange), self.service.cut)
-        except Left:
+                work = self._work(body, exchange), exchange.watch_client()
+                await run_until_one_ends(work, self.service.cut)
+        except ClientLeft:
             # nobody listens: there is nothing to say
             request_log.ended = "left"
             request_log.status = 499
@@ -81,32 +82,11 @@ class GeneratingRoute(Generic[R]):
             await self.work(self.service, request, exchange)
 
 
-def note(event: Event, request_log: RequestLog) -> None:
-    """Record when events came; every event of an answer passes here as soon as it is known."""
-    match event:
-        case TextDelta():
-            request_log.saw_text()
-            request_log.num_tokens += len(event.ids)
-        case AudioChunk():
-            request_log.saw_audio(len(event.samples))
-        case Finished():
-            request_log.prompt_tokens = event.usage.prompt_tokens
-            request_log.cached_tokens = event.usage.cached_tokens
-            request_log.finished.append(event)
-            request_log.ended = finish_reason(event)
-
-
-def closing(events: AsyncIterator[Event]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+def closing_events(
+    events: AsyncIterator[Event],
+) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
     """Closes the engine's iterator on the way out, which cancels the request if it still runs."""
     return aclosing(cast(AsyncGenerator[Event, None], events))
-
-
-def finish_reason(end: Finished) -> Literal["stop", "length"]:
-    """`length` if text or speech was cut at a limit. The engine cancelling on its own is an
-    error."""
-    if "cancelled" in (end.text, end.audio):
-        raise Gone("the engine cancelled the request")
-    return "length" if "length" in (end.text, end.audio) else "stop"
 
 
 def report(end: Finished, request_log: RequestLog, timeline: bool) -> Report:
@@ -143,39 +123,3 @@ def slices(data: bytes) -> list[bytes]:
 def drop_none(values: dict[str, Any]) -> dict[str, Any]:
     """Leave what the client did not state at its default."""
     return {k: v for k, v in values.items() if v is not None}
-
-
-async def merge_streams(
-    streams: Sequence[AsyncIterator[Event]],
-) -> AsyncGenerator[tuple[int, Event]]:
-    """Events of several answers as they come, each with its answer's number. What fails in one ends
-    all. All are closed on the way out, which cancels those that still run."""
-    async with AsyncExitStack() as stack:
-        for events in streams:
-            await stack.enter_async_context(closing(events))
-        if len(streams) == 1:
-            async for event in streams[0]:
-                yield 0, event
-            return
-        waiting = {_next_event(events): i for i, events in enumerate(streams)}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    i = waiting.pop(task)
-                    found = task.result()
-                    if found is not None:
-                        waiting[_next_event(streams[i])] = i
-                        yield i, found
-        finally:
-            for task in waiting:
-                task.cancel()
-            if waiting:
-                await asyncio.wait(waiting)
-
-
-def _next_event(events: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
-    async def one() -> Event | None:
-        return await anext(events, None)
-
-    return asyncio.create_task(one())

@@ -1,11 +1,10 @@
-"""What a text must look like, as a grammar: of `response_format`, `text.format` and `tool_choice`.
-Used by chat, responses and realtime sessions; pure, and where schemas are long (`LONG`) to be
-called in a thread.
+"""The grammar that an answer must follow, made of `response_format`, `text.format` and
+`tool_choice`. Called by chat, responses and realtime sessions; pure. With long schemas (`LONG`) it
+takes milliseconds, so its callers use a thread.
 
-The grammar is text in llguidance's form of Lark. JSON is compact: between its parts there is no
-white space that a model could fill its answer with, and objects have the fields that are listed
-(`closed_schema.py`). Whether a schema can be followed is found out where it is compiled
-(`stage/guide.py`)."""
+The grammar is text in llguidance's form of Lark. JSON is compact: it has no white space that a
+model could fill its answer with, and objects have the fields that are listed (`closed_schema.py`).
+Whether a grammar can be compiled is checked elsewhere (`preprocess/grammars.py`)."""
 
 from __future__ import annotations
 
@@ -39,24 +38,24 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
+class FunctionChoice(msgspec.Struct, frozen=True):
     """`tool_choice` that names a function."""
 
     function: NamedFunction
     type: str = "function"
 
 
-class Function(msgspec.Struct, frozen=True):
+class FunctionSchema(msgspec.Struct, frozen=True):
     name: str
     parameters: Raw = field(default_factory=lambda: ABSENT)
 
 
-class Tool(msgspec.Struct, frozen=True):
-    function: Function
+class FunctionTool(msgspec.Struct, frozen=True):
+    function: FunctionSchema
 
 
-_choice = msgspec.json.Decoder(NamedTool)
-_tools = msgspec.json.Decoder(list[Tool])
+_choice = msgspec.json.Decoder(FunctionChoice)
+_tools = msgspec.json.Decoder(list[FunctionTool])
 
 
 def calls_required(request: ChatRequest) -> bool:

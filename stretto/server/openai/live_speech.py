@@ -1,14 +1,14 @@
-"""`/v1/audio/speech/stream`: a WebSocket that text comes in by, piece by piece, and speech goes
-out, while it is made.
+"""`/v1/audio/speech/stream`: a WebSocket that takes a text piece by piece while it is being
+written, and sends its speech while it is made.
 
-An ASGI app behind the middleware, which has looked at key, name and origin; refusals come before
-the upgrade, as HTTP. The messages are vLLM-Omni's: `session.config` first, then `input.text` and
+An ASGI app behind the middleware, which has checked key, host and origin; refusals come before the
+upgrade, by HTTP. The messages are vLLM-Omni's: `session.config` first, then `input.text` and
 `input.done`; `audio.start`, sound as binary messages (or base64 in events), `audio.done`,
-`session.done`. A connection speaks one text. One task reads what the client sends, one speaks;
+`session.done`. A connection speaks one text. One task reads what the client sends, another speaks;
 whichever ends first ends both.
 
-A connection holds a place among the requests that are answered while there is text ahead of its
-speech, and no longer: a client that writes slowly keeps nobody else from being answered."""
+A connection holds a place of the admission queue only while there is text to be spoken: a client
+that writes slowly keeps nobody else from being answered."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from starlette.types import Receive, Scope, Send
 from stretto.engine.events import AudioChunk, Finished
 from stretto.errors import Gone, Invalid, StrettoError, TooLong
 from stretto.server.admission import Place
-from stretto.server.http.exchange import Left, decode
+from stretto.server.http.exchange import ClientLeft, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.error_body import ErrorBody, Refused, describe, respond
-from stretto.server.openai.generating_route import closing, finish_reason, note, slices, unfinished
+from stretto.server.openai.generating_route import closing_events, slices, unfinished
 from stretto.server.openai.schema import (
     MAX_INPUT,
     SpeechDelta,
@@ -38,8 +38,9 @@ from stretto.server.openai.schema import (
     SpeechUsage,
 )
 from stretto.server.openai.speech import speak, used
-from stretto.server.request_log import REQUEST_LOG, RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog, finish_reason
 from stretto.server.service import Service
+from stretto.server.tasks import run_until_one_ends, shutting_down
 
 PATH = "/v1/audio/speech/stream"
 MAX_MESSAGE = 6 * MAX_INPUT + 1024
@@ -117,7 +118,7 @@ class LiveSpeech:
                 await SpeechStream(self.service, request_log, receive, send).run(
                     SUBPROTOCOL if offered else None
                 )
-        except Left:
+        except ClientLeft:
             request_log.ended = "left"
         except StrettoError as e:  # before the upgrade
             request_log.fail(e)
@@ -130,9 +131,8 @@ class SpeechStream:
     request_log: RequestLog
     receive: Receive
     send: Send
-    pieces: asyncio.Queue[str | None] = field(
-        default_factory=asyncio.Queue
-    )  # no more than `MAX_INPUT` in all
+    # no more than `MAX_INPUT` characters in all
+    pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     configured: asyncio.Future[SessionConfig] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -145,36 +145,21 @@ class SpeechStream:
         await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
         try:
             async with asyncio.timeout(self.service.config.realtime_minutes * 60):
-                await self._run_tasks()
-        except Left:
+                work = (self._speak(), self._read(), self._end_at_shutdown(), self._end_with_key())
+                await run_until_one_ends(work, self.service.cut)
+        except ClientLeft:
             raise
         except Exception as e:  # noqa: BLE001 - the connection's boundary
             await self._fail(_timed_out() if isinstance(e, TimeoutError) else e)
         else:
             await self._close(DONE, "")
 
-    async def _run_tasks(self) -> None:
-        work = [
-            asyncio.ensure_future(w)
-            for w in (self._speak(), self._read(), self._end_at_shutdown(), self._end_with_key())
-        ]
-        try:
-            await asyncio.wait((*work, self.service.cut), return_when=asyncio.FIRST_COMPLETED)
-            if ended := next((task for task in work if task.done()), None):
-                ended.result()
-            else:
-                raise _shutting_down()
-        finally:
-            for task in work:
-                task.cancel()
-            await asyncio.wait(work)
-
     async def _end_at_shutdown(self) -> None:
         """When the server stops, connections without text are closed at once; running answers
         finish."""
         await self.service.sessions.draining.wait()
         if not self.length:
-            raise _shutting_down()
+            raise shutting_down()
         await asyncio.Event().wait()
 
     async def _end_with_key(self) -> None:
@@ -201,7 +186,7 @@ class SpeechStream:
         except TimeoutError:
             raise Refused(408, "nothing was sent for too long", code="timeout") from None
         if message["type"] == "websocket.disconnect":
-            raise Left("the client left")
+            raise ClientLeft("the client left")
         data = message.get("bytes")
         data = bytes(data) if data is not None else message["text"].encode()
         if len(data) > MAX_MESSAGE:
@@ -229,9 +214,8 @@ class SpeechStream:
                 if self.length > MAX_INPUT:
                     raise TooLong(f"the text has over {MAX_INPUT:,} characters", "text")
                 self.pieces.put_nowait(message.text)
-            await asyncio.sleep(
-                0
-            )  # messages that came together are there without waiting: others have their turn
+            # Messages that came together need no waiting: others have their turn.
+            await asyncio.sleep(0)
 
     async def read_text(self, first: str, place: Place) -> AsyncIterator[str]:
         piece: str | None = first
@@ -282,16 +266,16 @@ class SpeechStream:
         if first is None:
             raise Invalid("there is nothing to say", "text")
         whole = None if live else await self._whole(first)
-        async with self.service.admission.place(self.request_log.sender, reading=live) as place:
+        async with self.service.admission.place(self.request_log.sender, live=live) as place:
             self.request_log.queued = place.waited
             text = self.read_text(first, place) if whole is None else whole
             events = speak(self.service, config, self.request_log, text)
-            async with closing(events):
+            async with closing_events(events):
                 end = None
                 size = 0
                 encoder = codecs.streamed(format, self.request_log.sample_rate)
                 async for event in events:
-                    note(event, self.request_log)
+                    self.request_log.record(event)
                     self.mark_progress()
                     if isinstance(event, AudioChunk):
                         if not size:
@@ -324,9 +308,9 @@ class SpeechStream:
             async with asyncio.timeout(self.service.config.send_timeout):
                 await self.send(message)
         except TimeoutError:
-            raise Left("the client took no data for too long") from None
+            raise ClientLeft("the client took no data for too long") from None
         except OSError:  # the server's word for a client that has gone
-            raise Left("the client left") from None
+            raise ClientLeft("the client left") from None
 
     async def _fail(self, error: Exception) -> None:
         """Say what was wrong, and close."""
@@ -348,10 +332,6 @@ class SpeechStream:
                     "reason": words.encode()[:120].decode("utf-8", "ignore"),
                 }
             )
-
-
-def _shutting_down() -> Refused:
-    return Refused(503, "the server is shutting down", kind="server_error", code="draining")
 
 
 def _timed_out() -> Refused:

@@ -1,5 +1,5 @@
-"""The published description of the API, made from the same structs that read and write it, so it
-cannot drift."""
+"""The OpenAPI document of the server, at `/openapi.json`. It is made of the same structs that
+decode requests and encode answers, so it cannot drift from them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _paths() -> dict[str, Any]:
         },
     }
     either = {"anyOf": [{"$ref": _REF.format(name=n)} for n in ("Transcript", "VerboseTranscript")]}
-    heard = {
+    transcripts = {
         "application/json": {"schema": either},
         "text/plain": {"schema": {"type": "string"}},
         "text/vtt": {"schema": {"type": "string"}},
@@ -156,9 +156,9 @@ def _paths() -> dict[str, Any]:
             "delete": {**_get("Forget one", _as_json("VoiceDeleted"), 401, 403, 404, 421),
             "parameters": [voice]}
         },
-        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", heard, *_ERRORS),
+        "/v1/audio/transcriptions": {"post": {**_get("Write down speech", transcripts, *_ERRORS),
         "requestBody": form}},
-        "/v1/audio/translations": {"post": {**_get("The same, in English", heard, *_ERRORS),
+        "/v1/audio/translations": {"post": {**_get("The same, in English", transcripts, *_ERRORS),
         "requestBody": form}},
         "/v1/realtime/client_secrets": {"post": _post("Make a key that a browser may hold",
         "ClientSecretRequest", _as_json("ClientSecretAnswer"))},

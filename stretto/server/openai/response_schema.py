@@ -1,8 +1,8 @@
-"""What clients of OpenAI's Responses API send and get, as msgspec structs: those fields of the API
-that a server without tools and stores of its own can honour.
+"""Requests, answers and events of OpenAI's Responses API as msgspec structs: those fields of the
+API that a server without tools and stores of its own can honour. Used by `responses.py`.
 
-Requests forbid unknown fields, as in `schema.py`. What has no effect here is listed as such; what
-would change the answer is refused in `responses.py`."""
+Requests forbid unknown fields, as in `schema.py`. Fields without effect here are listed as such;
+`responses.py` refuses those that would change the answer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""POST /v1/responses: OpenAI's Responses API as a translation onto chat: text, functions and JSON
-out; text, pictures, sound and video in.
+"""POST /v1/responses: OpenAI's Responses API as a translation to chat. Text, images, sound and
+video come in; text, function calls and JSON go out.
 
 The input's items become messages where the prompt is built (`preprocess/response_items.py`). The
-engine's events become output items and, in a stream, the events that clients are built for
-(`ResponseObjectWriter`). Responses are not stored: a client sends the conversation. Only the items
-of an answer can be referred to for a while, as some clients do without being asked to."""
+engine's events become output items and, in a stream, the events that clients expect
+(`ResponseObjectWriter`). Responses are not stored: a client sends the whole conversation. Only the
+items of an answer can be referred to for a while, since some clients always do so."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from msgspec import Raw
 
 from stretto.engine.events import Event, Finished, TextDelta, TokenLogprob, Usage
 from stretto.errors import Invalid
+from stretto.params import Params
 from stretto.preprocess.audio_references import references
 from stretto.preprocess.pool.jobs import ByteRange, Conversation
 from stretto.preprocess.pool.memfile import MemFile
@@ -31,7 +32,7 @@ from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import response_schema as r
 from stretto.server.openai.chat import call_id, logprobs_of
 from stretto.server.openai.chat_params import LONGEST, check_schema_size, to_params, variables
-from stretto.server.openai.generating_route import closing, finish_reason, note, report, unfinished
+from stretto.server.openai.generating_route import closing_events, report, unfinished
 from stretto.server.openai.grammar import AUTO, LONG, NONE, REQUIRED, of_calls, of_format
 from stretto.server.openai.schema import (
     ABSENT,
@@ -41,12 +42,12 @@ from stretto.server.openai.schema import (
     ResponseFormat,
 )
 from stretto.server.openai.tools import Call, ToolParser
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
 
 LONG_FIELDS = ("input", "instructions", "tools")
 LOGPROBS = "message.output_text.logprobs"
-MOST_SHOWN = 16 << 10  # bytes of tools or instructions that are told again
+MOST_SHOWN = 16 << 10  # bytes of tools or instructions that the answer repeats
 _EMPTY = Raw(b"[]")
 _IGNORED = (
     "reasoning.encrypted_content",
@@ -70,7 +71,7 @@ _longest = {
 _encode = msgspec.json.Encoder().encode
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ResponseTool(msgspec.Struct, frozen=True):
     type: str
     name: str = ""
     parameters: Raw = msgspec.field(default_factory=lambda: ABSENT)
@@ -82,10 +83,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
     type: str
     name: str = ""
     mode: str = "auto"
-    tools: list[Tool] = []
+    tools: list[ResponseTool] = []
 
 
-_tools = msgspec.json.Decoder(list[Tool])
+_tools = msgspec.json.Decoder(list[ResponseTool])
 _choice = msgspec.json.Decoder(ToolChoice)
 
 
@@ -114,7 +115,7 @@ class LongFields:
         return LongFields(self.body, {name: (start, min(stop, start + 4))}).read(name)
 
     def shown(self, name: str, default: Raw) -> Raw:
-        """As it is told again, if it is not too long for that."""
+        """As the answer repeats it, if it is not too long for that."""
         return Raw(self.read(name)) if 0 < self.size(name) <= MOST_SHOWN else default
 
 
@@ -124,7 +125,7 @@ class ResponseInput:
 
     request: r.ResponsesRequest
     talk: Conversation
-    instructions: Raw  # these two as they are told again
+    instructions: Raw  # these two as the answer repeats them
     tools: Raw
     grammar: str = ""  # that the answer must follow
 
@@ -141,7 +142,7 @@ async def read_responses(service: Service, body: Body, request_log: RequestLog) 
         long.body,
         long.spans["input"],
         long.spans["tools"] if calls else None,
-        service.memory.recall(known, request_log.owner),
+        service.answers.find(known, request_log.owner),
         request_log.sender,
         body.close,
         variables(request.chat_template_kwargs),
@@ -164,8 +165,8 @@ async def _outline(
         ends = list(accumulate((len(value) for value in found.values()), initial=0))
         spans = dict(zip(found, pairwise(ends), strict=True))
         long = LongFields.of(b"".join(found.values()), spans)
-        given = found.get("input", b"")
-        return short, long, references(given), remote_urls(given)
+        messages = found.get("input", b"")
+        return short, long, references(messages), remote_urls(messages)
     outlined, file = await service.engine().outline(
         body.memfile, LONG_FIELDS, ON_THE_LOOP, request_log.sender
     )
@@ -253,10 +254,12 @@ def _of_tools(request: r.ResponsesRequest, tools: bytes) -> str:
     return of_calls(known, only, several=request.parallel_tool_calls is not False)
 
 
-async def answer_responses(service: Service, given: ResponseInput, exchange: Exchange) -> None:
+async def answer_responses(
+    service: Service, response_input: ResponseInput, exchange: Exchange
+) -> None:
     engine = service.engine()
     request_log = exchange.request_log
-    request = given.request
+    request = response_input.request
     model = service.check_model(request.model, engine)
     if "text" not in engine.info.output_modalities:
         raise Invalid("this model reads texts aloud, and writes no answers", "model")
@@ -265,42 +268,47 @@ async def answer_responses(service: Service, given: ResponseInput, exchange: Exc
         logprobs=LOGPROBS in (request.include or ()) or request.top_logprobs is not None,
         **{name: getattr(request, name) for name in _SAME},
     )
-    params = to_params(chat, engine.info.defaults, service.config.packets, given.grammar)
-    shown = r.ResponseObject(
-        id=f"resp_{secrets.token_hex(16)}",
-        created_at=int(time.time()),
-        model=model,
-        status="in_progress",
-        output=[],
-        tools=given.tools,
-        tool_choice=Raw(b'"auto"') if request.tool_choice == ABSENT else request.tool_choice,
-        text=request.text or r.TextOptions(r.TextFormat("text")),
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        instructions=given.instructions,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        max_output_tokens=request.max_output_tokens,
-        metadata=request.metadata or {},
-    )
+    params = to_params(chat, engine.info.defaults, service.config.packets, response_input.grammar)
     writer = ResponseObjectWriter(
         service,
         exchange,
-        shown,
+        new_response(response_input, model, params),
         stream=bool(request.stream),
-        keep=request.store is not False,
+        stores_items=request.store is not False,
         timeline=bool(request.timeline),
-        tools=ToolParser() if given.talk.tools is not None else None,
+        tools=ToolParser() if response_input.talk.tools is not None else None,
     )
     events = engine.generate(
-        given.talk,
+        response_input.talk,
         modalities=("text",),
         params=params,
         request_id=request_log.request_id,
         session=request_log.session,
         owner=request_log.owner,
     )
-    async with closing(events):
+    async with closing_events(events):
         await writer.write(events)
+
+
+def new_response(response_input: ResponseInput, model: str, params: Params) -> r.ResponseObject:
+    """The response as it is before any output."""
+    request = response_input.request
+    return r.ResponseObject(
+        id=f"resp_{secrets.token_hex(16)}",
+        created_at=int(time.time()),
+        model=model,
+        status="in_progress",
+        output=[],
+        tools=response_input.tools,
+        tool_choice=AUTO if request.tool_choice == ABSENT else request.tool_choice,
+        text=request.text or r.TextOptions(r.TextFormat("text")),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        instructions=response_input.instructions,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+    )
 
 
 def usage_to_wire(usage: Usage) -> r.ResponseUsage:
@@ -318,7 +326,7 @@ class ResponseObjectWriter:
     exchange: Exchange
     response: r.ResponseObject
     stream: bool
-    keep: bool  # its items, for references
+    stores_items: bool  # so that later requests can refer to them
     timeline: bool
     tools: ToolParser | None
     output: list[r.OutputItem] = field(default_factory=list)
@@ -332,7 +340,7 @@ class ResponseObjectWriter:
         end: Finished | None = None
         # Nothing is sent before the first event: until then, what fails has a status of its own.
         async for event in events:
-            note(event, self.exchange.request_log)
+            self.exchange.request_log.record(event)
             if isinstance(event, TextDelta):
                 await self._begin()
                 self._unsent += event.logprobs
@@ -399,9 +407,9 @@ class ResponseObjectWriter:
     async def _end(self, item: r.OutputItem) -> None:
         await self._item(r.ResponseItemDone, item)
         self.output.append(item)
-        if self.keep:
+        if self.stores_items:
             owner = self.exchange.request_log.owner
-            self.service.memory.keep(item.id, owner, _encode(item).decode())
+            self.service.answers.add(item.id, owner, _encode(item).decode())
 
     async def _finish(self, end: Finished) -> None:
         cut = finish_reason(end) == "length"

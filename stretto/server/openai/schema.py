@@ -1,9 +1,9 @@
-"""What clients send and get, as msgspec structs: OpenAI's chat and speech, and the few fields we
-add.
+"""Requests, answers and events of OpenAI's chat, speech and transcription API as msgspec structs,
+with the few fields that this server adds.
 
-Decoded and encoded by the routes, on the event loop; `openapi.py` publishes them. Requests forbid
-unknown fields, so a misspelt one is an error that names it rather than a silent default. Limits
-stand in the types, where the decoder and the published schema both see them."""
+The routes decode and encode them on the event loop; `openapi.py` publishes them. Requests forbid
+unknown fields, so that a misspelt field is an error that names it rather than a silent default.
+Limits are part of the types, where the decoder and the published schema both have them."""
 
 from __future__ import annotations
 
@@ -162,16 +162,15 @@ class VoiceRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A clip that a voice is made of. With what is said in it, speech is a closer likeness."""
 
     name: VoiceName
-    audio: Raw = field(
-        default_factory=lambda: ABSENT
-    )  # a sound file in base64; decoded where prompts are built
+    # a sound file in base64; decoded where prompts are built
+    audio: Raw = field(default_factory=lambda: ABSENT)
     format: Annotated[str, Meta(max_length=16, pattern="^[a-z0-9]+$")] | None = None
     text: Annotated[str, Meta(max_length=2048)] | None = None
     model: Name | None = None
 
 
 class TranscriptionRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a form, beside its `file`."""
+    """The fields of a form, besides its `file`."""
 
     model: Name | None = None
     language: Annotated[str, Meta(max_length=8)] | None = None

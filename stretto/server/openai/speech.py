@@ -1,5 +1,6 @@
-"""POST /v1/audio/speech: a text is read aloud. The sound is sent as it is made, as bytes of a
-format or, with stream_format "sse", as events."""
+"""POST /v1/audio/speech: text to speech. The sound is sent as it is made, as bytes of an audio
+format or, with stream_format "sse", as events. `speak` asks the engine; `live_speech.py` calls it
+too."""
 
 from __future__ import annotations
 
@@ -16,10 +17,8 @@ from stretto.server.http.exchange import Exchange, decode
 from stretto.server.openai import codecs
 from stretto.server.openai.chat_params import check_lengths, speech_fields
 from stretto.server.openai.generating_route import (
-    closing,
+    closing_events,
     drop_none,
-    finish_reason,
-    note,
     report,
     slices,
     unfinished,
@@ -32,7 +31,7 @@ from stretto.server.openai.schema import (
     SpeechUsage,
 )
 from stretto.server.openai.voices import find_voice, voice_name
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
 
 FINISH_REASON = b"x-finish-reason"
@@ -52,7 +51,7 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
         raise Invalid("input has nothing to read", "input")
     events = speak(service, request, exchange.request_log, request.input)
     encoder = codecs.streamed(format, exchange.request_log.sample_rate)
-    async with closing(events):
+    async with closing_events(events):
         if request.stream_format == "sse":
             await as_events(events, encoder, exchange, bool(request.timeline))
         else:
@@ -62,8 +61,8 @@ async def answer_speech(service: Service, request: SpeechRequest, exchange: Exch
 def speak(
     service: Service, request: SpeechFields, request_log: RequestLog, text: str | AsyncIterator[str]
 ) -> AsyncIterator[Event]:
-    """A text that is there, or comes, as the engine reads it aloud. Raises what is wrong with the
-    request."""
+    """Let the engine read a text aloud, which is complete or still comes. Raises what is wrong with
+    the request."""
     engine = service.engine()
     info = engine.info
     defaults = engine.info.defaults
@@ -73,7 +72,7 @@ def speak(
         request.max_audio_frames or defaults.max_frames,
         "min_audio_frames",
     )
-    given = {
+    overrides = {
         "seed": request.seed,
         **speech_fields(request),
         "max_frames": request.max_audio_frames,
@@ -81,27 +80,32 @@ def speak(
         "speed": request.speed,
     }
     request_log.sample_rate = info.sample_rate
-    name = voice_name(request.voice)
-    own_voice = service.voices.find(request_log.owner, name) if name is not None else None
+    voice, stored_voice = choose_voice(service, request, request_log.owner)
     style = SpeechStyle(
         instructions=(request.instructions or "").strip() if info.instructions else "",
         language=request.language,
-        voice=own_voice or b"",
-    )
-    voice = (
-        find_voice(request.voice, info, "voice", service.voices.names(request_log.owner))
-        if own_voice is None
-        else None
+        voice=stored_voice,
     )
     return engine.speak(
         text,
         voice=voice,
         style=style,
-        params=replace(defaults, **drop_none(given), packets=service.config.packets),
+        params=replace(defaults, **drop_none(overrides), packets=service.config.packets),
         request_id=request_log.request_id,
         owner=request_log.owner,
         sender=request_log.sender,
     )
+
+
+def choose_voice(service: Service, request: SpeechFields, owner: str) -> tuple[str | None, bytes]:
+    """The name of the model's voice (None: its default one), or the data of a voice that the owner
+    has stored."""
+    name = voice_name(request.voice)
+    stored = service.voices.find(owner, name) if name is not None else None
+    if stored is not None:
+        return None, stored
+    info = service.engine().info
+    return find_voice(request.voice, info, "voice", service.voices.names(owner)), b""
 
 
 async def as_bytes(
@@ -110,7 +114,7 @@ async def as_bytes(
     headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
     end: Finished | None = None
     async for event in events:
-        note(event, exchange.request_log)
+        exchange.request_log.record(event)
         if isinstance(event, AudioChunk):
             if not exchange.started:
                 await exchange.start(200, headers, [FINISH_REASON])
@@ -139,7 +143,7 @@ async def as_events(
             await exchange.event(SpeechDelta(part))
 
     async for event in events:
-        note(event, exchange.request_log)
+        exchange.request_log.record(event)
         if isinstance(event, AudioChunk):
             await send(pieces.feed(await codecs.feed(encoder, event.pcm16())))
         elif isinstance(event, Finished):

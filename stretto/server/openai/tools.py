@@ -1,9 +1,10 @@
-"""Finds calls of functions in an answer as it is written: <tool_call>{"name": ..., "arguments":
-{...}}</tool_call>.
+"""Finds function calls in an answer while it is being written: <tool_call>{"name": ...,
+"arguments": {...}}</tool_call>. Chat, responses and realtime sessions make one `ToolParser` for
+each answer.
 
-One parser per answer, fed with the text as it comes. What cannot be told apart from the beginning
-of a call waits; what turns out not to be one is plain text again, letter for letter. A call that
-the limit of tokens has cut is a call still, with the arguments that there are."""
+The parser is fed with the text as it comes. It holds back text that may be the beginning of a call;
+if that turns out not to be one, it is plain text again, letter for letter. A call that the limit of
+tokens has cut is still a call, with the arguments that there are."""
 
 from __future__ import annotations
 
@@ -43,17 +44,17 @@ class ToolParser:
                 break
             self._text = after
             if not self.inside:
-                self._say(before, out)
+                self._add_text(before, out)
             elif (call := parse_call(before)) is not None:
                 self._gap = ""
                 self.num_calls += 1
                 out.append(call)
             else:
-                self._say(OPEN + before + CLOSE, out)
+                self._add_text(OPEN + before + CLOSE, out)
             self.inside = not self.inside
         if not self.inside:
-            wait = held(self._text)
-            self._say(self._text[: len(self._text) - wait], out)
+            wait = len_possible_mark(self._text)
+            self._add_text(self._text[: len(self._text) - wait], out)
             self._text = self._text[len(self._text) - wait :]
         return out
 
@@ -68,7 +69,7 @@ class ToolParser:
             self.num_calls += 1
             out.append(call)
         elif not cut or not (self.inside or self._text.startswith(OPEN[:2])):
-            self._say((OPEN if self.inside else "") + self._text, out)
+            self._add_text((OPEN if self.inside else "") + self._text, out)
             if self._gap and not self.num_calls:
                 out.append(self._gap)
         self._text = ""
@@ -76,7 +77,7 @@ class ToolParser:
         self.inside = False
         return out
 
-    def _say(self, text: str, out: list[str | Call]) -> None:
+    def _add_text(self, text: str, out: list[str | Call]) -> None:
         whole = self._gap + text
         words = whole.rstrip()
         self._gap = whole[len(words) :]
@@ -84,7 +85,7 @@ class ToolParser:
             out.append(words)
 
 
-def held(text: str) -> int:
+def len_possible_mark(text: str) -> int:
     """How many of the last characters may begin a call."""
     return next(
         (n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0

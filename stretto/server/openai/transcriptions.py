@@ -1,10 +1,10 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its words out, as they
-are found.
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a sound file in, its text out, streamed
+or whole.
 
-The file is decoded by the prompt worker, which cuts it into windows; the model writes down one
-window after the other, so that a sound may be longer than its context. Formats that tell times get
-shorter windows, which end where speech pauses: each is a segment, whose times are where its speech
-begins and ends in the sound, and not what the model says. All else runs on the event loop."""
+The prompt worker decodes the file and cuts it into windows; the model transcribes one window after
+the other, so that a sound may be longer than its context. Formats with times get shorter windows,
+which end where speech pauses. Each of these is a segment: its times are where its speech begins and
+ends in the sound, and not what the model says. All else runs on the event loop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from stretto.engine.events import Finished, TextDelta
 from stretto.errors import Invalid
 from stretto.family import Transcription
 from stretto.params import Params
-from stretto.preprocess.pool.jobs import Conversation
-from stretto.preprocess.pool.jobs import Windows as Cut
+from stretto.preprocess.pool.jobs import Conversation, Windows
 from stretto.preprocess.pool.memfile import MemFile
 from stretto.server.http.body import Body
 from stretto.server.http.exchange import Exchange
 from stretto.server.http.forms import Form, Source, boundary, in_thread, parse_form, part_of
-from stretto.server.openai.generating_route import closing, drop_none, finish_reason, note
+from stretto.server.openai.generating_route import closing_events, drop_none
 from stretto.server.openai.schema import (
     Segment,
     Transcript,
@@ -39,7 +38,7 @@ from stretto.server.openai.schema import (
     TranscriptSegment,
     VerboseTranscript,
 )
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import RequestLog, finish_reason
 from stretto.server.service import Service
 from stretto.types import RequestId
 
@@ -52,7 +51,7 @@ _CODE = re.compile(r"[a-z]{2,3}")
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class TranscriptionInput:
     """A request: its fields, and the file as it came."""
 
     request: TranscriptionRequest
@@ -60,8 +59,8 @@ class Sound:
     translate: bool
 
 
-def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[Sound]]:
-    async def read(service: Service, body: Body, request_log: RequestLog) -> Sound:
+def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[TranscriptionInput]]:
+    async def read(service: Service, body: Body, request_log: RequestLog) -> TranscriptionInput:
         mark = boundary(request_log.content_type)
         source = body.data if body.memfile is None else body.memfile
         async with service.thread_turns.turn(request_log.sender):
@@ -74,33 +73,31 @@ def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[S
     return read
 
 
-def _of_form(source: Source, mark: bytes, translate: bool) -> Sound:
+def _of_form(source: Source, mark: bytes, translate: bool) -> TranscriptionInput:
     """The caller closes the file."""
     form = parse_form(source, mark)
     start, stop = form.files.get("file", (0, 0))
     if start == stop:
         raise Invalid("file: there is none; send a sound as the form's field file", "file")
-    return Sound(fields(form), part_of(source, (start, stop)), translate)
+    return TranscriptionInput(fields(form), part_of(source, (start, stop)), translate)
 
 
 def fields(form: Form) -> TranscriptionRequest:
     """Text, as forms have it, in the types of the struct."""
-    given: dict[str, Any] = {name.removesuffix("[]"): value for name, value in form.fields.items()}
-    if GRANULARITIES in given:
-        given[GRANULARITIES] = given[GRANULARITIES].split(",")
+    values: dict[str, Any] = {name.removesuffix("[]"): value for name, value in form.fields.items()}
+    if GRANULARITIES in values:
+        values[GRANULARITIES] = values[GRANULARITIES].split(",")
     try:
-        return msgspec.convert(given, TranscriptionRequest, strict=False)
+        return msgspec.convert(values, TranscriptionRequest, strict=False)
     except msgspec.ValidationError as e:
         raise wrong_field(e) from None
 
 
-async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> None:
+async def answer_sound(service: Service, sound: TranscriptionInput, exchange: Exchange) -> None:
     async with sound.file:
-        engine, request_log, request = (
-            service.engine(),
-            exchange.request_log,
-            sound.request,
-        )  # which may be draining by now
+        engine = service.engine()  # it may be draining by now
+        request_log = exchange.request_log
+        request = sound.request
         service.check_model(request.model, engine)
         check_times(request)
         if engine.info.transcription is None:
@@ -111,7 +108,7 @@ async def answer_sound(service: Service, sound: Sound, exchange: Exchange) -> No
     async with file:
         view = file.view()
         windows = [view[a:b] for a, b in cut.windows]
-        texts = Windows(
+        texts = WindowTexts(
             service, exchange, words, request, windows, times(cut), file.size / 2 / RATE
         )
         await (stream_text if request.stream else whole_text)(texts)
@@ -131,7 +128,7 @@ def check_times(request: TranscriptionRequest) -> None:
         )
 
 
-def times(cut: Cut) -> list[tuple[float, float]]:
+def times(cut: Windows) -> list[tuple[float, float]]:
     """When the speech of each segment begins and ends, in seconds."""
     return [
         (round((a // 2 + before) / RATE, 3), round((b // 2 - after) / RATE, 3))
@@ -154,7 +151,7 @@ def most_tokens(seconds: float) -> int:
 
 
 @dataclass(slots=True)
-class Windows:
+class WindowTexts:
     """The text of each window, one after the other."""
 
     service: Service
@@ -168,15 +165,15 @@ class Windows:
 
     def segments(self, parts: list[str]) -> list[Segment]:
         """Those in which something is said."""
-        said = [(s, p.strip()) for s, p in zip(self.times, parts, strict=True) if p.strip()]
-        return [Segment(i, *span, text) for i, (span, text) in enumerate(said)]
+        spoken = [(s, p.strip()) for s, p in zip(self.times, parts, strict=True) if p.strip()]
+        return [Segment(i, *span, text) for i, (span, text) in enumerate(spoken)]
 
     async def deltas(self) -> AsyncIterator[tuple[int, str]]:
         """Pieces of text with their window's number; a blank between two windows."""
         engine = self.service.engine()
         request_log = self.exchange.request_log
-        given = {"temperature": self.request.temperature or 0.0, "seed": self.request.seed}
-        params: Params = replace(engine.info.defaults, **drop_none(given))
+        overrides = {"temperature": self.request.temperature or 0.0, "seed": self.request.seed}
+        params: Params = replace(engine.info.defaults, **drop_none(overrides))
         has_text = False
         for i, pcm in enumerate(self.sounds):
             params = replace(
@@ -196,9 +193,9 @@ class Windows:
                 talk, modalities=("text",), params=params, request_id=id, owner=request_log.owner
             )
             first = True
-            async with closing(events):
+            async with closing_events(events):
                 async for event in events:
-                    note(event, request_log)
+                    request_log.record(event)
                     if isinstance(event, TextDelta) and event.text:
                         text = event.text.lstrip() if first else event.text
                         if text:
@@ -210,7 +207,7 @@ class Windows:
                         self.tokens += event.usage.text_tokens
 
 
-async def whole_text(texts: Windows) -> None:
+async def whole_text(texts: WindowTexts) -> None:
     parts = [""] * len(texts.sounds)
     async for i, text in texts.deltas():
         parts[i] += text
@@ -265,7 +262,7 @@ def clock(seconds: float, point: str) -> str:
     return f"{minutes // 60:02}:{minutes % 60:02}:{ms // 1000:02}{point}{ms % 1000:03}"
 
 
-async def stream_text(texts: Windows) -> None:
+async def stream_text(texts: WindowTexts) -> None:
     exchange = texts.exchange
     parts = [""] * len(texts.sounds)
     done = 0  # windows whose text is complete
@@ -283,7 +280,7 @@ async def stream_text(texts: Windows) -> None:
     await exchange.write(b"", more=False)
 
 
-async def send_segments(texts: Windows, parts: list[str], start: int, stop: int) -> None:
+async def send_segments(texts: WindowTexts, parts: list[str], start: int, stop: int) -> None:
     """Of windows that are complete, where times are asked for."""
     for i in range(start, min(stop, len(texts.times))):
         if text := parts[i].strip():

@@ -1,6 +1,6 @@
-"""Voices that clients made of clips, by the API key that sent them. One store per server, on the
-event loop, in memory alone: they are gone when the server is. A voice is what the engine gave,
-unread; its name is the client's."""
+"""Voices that clients made of clips, by the API key that sent them. One store per server, used on
+the event loop and in memory alone: voices are lost when the server ends. A voice is opaque data
+that the engine made (`enrol`) and takes back with a request; the client chose its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PER_OWNER, IN_ALL = 64, 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptVoice:
+class StoredVoice:
     name: str
     data: bytes
     has_text: bool
@@ -31,43 +31,42 @@ class KeptVoice:
 @dataclass(slots=True)
 class VoiceStore:
     clock: Callable[[], float] = time.time
-    _kept: dict[str, dict[str, KeptVoice]] = field(
-        default_factory=dict
-    )  # by owner, then by name in small letters
+    # by owner, then by name in small letters
+    _voices: dict[str, dict[str, StoredVoice]] = field(default_factory=dict)
 
     def check(self, owner: str, name: str, info: ModelInfo) -> None:
         """Refuses a name that is taken, and one voice too many."""
-        own = self._kept.get(owner, {})
+        own = self._voices.get(owner, {})
         if name.lower() in own or name.lower() in {v.lower() for v in info.voices}:
             raise Invalid(f"there is a voice {name!r} already", "name")
-        if len(own) >= PER_OWNER or sum(map(len, self._kept.values())) >= IN_ALL:
+        if len(own) >= PER_OWNER or sum(map(len, self._voices.values())) >= IN_ALL:
             message = "no more voices can be kept; delete some first"
             raise Refused(
                 429, message, kind="rate_limit_error", code="too_many_voices", param="name"
             )
 
-    def keep(self, owner: str, name: str, data: bytes, has_text: bool) -> VoiceCard:
-        voice = KeptVoice(name, data, has_text, int(self.clock()))
-        self._kept.setdefault(owner, {})[name.lower()] = voice
+    def add(self, owner: str, name: str, data: bytes, has_text: bool) -> VoiceCard:
+        voice = StoredVoice(name, data, has_text, int(self.clock()))
+        self._voices.setdefault(owner, {})[name.lower()] = voice
         return voice.card
 
     def find(self, owner: str, name: str) -> bytes | None:
-        voice = self._kept.get(owner, {}).get(name.lower())
+        voice = self._voices.get(owner, {}).get(name.lower())
         return voice.data if voice is not None else None
 
     def names(self, owner: str) -> list[str]:
-        return [v.name for v in self._kept.get(owner, {}).values()]
+        return [v.name for v in self._voices.get(owner, {}).values()]
 
     def listed(self, owner: str, info: ModelInfo) -> VoiceList:
         return VoiceList(
             [
                 *(VoiceCard(v) for v in info.voices),
-                *(v.card for v in self._kept.get(owner, {}).values()),
+                *(v.card for v in self._voices.get(owner, {}).values()),
             ]
         )
 
     def forget(self, owner: str, name: str) -> str:
-        own = self._kept.get(owner, {})
+        own = self._voices.get(owner, {})
         voice = own.pop(name.lower(), None)
         if voice is None:
             raise Refused(
@@ -77,5 +76,5 @@ class VoiceStore:
                 param="name",
             )
         if not own:
-            del self._kept[owner]
+            del self._voices[owner]
         return voice.name

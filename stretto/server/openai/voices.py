@@ -1,7 +1,7 @@
-"""Which voice a client means, and POST /v1/audio/voices: a voice is made of a clip and kept under a
-name. The clip comes in JSON, as base64, or as the file of a form.
+"""Finds the voice that a request names, and answers POST /v1/audio/voices, which makes a voice of a
+clip and stores it under a name. The clip comes in JSON, as base64, or as the file of a form.
 
-Stock clients know OpenAI's names only, so these mean something too."""
+Stock clients know OpenAI's names only, so these are aliases here."""
 
 from __future__ import annotations
 
@@ -51,27 +51,19 @@ _WHERE = re.compile(r"^messages\[0\]\.content(\[0\](\.input_audio)?)?(\.data|\.f
 _decoder = msgspec.json.Decoder(VoiceRequest)
 
 
-def voice_name(asked: str | VoiceId | None) -> str | None:
-    return asked.id if isinstance(asked, VoiceId) else asked
+def voice_name(voice: str | VoiceId | None) -> str | None:
+    return voice.id if isinstance(voice, VoiceId) else voice
 
 
 def find_voice(
-    asked: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None
+    voice: str | VoiceId | None, info: ModelInfo, param: str, own: list[str] | None = None
 ) -> str | None:
     """The model's spelling of a voice; None is its default one. `own` are the client's, to be named
     in the error."""
-    name = voice_name(asked)
+    name = voice_name(voice)
     if not info.voices:
-        if info.cloning:
-            known = ", ".join(own or ()) or "none yet"
-            raise Invalid(
-                f"this model speaks with voices made of clips, of which you have {known}", param
-            )
-        if name is None or name.lower() in ALIASES:
-            return None  # it is described in words
-        raise Invalid(
-            f"there is no voice {name!r}; this model's is described by instructions", param
-        )
+        check_unnamed(name, info, param, own or [])
+        return None
     if name is None:
         return None
     known_as = {**info.voice_aliases, **{v.lower(): v for v in info.voices}}
@@ -82,6 +74,21 @@ def find_voice(
             (known_as[v] for v in ALIASES[name.lower()] if v in known_as), info.default_voice
         )
     raise Invalid(f"there is no voice {name!r}; the model has {', '.join(info.voices)}", param)
+
+
+def check_unnamed(name: str | None, info: ModelInfo, param: str, own: list[str]) -> None:
+    """Refuse a voice's name where the model has none: it speaks with voices made of clips, or with
+    one that instructions describe."""
+    if info.cloning:
+        raise Invalid(
+            "this model speaks with voices made of clips, of which you have "
+            f"{', '.join(own) or 'none yet'}",
+            param,
+        )
+    if name is not None and name.lower() not in ALIASES:
+        raise Invalid(
+            f"there is no voice {name!r}; this model's is described by instructions", param
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +143,16 @@ def _of_form(source: Source, mark: bytes) -> Clip:
     """The fields of a form as ours."""
     form = parse_form(source, mark)
     names: dict[str, str] = {}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in form.fields.items():
         if name in IGNORED:
             continue
         ours = FORM_FIELDS.get(name)
         if ours is None or ours == "audio":
             raise Invalid(f"{name} must be a file" if ours else f"{name}: unknown field", name)
-        if ours in given:
+        if ours in values:
             raise Invalid(f"{name} and {names[ours]} are the same", name)
-        given[ours] = value
+        values[ours] = value
         names[ours] = name
     files = {name: file for name, file in form.files.items() if FORM_FIELDS.get(name) == "audio"}
     if strange := set(form.files) - set(files):
@@ -157,7 +164,7 @@ def _of_form(source: Source, mark: bytes) -> Clip:
         raise Invalid(f"{name}: a clip has at most {MAX_FILE >> 20} MiB", name)
     names["audio"] = name
     try:
-        request = msgspec.convert(given, VoiceRequest, strict=False)
+        request = msgspec.convert(values, VoiceRequest, strict=False)
     except msgspec.ValidationError as e:
         wrong = wrong_field(e)
         raise Invalid(str(wrong), names.get(wrong.param or "", wrong.param)) from None
@@ -216,8 +223,7 @@ async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
         raise Invalid(
             _WHERE.sub("", str(e)) or "the clip cannot be used", clip.called(param)
         ) from None
-    service.voices.check(
-        owner, request.name, engine.info
-    )  # another request may have taken the name meanwhile
+    # Another request may have taken the name meanwhile.
+    service.voices.check(owner, request.name, engine.info)
     has_text = bool((request.text or "").strip())
-    await exchange.reply(service.voices.keep(owner, request.name, data, has_text))
+    await exchange.reply(service.voices.add(owner, request.name, data, has_text))

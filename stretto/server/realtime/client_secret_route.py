@@ -3,6 +3,7 @@ it opens. These are checked here, so that a page never meets a mistake of its se
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.errors import Invalid
 from stretto.server.http.body import ON_THE_LOOP, Body
-from stretto.server.http.exchange import Exchange, Left, decode
+from stretto.server.http.exchange import ClientLeft, Exchange, decode
 from stretto.server.realtime import client_events as c
 from stretto.server.realtime.items import new_id
 from stretto.server.realtime.options import Kind, SessionState
 from stretto.server.realtime.tools import ToolReader
 from stretto.server.realtime.transcribe import check_transcribes
-from stretto.server.request_log import RequestLog
+from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
 
 PATH = "/v1/realtime/client_secrets"
@@ -59,17 +60,17 @@ class ClientSecretRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self.service
-        exchange = Exchange(scope, receive, send, service.config)
-        request_log = exchange.request_log
+        request_log: RequestLog = scope[REQUEST_LOG]
+        exchange = Exchange(scope, receive, send, service.config, request_log)
         request_log.route = "client_secrets"
         try:
             service.engine()
-            with Body(service.bodies, request_log.sender) as body:
+            with closing(Body(service.bodies, request_log.sender)) as body:
                 most = min(ON_THE_LOOP, service.config.max_body_bytes)
                 await exchange.read_body(body, most, service.body_turns)
                 data = body.data
             await exchange.reply(await make_secret(service, data, request_log))
-        except Left:
+        except ClientLeft:
             request_log.ended = "left"
             request_log.status = 499
         except Exception as e:  # noqa: BLE001 - the server's boundary: no request may take it down

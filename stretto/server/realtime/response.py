@@ -18,7 +18,7 @@ from stretto.engine.events import AudioChunk, Event, Finished, TextDelta, Usage
 from stretto.engine.session import Item as EngineItem
 from stretto.engine.session import Session
 from stretto.server.openai.error_body import describe
-from stretto.server.openai.generating_route import finish_reason, unfinished
+from stretto.server.openai.generating_route import unfinished
 from stretto.server.openai.grammar import LONG
 from stretto.server.openai.tools import Call, ToolParser
 from stretto.server.realtime import server_events as s
@@ -28,6 +28,7 @@ from stretto.server.realtime.playback_estimate import PlaybackClock
 from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.tools import tools_size
 from stretto.server.realtime.writer import ResponseWriter, usage_to_wire
+from stretto.server.request_log import finish_reason
 from stretto.server.service import Service
 
 Reason = Literal["turn_detected", "client_cancelled"]

@@ -21,7 +21,7 @@ from stretto.errors import Busy, Invalid
 from stretto.family import ModelInfo
 from stretto.params import Params
 from stretto.server.openai.error_body import describe
-from stretto.server.openai.generating_route import finish_reason, unfinished
+from stretto.server.openai.generating_route import unfinished
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.answer_log import AnswerLog, AnswerRecorder
 from stretto.server.realtime.client_events import Transcription
@@ -29,6 +29,7 @@ from stretto.server.realtime.items import Entry, media_bytes
 from stretto.server.realtime.response_manager import ResponseManager
 from stretto.server.realtime.send_queue import SendQueue
 from stretto.server.realtime.session_memory import SessionMemory
+from stretto.server.request_log import finish_reason
 
 PRIORITY = 10  # behind answers
 TOKENS_A_SECOND, LEAST_TOKENS = 12, 32  # far more than anybody says

@@ -25,7 +25,9 @@ from stretto.server.http.exchange import Exchange
 from stretto.server.loop_time import LoopTurns
 from stretto.server.openai import chat
 from stretto.server.openai.error_body import Refused
+from stretto.server.request_log import RequestLog
 from stretto.server.shares import Shares
+from stretto.types import RequestId
 from tests.preprocess.pool.workers import BUILDER, picture, sound
 from tests.server.asks import ASK, CHAT, SPEECH
 from tests.server.conftest import PATIENCE_S, Running
@@ -266,8 +268,8 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
 
     parts: list[bytes] = []
     config = ServerConfig(body_grace=120.0, min_body_kb_s=1.0, body_timeout=limit_s)
-    with Body(Shares(1 << 31), "me") as body:
-        exchange = Exchange({"type": "http", "headers": []}, receive, receive, config)  # type: ignore[arg-type]
+    with contextlib.closing(Body(Shares(1 << 31), "me")) as body:
+        exchange = exchange_of(receive, config)
         work = exchange.read_body(body, 1 << 30, LoopTurns())
         with contextlib.closing(loop):
             if late:
@@ -276,6 +278,12 @@ def test_what_came_of_a_body_counts(size: int, limit_s: float, late: bool) -> No
             else:
                 loop.run_until_complete(work)
                 assert body.size == 10 * size << 10
+
+
+def exchange_of(receive: Any, config: ServerConfig) -> Exchange:
+    """One whose body comes from `receive`, and whose answer nobody reads."""
+    request_log = RequestLog(RequestId("r"), "r", arrived=0.0)
+    return Exchange({"type": "http", "headers": []}, receive, receive, config, request_log)
 
 
 def test_large_bodies_leave_the_loop_time() -> None:
@@ -292,7 +300,7 @@ def test_large_bodies_leave_the_loop_time() -> None:
             read.append(name)
             return {"type": "http.request", "body": b" " * TURN_BYTES, "more_body": left > 0}
 
-        exchange = Exchange({"type": "http", "headers": []}, receive, receive, ServerConfig())  # type: ignore[arg-type]
+        exchange = exchange_of(receive, ServerConfig())
         return exchange.read_body(Body(Shares(1 << 31), name), 1 << 30, turns)
 
     async def main() -> float:
@@ -309,7 +317,7 @@ def test_large_bodies_leave_the_loop_time() -> None:
 
 def test_a_body_gives_back_what_it_held() -> None:
     shares = Shares(2 << 20)
-    with Body(shares, "me") as body:
+    with contextlib.closing(Body(shares, "me")) as body:
         body.add(b"a" * 1000)
         assert body.data == b"a" * 1000
         body.add(b"b" * ON_THE_LOOP)

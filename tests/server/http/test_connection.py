@@ -31,7 +31,7 @@ from stretto.server.http.connection import (
     SLICE_BYTES,
     TURN_PIECES,
     Connection,
-    Front,
+    ConnectionLimits,
 )
 from stretto.server.http.flow_throttle import REST_S
 from stretto.server.run import AT_ONCE, FEWEST_FILES, OTHER_FILES, raise_file_limit, resource
@@ -83,7 +83,9 @@ class House:
 
     def __init__(self, **limits: Any) -> None:
         self.clock, self.state, self.refused = Clock(), ServerState(), Counter[str]()
-        self.front = Front.of(ServerConfig(**limits), lambda reason: self.refused.update([reason]))
+        self.limits = ConnectionLimits.of(
+            ServerConfig(**limits), lambda reason: self.refused.update([reason])
+        )
         self.config = uvicorn.Config(
             self.app, interface="asgi3", log_config=None, timeout_keep_alive=30, date_header=False
         )
@@ -116,7 +118,7 @@ class House:
 
     def connect(self) -> Wire:
         wire = Wire()
-        wire.protocol = Connection(self.front, self.config, self.state, {}, self.clock)  # type: ignore[arg-type]
+        wire.protocol = Connection(self.limits, self.config, self.state, {}, self.clock)  # type: ignore[arg-type]
         wire.protocol.connection_made(wire)
         return wire
 
@@ -303,7 +305,7 @@ def test_nothing_of_a_client_that_left_is_parsed_in_its_turn() -> None:
         house.clock.advance(REST_S)
         assert wire.protocol.pieces == taken
         assert house.left == ["/body"]
-        assert not house.front.floods.waiting
+        assert not house.limits.floods.waiting
 
     run(main)
 
@@ -317,7 +319,7 @@ def test_other_bodies_are_parsed_as_they_come() -> None:
         ):
             wire = house.connect()
             wire.protocol.data_received(head + body)
-            assert not house.front.floods.waiting
+            assert not house.limits.floods.waiting
             await settle()
         assert house.seen == [("/plain", 250_000), ("/body", 240_000)]
 
@@ -573,7 +575,7 @@ def test_nothing_is_kept_of_a_connection_that_is_gone() -> None:
         for wire in wires:
             wire.protocol.connection_lost(ConnectionResetError())
         await settle()
-        assert not house.front.idle
+        assert not house.limits.idle
         assert not house.state.connections
         assert not [t for t in house.clock.timers if not t.cancelled]
 
@@ -755,7 +757,7 @@ def test_nothing_is_kept_of_a_denied_websocket() -> None:
         async def kept() -> int:
             while running.server.uvicorn.server_state.connections:
                 await asyncio.sleep(0)
-            return len(running.server.uvicorn.front.idle)
+            return len(running.server.uvicorn.limits.idle)
 
         assert running.do(kept()) == 0
 

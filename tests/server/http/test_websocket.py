@@ -17,7 +17,7 @@ from stretto.server.http import flow_throttle as floods
 from stretto.server.http import websocket
 from stretto.server.http.flow_throttle import TurnQueue
 from stretto.server.http.websocket import (
-    MANY,
+    MANY_FRAMES,
     MAX_FRAGMENTS,
     MAX_UNREAD_BYTES,
     SLICE_BYTES,
@@ -220,7 +220,7 @@ def test_floods_share_one_turn() -> None:
     assert done[-1] == "d"
 
 
-@pytest.mark.parametrize("count", [MANY, 40_000])
+@pytest.mark.parametrize("count", [MANY_FRAMES, 40_000])
 def test_a_flood_waits_for_its_turn(count: int) -> None:
     """Also one that brings its frames in small reads. The app goes on reading meanwhile: that does
     not end the wait."""
@@ -287,9 +287,9 @@ def test_what_is_no_flood_does_not_wait() -> None:
 
     async def test(talk: Talk) -> None:
         talk.floods.wait = None  # type: ignore[assignment, method-assign]
-        await talk.say(frame(TEXT, b"") * (MANY - 1))
+        await talk.say(frame(TEXT, b"") * (MANY_FRAMES - 1))
         await talk.say(frame(TEXT, b"x" * TINY_BYTES) * 1000)
-        while len(talk.got) < MANY - 1 + 1000:
+        while len(talk.got) < MANY_FRAMES - 1 + 1000:
             await asyncio.sleep(0)
 
     run(test)

@@ -450,7 +450,7 @@ def test_a_text_with_speech_to_come_keeps_its_place() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         admission = Admission(2, 2)
-        async with admission.place("me", reading=True) as place:
+        async with admission.place("me", live=True) as place:
             stream = livespeech.SpeechStream(None, None, None, None)  # type: ignore[arg-type]
             text = stream.read_text("one ", place)
             assert await anext(text) == "one "
@@ -503,7 +503,7 @@ async def nothing_waits(it: Served) -> None:
     assert (
         service.admission.running,
         service.admission.waiting,
-        service.admission.readings.held,
+        service.admission.live.held,
     ) == (0, 0, 0)
 
 
@@ -522,7 +522,7 @@ async def leave_place(place: Any) -> None:
 def test_a_key_that_is_revoked_ends_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(keys, "REREAD_S", 0.0)
     monkeypatch.setattr(livespeech, "POLL_S", 0.01)
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")
