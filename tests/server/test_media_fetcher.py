@@ -29,7 +29,7 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.preprocess.pool.threads import InThreads
 from stretto.server.http.body import Body
-from stretto.server.media_fetcher import AllowedDomain, MediaFetcher, is_public
+from stretto.server.media_fetcher import AllowedDomain, Download, MediaFetcher, is_public
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
 from tests.preprocess.pool.workers import BUILDER
@@ -416,6 +416,27 @@ def test_a_response_that_is_not_read_is_closed_at_once(web: Web) -> None:
         assert fetch(fetcher(web), "https://cdn.example/a")[0] == {"https://cdn.example/a": b"x"}
     finally:
         left.set()
+
+
+def test_others_have_their_turn_while_a_file_is_written() -> None:
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        with Body(Shares(1 << 20), "me") as body:
+            download = Download("https://cdn.example/a", body)
+            for _ in range(20):
+                download.add(bytes(1000))
+            file = MemFile.new()
+            body.attach(file)
+            writing = asyncio.ensure_future(download.write(file))
+            while not writing.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert file.size == 20_000
+
+    run(work())
+    assert turns >= 20
 
 
 def test_a_request_that_is_refused_waits_for_none_of_its_files(web: Web) -> None:
