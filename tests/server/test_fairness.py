@@ -449,6 +449,9 @@ def test_inputs_of_a_response_count_until_it_ends() -> None:
             until(running, lambda: memory.held < before + 10_000)
             c.send("response.create", response=asked)
             c.until("response.done")
+            c.send("response.create", response={"conversation": "none", "tools": TOOLS})
+            error = c.until("error")["error"]
+            assert (error["code"], error["param"]) == ("conversation_full", "response")
         until(running, lambda: not memory.held)
 
 
