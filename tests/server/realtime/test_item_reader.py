@@ -70,7 +70,14 @@ def test_what_finds_no_room_is_not_decoded() -> None:
 
 
 @pytest.mark.parametrize(("count", "waits"), [(MAX_INLINE_SOUNDS, False), (5, True)])
-def test_many_sounds_wait_for_a_turn_of_the_threads(count: int, waits: bool) -> None:
+def test_many_sounds_wait_for_a_turn_of_the_threads(
+    count: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(work: Any, *args: Any) -> Any:
+        return work(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+
     async def main() -> None:
         service = Service.of(ServerConfig(), cast(Any, ScriptedEngine))
         memory = Memory()

@@ -36,6 +36,7 @@ class Turn:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def draft(self) -> Item:
+        await asyncio.sleep(0)
         return Item("draft", {"role": "user", "content": [{"type": "audio"}]})
 
     def respond(self, *, params: Params, **_: Any) -> AsyncGenerator[TextDelta]:
