@@ -189,7 +189,7 @@ def test_turns_count_until_they_are_transcribed(running: Running, engine: TalkEn
             c.append(sound)
             c.send("input_audio_buffer.commit")
         c.sync()
-        until(running, lambda: memory.held > before + 4 * 0.8 * 16_000 * SAMPLE_BYTES)
+        assert memory.held > before + 4 * 0.8 * 16_000 * SAMPLE_BYTES
         running.loop.call_soon_threadsafe(go_on.set)
         for _ in range(4):
             c.until(f"{WORDS}completed")
