@@ -79,6 +79,7 @@ def test_words_come_while_one_speaks_and_the_turn_is_forgotten(
         assert second["previous_item_id"] == done["item_id"]
         c.until(f"{WORDS}completed")
     (session,) = engine.sessions
+    assert session.items == ()
     assert not [line for line in session.log if "respond" in line]
     assert all(len(ask.messages) == 1 for ask in engine.asks), "each turn is heard by itself"
     assert {ask.given["modalities"] for ask in engine.asks} == {("text",)}
