@@ -196,6 +196,9 @@ def test_json_and_required_calls(real_server: Running) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
          "input[0].content[0].file_data"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c",
+                     "output": [{"type": "input_image", "image_url": "data:image/png,"}]}]},
+         "input[0].output"),
         ({"input": [{"role": "nobody", "content": "hi"}]}, "input[0].role"),
         ({"instructions": ["a"]}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -211,6 +214,12 @@ def test_what_is_refused(real_server: Running, fields: dict[str, Any], param: st
     reply = real_server.ask(PATH, {"input": "Hello", "max_output_tokens": 3, **fields})
     assert reply.status == 400, reply.body
     assert reply.error["param"] == param
+
+
+def test_a_model_that_only_reads_aloud_answers_nothing() -> None:
+    with serve(ScriptedEngine(card={"output_modalities": ("audio",)})) as it:
+        reply = it.ask(PATH, {"input": "Hello"})
+        assert (reply.status, reply.error["param"]) == (400, "model")
 
 
 LONG_TEXT = "x" * MAX_SCHEMA
