@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -81,6 +82,21 @@ def test_what_finds_no_room_is_counted_and_told_where_it_is_missing(pipe: tuple[
         out.write("again\n")
         assert lines.readline() == "again\n"
     assert out.dropped == dropped
+
+
+def test_no_line_that_still_fits_goes_before_the_notice(pipe: tuple[int, int]) -> None:
+    out = QueuedStderr(pipe[1], notice, LIMIT)
+    for _ in range(30):
+        out.write("x" * 1000 + "\n")
+    out.write("small\n")
+    reading = threading.Thread(target=lambda: found.extend(read_until(pipe[0], b"last\n")))
+    found: list[str] = []
+    reading.start()
+    assert out.drain(60)
+    out.write("last\n")
+    reading.join()
+    told = next(i for i, line in enumerate(found) if "were dropped" in line)
+    assert "small" not in found[:told]
 
 
 def test_a_line_larger_than_the_queue_is_dropped_alone(pipe: tuple[int, int]) -> None:
