@@ -55,6 +55,31 @@ def test_lines_come_in_order_and_whole(pipe: tuple[int, int]) -> None:
     assert out.dropped == 0
 
 
+def test_no_write_is_cut_between_those_of_other_processes() -> None:
+    """A pipe of packets: what is written at once is read at once, if it is no more than PIPE_BUF
+    bytes."""
+    ends = os.pipe2(os.O_DIRECT)
+    fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    out = QueuedStderr(ends[1], notice)
+    for i in range(300):
+        out.write(f"{i:99}\n")
+    packets: list[bytes] = []
+    while not packets or not packets[-1].endswith(b" 299\n"):
+        packets.append(os.read(ends[0], 1 << 16))
+    assert all(packet.endswith(b"\n") for packet in packets)
+    assert len(packets) < 300, "those that wait are written together"
+    assert out.drain()
+    for fd in ends:
+        os.close(fd)
+
+
+def test_a_line_without_an_end_is_not_held(pipe: tuple[int, int]) -> None:
+    out = QueuedStderr(pipe[1], notice, LIMIT)
+    for _ in range(5):
+        out.write("x" * 1000)
+    assert os.read(pipe[0], PIPE_BYTES)
+
+
 def test_a_progress_bar_is_shown_before_its_line_ends(pipe: tuple[int, int]) -> None:
     out = QueuedStderr(pipe[1], notice, LIMIT)
     out.write("\r 10 %")
