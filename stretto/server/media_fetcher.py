@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -275,9 +276,14 @@ class MediaFetcher:
         return NotFetched(f"the remote files of a request have at most {most:g} MiB together")
 
     def _open(self) -> httpx.AsyncClient:
-        """Connections are not kept: one that was checked for a host serves no other."""
+        """Connections and cookies are not kept: a connection that was checked for a host serves no
+        other, and a cookie of one client's request would go along with the next client's."""
         if self._client is None:
+            no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
             self._client = httpx.AsyncClient(
-                transport=self.transport, trust_env=False, follow_redirects=False
+                transport=self.transport,
+                trust_env=False,
+                follow_redirects=False,
+                cookies=no_cookies,
             )
         return self._client

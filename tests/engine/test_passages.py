@@ -198,7 +198,10 @@ def test_a_later_passage_waits_for_room_and_the_first_does_not() -> None:
 
 
 def test_what_fails_in_its_middle_is_not_begun_again() -> None:
+    begun: list[int] = []
+
     async def fails(passage: int, params: Params) -> AsyncIterator[Event]:
+        begun.append(passage)
         yield AudioChunk(0, np.zeros(FRAME, np.float32))
         if passage == 2:
             raise Busy("its listener is too slow")
@@ -206,6 +209,7 @@ def test_what_fails_in_its_middle_is_not_begun_again() -> None:
 
     with pytest.raises(Busy, match="too slow"):
         events_of(fails, [1, 2])
+    assert begun == [1, 2]
 
 
 # ---- ahead of the listener

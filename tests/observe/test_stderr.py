@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -54,6 +55,31 @@ def test_lines_come_in_order_and_whole(pipe: tuple[int, int]) -> None:
     assert out.dropped == 0
 
 
+def test_no_write_is_cut_between_those_of_other_processes() -> None:
+    """A pipe of packets: what is written at once is read at once, if it is no more than PIPE_BUF
+    bytes."""
+    ends = os.pipe2(os.O_DIRECT)
+    fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    out = QueuedStderr(ends[1], notice)
+    for i in range(300):
+        out.write(f"{i:99}\n")
+    packets: list[bytes] = []
+    while not packets or not packets[-1].endswith(b" 299\n"):
+        packets.append(os.read(ends[0], 1 << 16))
+    assert all(packet.endswith(b"\n") for packet in packets)
+    assert len(packets) < 300, "those that wait are written together"
+    assert out.drain()
+    for fd in ends:
+        os.close(fd)
+
+
+def test_a_line_without_an_end_is_not_held(pipe: tuple[int, int]) -> None:
+    out = QueuedStderr(pipe[1], notice, LIMIT)
+    for _ in range(5):
+        out.write("x" * 1000)
+    assert os.read(pipe[0], PIPE_BYTES)
+
+
 def test_a_progress_bar_is_shown_before_its_line_ends(pipe: tuple[int, int]) -> None:
     out = QueuedStderr(pipe[1], notice, LIMIT)
     out.write("\r 10 %")
@@ -81,6 +107,21 @@ def test_what_finds_no_room_is_counted_and_told_where_it_is_missing(pipe: tuple[
         out.write("again\n")
         assert lines.readline() == "again\n"
     assert out.dropped == dropped
+
+
+def test_no_line_that_still_fits_goes_before_the_notice(pipe: tuple[int, int]) -> None:
+    out = QueuedStderr(pipe[1], notice, LIMIT)
+    for _ in range(30):
+        out.write("x" * 1000 + "\n")
+    out.write("small\n")
+    reading = threading.Thread(target=lambda: found.extend(read_until(pipe[0], b"last\n")))
+    found: list[str] = []
+    reading.start()
+    assert out.drain(60)
+    out.write("last\n")
+    reading.join()
+    told = next(i for i, line in enumerate(found) if "were dropped" in line)
+    assert "small" not in found[:told]
 
 
 def test_a_line_larger_than_the_queue_is_dropped_alone(pipe: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import Invalid
-from stretto.preprocess.audio_references import recall
+from stretto.preprocess.audio_references import MAX_REFERENCES, recall, references
 
 
 def test_references_become_words() -> None:
@@ -25,3 +25,21 @@ def test_references_become_words() -> None:
         7,
     ]
     assert recall(untouched, {"x": "words"}) == untouched
+
+
+def test_only_so_many_can_be_referred_to() -> None:
+    """Of spoken answers that is an error; of items, which have ids where they are sent whole too,
+    the last ones count."""
+
+    def ids(kind: str, count: int) -> list[str]:
+        return [f"{kind}_{i:032x}" for i in range(count)]
+
+    def found(*names: str) -> tuple[str, ...]:
+        return references(" ".join(names).encode())
+
+    items, answers = ids("msg", MAX_REFERENCES + 5), ids("audio", MAX_REFERENCES)
+    assert found(*items) == tuple(items[5:])
+    assert found(*items[:9], *answers[9:], *items[9:12]) == (*answers[9:], *items[3:12])
+    assert found(*items, *answers) == tuple(answers)
+    with pytest.raises(Invalid, match=f"over {MAX_REFERENCES} earlier answers"):
+        found(*ids("audio", MAX_REFERENCES + 1))

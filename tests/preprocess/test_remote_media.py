@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import Invalid
+from stretto.preprocess.pool.split import do_outline
 from stretto.preprocess.remote_media import (
     MAX_REMOTE,
     MAX_URL,
@@ -65,6 +66,15 @@ def test_only_so_many_and_only_so_long() -> None:
     fetched = RemoteMedia({url: memoryview(b"") for url in many[:MAX_REMOTE]})
     with pytest.raises(Invalid, match="at most 8 remote files"):
         with_content(user(*parts), fetched)
+
+
+def test_of_all_long_fields_together_only_so_many() -> None:
+    urls = [f"http://{i}.example" for i in range(2 * MAX_REMOTE)]
+    parts = [[{"url": url} for url in some] for some in (urls[:MAX_REMOTE], urls[MAX_REMOTE:])]
+    body = json.dumps({"messages": parts[0], "tools": parts[1]}).encode()
+    outlined, file = do_outline(memoryview(body), ("messages", "tools"), 1 << 20)
+    file.close()
+    assert outlined.remote == tuple(urls[:MAX_REMOTE])
 
 
 @pytest.mark.parametrize(

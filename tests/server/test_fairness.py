@@ -12,18 +12,24 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from stretto.config.server import ServerConfig
+from stretto.engine.events import Message
+from stretto.engine.session import Item
 from stretto.errors import Invalid
 from stretto.server import heap, keys
 from stretto.server.realtime import endpoint
 from stretto.server.realtime.session_slots import SessionSlots
 from stretto.server.shares import Shares
+from tests.preprocess.samples import data_uri, image_file
+from tests.preprocess.samples import picture as picture_of
 from tests.server.asks import ALOUD, ASK, CHAT
 from tests.server.conftest import HEAD, PATIENCE_S, Reply, Running, read_until, serve
 from tests.server.held import HeldServer
@@ -32,6 +38,7 @@ from tests.server.realtime.client import Client, talk
 from tests.server.realtime.conftest import talking
 from tests.server.realtime.sounds import b64
 from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_session import ScriptedSession
 
 ME, OTHER = "127.0.0.1", "127.0.0.2"
 MIB = 1 << 20
@@ -448,7 +455,38 @@ def test_inputs_of_a_response_count_until_it_ends() -> None:
             until(running, lambda: memory.held < before + 10_000)
             c.send("response.create", response=asked)
             c.until("response.done")
+            c.send("response.create", response={"conversation": "none", "tools": TOOLS})
+            error = c.until("error")["error"]
+            assert (error["code"], error["param"]) == ("conversation_full", "response")
         until(running, lambda: not memory.held)
+
+
+def test_a_picture_counts_as_what_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How large that is turns out when it is decoded."""
+    item = ScriptedSession.item
+
+    async def decoded(self: ScriptedSession, message: Message, *, id: str | None = None) -> Item:
+        own = await item(self, message, id=id)
+        picture = {"type": "image", "data": np.zeros(4 * MIB, np.uint8)}
+        return replace(own, message={**message, "content": [picture]})
+
+    monkeypatch.setattr(ScriptedSession, "item", decoded)
+    engine = ScriptedEngine()
+    picture = {
+        "type": "input_image",
+        "image_url": data_uri(image_file(picture_of(8, 8)), "image/png"),
+    }
+    asked = {"id": "p", "type": "message", "role": "user", "content": [picture]}
+    with talking(engine, realtime_held_mb=2.0) as running, talk(running) as c:
+        c.manual()
+        c.send("conversation.item.create", item=asked)
+        assert c.until("error")["error"]["code"] == "conversation_full"
+        c.send("conversation.item.retrieve", item_id="p")
+        assert c.until("error")["error"]["code"] == "item_retrieve_invalid_item_id"
+        [session] = engine.sessions
+        assert session.items == ()
+        c.sync()
+        assert running.server.service.sessions.memory.held < MIB
 
 
 def resident() -> int:

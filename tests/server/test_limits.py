@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import Any
 
 import numpy as np
 import openai
@@ -80,10 +81,17 @@ def test_too_many_at_once() -> None:
         assert held.running.ask(CHAT, ASK, headers={"Authorization": "Bearer a"}).status == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, SPEECH])
-def test_leaving_cancels_at_once(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (CHAT, ALOUD),
+        (SPEECH, {"input": "Hi", "response_format": "pcm"}),
+        ("/v1/responses", {"input": "Hi", "stream": True}),
+    ],
+)
+def test_leaving_cancels_at_once(path: str, asked: dict[str, Any]) -> None:
     with HeldServer() as held:
-        s = held.start(ALOUD if path == CHAT else {"input": "Hi", "response_format": "pcm"}, path)
+        s = held.start(asked, path)
         assert len(held.engine.ledger.running) == 1
         s.close()
         held.running.do(

@@ -29,7 +29,7 @@ from stretto.preprocess.pool.memfile import MemFile
 from stretto.preprocess.pool.pool import PoolSettings, PromptPool
 from stretto.preprocess.pool.threads import InThreads
 from stretto.server.http.body import Body
-from stretto.server.media_fetcher import AllowedDomain, MediaFetcher, is_public
+from stretto.server.media_fetcher import AllowedDomain, Download, MediaFetcher, is_public
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
 from tests.preprocess.pool.workers import BUILDER
@@ -47,10 +47,12 @@ class Request(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     handlers: ClassVar[dict[str, Handler]] = {}
     seen: ClassVar[list[tuple[str, str, dict[str, str]]]] = []
+    connections: ClassVar[set[int]] = set()  # by the client's port
 
     def do_GET(self) -> None:
         headers = {k.lower(): v for k, v in self.headers.items()}
         self.seen.append((headers["host"], self.path, headers))
+        self.connections.add(self.client_address[1])
         self.handlers[self.path](self)
 
     def answer(self, data: bytes, status: int = 200, **headers: str) -> None:
@@ -72,6 +74,7 @@ class Web:
     names: dict[str, Sequence[str]]
     asked: list[str] = field(default_factory=list)  # names that were resolved
     connected: list[str] = field(default_factory=list)  # addresses
+    verified: list[str] = field(default_factory=list)  # names that certificates must be for
     unreachable: set[str] = field(default_factory=set)
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
@@ -91,15 +94,19 @@ class ToTheTest(httpx.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         address = request.url.host
         self.web.connected.append(address)
+        self.web.verified.append(request.extensions.get("sni_hostname", address))
         if address in self.web.unreachable:
             raise httpx.ConnectError("unreachable")
-        request.url = request.url.copy_with(scheme="http", host="127.0.0.1", port=self.web.port)
-        return await super().handle_async_request(request)
+        url = request.url.copy_with(scheme="http", host="127.0.0.1", port=self.web.port)
+        sent = httpx.Request(
+            request.method, url, headers=request.headers, extensions=request.extensions
+        )
+        return await super().handle_async_request(sent)
 
 
 @pytest.fixture
 def web() -> Iterator[Web]:
-    Request.handlers, Request.seen = {}, []
+    Request.handlers, Request.seen, Request.connections = {}, [], set()
     with ThreadingHTTPServer(("127.0.0.1", 0), Request) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -156,6 +163,7 @@ def test_files_come_whole_and_side_by_side(web: Web) -> None:
     hosts = sorted(host for host, *_ in Request.seen)
     assert hosts == ["a.cdn.example", "cdn.example"]
     assert sorted(web.connected) == [OTHER, PUBLIC]
+    assert sorted(web.verified) == ["a.cdn.example", "cdn.example"], "not the address"
     for _, _, headers in Request.seen:
         assert not {"cookie", "authorization", "referer", "proxy-authorization"} & set(headers)
 
@@ -358,6 +366,104 @@ def test_the_next_address_is_tried(web: Web) -> None:
     web.unreachable = {OTHER, PUBLIC}
     assert "cannot be reached" in why(fetcher(web), "https://cdn.example/a")
     assert "no public address" in why(fetcher(web), "https://nowhere.cdn.example/a")
+
+
+def test_addresses_that_are_tried_are_few(web: Web) -> None:
+    web.names["cdn.example"] = [f"93.184.216.{i}" for i in range(8)]
+    web.unreachable = set(web.names["cdn.example"])
+    assert "cannot be reached" in why(fetcher(web), "https://cdn.example/a")
+    assert web.connected == web.names["cdn.example"][:3]
+
+
+def test_nothing_of_a_server_is_held_for_the_next_request(web: Web) -> None:
+    """No cookie, by which a server would know the next client's request, and no connection, whose
+    certificate was checked for one host alone."""
+    Request.handlers["/a"] = lambda r: r.answer(b"x", set_cookie="id=5; Path=/")
+    Request.handlers["/b"] = lambda r: r.answer(b"", 302, location="/a", set_cookie="id=6; Path=/")
+    own, shares = fetcher(web), Shares(1 << 20)
+
+    async def work() -> None:
+        for path in ("a", "b", "a"):
+            with Body(shares, "me") as body:
+                files = await own.fetch((f"https://cdn.example/{path}",), body)
+            assert files is not None
+            assert files.failures == {}
+        await own.close()
+
+    run(work())
+    assert len(Request.seen) == len(Request.connections) == 4
+    assert not any("cookie" in headers for _, _, headers in Request.seen)
+
+
+def test_a_response_that_is_not_read_is_closed_at_once(web: Web) -> None:
+    left = threading.Event()
+
+    def endless(r: Request) -> None:
+        r.send_response(302)
+        r.send_header("location", "/b")
+        r.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                r.wfile.write(bytes(10_000))
+        left.set()
+
+    def answer_when_left(r: Request) -> None:
+        left.wait()
+        r.answer(b"x")
+
+    Request.handlers |= {"/a": endless, "/b": answer_when_left}
+    try:
+        assert fetch(fetcher(web), "https://cdn.example/a")[0] == {"https://cdn.example/a": b"x"}
+    finally:
+        left.set()
+
+
+def test_others_have_their_turn_while_a_file_is_written() -> None:
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        with Body(Shares(1 << 20), "me") as body:
+            download = Download("https://cdn.example/a", body)
+            for _ in range(20):
+                download.add(bytes(1000))
+            file = MemFile.new()
+            body.attach(file)
+            writing = asyncio.ensure_future(download.write(file))
+            while not writing.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert file.size == 20_000
+
+    run(work())
+    assert turns >= 20
+
+
+def test_a_request_that_is_refused_waits_for_none_of_its_files(web: Web) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stuck(r: Request) -> None:
+        begun.set()
+        go_on.wait()
+
+    def large(r: Request) -> None:
+        begun.wait()
+        r.answer(bytes(600_000))
+
+    Request.handlers |= {"/stuck": stuck, "/large": large}
+    own = fetcher(web, media_timeout=1000.0)
+    urls = "https://cdn.example/stuck", "https://cdn.example/large"
+
+    async def work() -> None:
+        with Body(Shares(1_000_000), "me") as body, pytest.raises(Refused):
+            await own.fetch(urls, body)
+        assert own.places.running == 0
+        await own.close()
+
+    try:
+        run(work())
+    finally:
+        go_on.set()
 
 
 def test_a_silent_server_is_left_and_so_is_one_whose_client_leaves(web: Web) -> None:

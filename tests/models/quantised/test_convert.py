@@ -292,6 +292,24 @@ def test_a_run_of_other_settings_is_not_gone_on_with(bfloat16: Path, tmp_path: P
     source = tmp_path / "model"
     shutil.copytree(bfloat16, source)
     assert "unfinished run of other settings" in refusal(source, tmp_path / "out")
+    with pytest.raises(Killed):
+        quantised(source, tmp_path / "other", "int4", stop)
+    os.utime(min(source.glob("*.safetensors")), ns=(0, 0))
+    assert "a model that has changed since" in refusal(source, tmp_path / "other")
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(bfloat16: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(bfloat16, source)
+    last = max(source.glob("*.safetensors"))
+    whole = last.stat().st_size
+
+    def cut(n: int) -> None:
+        os.truncate(last, whole - 100)
+
+    with pytest.raises(CheckpointError, match="the file ended early"):
+        quantised(source, tmp_path / "out", "int4", cut)
+    assert not (tmp_path / "out" / last.name).exists()
 
 
 def test_two_runs_do_not_write_to_one_place(bfloat16: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from stretto.errors import CheckpointError
+from stretto.models.checkpoint import StoredTensor
+from stretto.models.quantised.loading import read_small
 from stretto.models.qwen3_omni.load import Source
 from stretto.registry import open_model
 from tests.models.quantised.packers import CASES, Tensors, save_shards, set_config, write
@@ -133,6 +135,8 @@ TENSORS = [
     ("A", put("weight_packed", lambda t: t[:, :7].contiguous()), "groups of 28 inputs"),
     ("A", put("weight_scale", lambda t: t[:31].contiguous()), "for a matrix of 32 outputs"),
     ("A", put("weight_scale", lambda t: t.repeat(1, 2)), "groups of 16 inputs, but group_size is"),
+    ("A", put("weight_scale", lambda t: torch.ones(32, 3)), "3 scales do not divide 64 inputs"),
+    ("A", put("weight_scale", lambda t: t[:, :0].contiguous()), "0 scales do not divide 64 inputs"),
     ("A", put("weight_scale", lambda t: t.int()), "scales of dtype I32 are not supported"),
     ("A", put("weight_scale", bad((3, 1), torch.nan)), "holds scales that are infinite or NaN"),
     ("A", put("weight_scale", bad((3, 1), torch.inf)), "holds scales that are infinite or NaN"),
@@ -144,6 +148,8 @@ TENSORS = [
     ("A asymmetric", put("weight_zero_point", lambda t: t[:3].contiguous()), "has shape"),
     ("A 8 bits", put("weight_packed", lambda t: t[:, :8].contiguous()), "groups of 16 inputs"),
     ("B GPTQ", put("qzeros", bad((1, 2), 0)), "has zero points: GPTQ weights must be symmetric"),
+    ("B GPTQ", put("qzeros", lambda t: t[:, :3].contiguous()), r"has shape \[2, 3\] instead of"),
+    ("B GPTQ", put("scales", lambda t: t[:, :31].contiguous()), "for a matrix of 32 outputs"),
     ("B GPTQ", put("g_idx", lambda t: t.flip(0)), "puts inputs into another order"),
     ("B GPTQ", drop("qzeros"), "comes without qzeros"),
     ("B AutoRound", put("qzeros", lambda t: t + 0x11111111), "has zero points"),
@@ -159,6 +165,7 @@ TENSORS = [
     ("D", put("weight", lambda t: t.view(torch.float8_e5m2)), "is F8_E5M2"),
     ("D", put("weight_scale", bad((3, 0), torch.nan)), "holds infinities or NaN"),
     ("D", put("weight_scale", lambda t: t[:5].contiguous()), "has shape"),
+    ("D", put("weight_scale", lambda t: t.int()), "scales of dtype I32 are not supported"),
     ("D", put("weight_scale", lambda t: torch.ones(1, 1)), r"has shape \[1, 1\] instead of"),
     ("C compressed-tensors", put("weight_scale", lambda t: torch.ones(32, 1)), "need"),
     ("D", nvfp4_modelopt, "NVFP4 weights are not supported"),
@@ -194,6 +201,10 @@ def activations(value: object) -> Callable[[dict[str, Any]], object]:
     return lambda c: c["config_groups"]["group_0"].update(input_activations=value)
 
 
+def of_group(key: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda c: c["config_groups"]["group_0"].update({key: value})
+
+
 def another_group(c: dict[str, Any]) -> None:
     first = c["config_groups"]["group_0"]
     c["config_groups"]["group_1"] = {**first, "weights": {**first["weights"], "num_bits": 8}}
@@ -213,6 +224,12 @@ FIELDS = [
     ("A", group("type", "float"), "type 'float'"),
     ("A", group("strategy", "channel"), "strategy 'channel'"),
     ("A", group("actorder", "group"), "actorder 'group'"),
+    ("A", group("group_size", 0), "group_size 0"),
+    ("A", group("group_size", "32"), "group_size '32'"),
+    ("A", of_group("output_activations", {"num_bits": 8}), "output activations"),
+    ("A", of_group("format", "float-quantized"), "format 'float-quantized' of a group"),
+    ("A", of_group("weights", None), "a group of config_groups without weights"),
+    ("A", lambda c: c.update(config_groups={}), "config_groups without a group"),
     ("A", group("dynamic", True), "dynamic scales"),
     ("A", activations({"num_bits": 8, "type": "int", "dynamic": True}), "activations beside int"),
     ("D", activations(STATIC), "activations with a fixed scale"),
@@ -224,8 +241,10 @@ FIELDS = [
     ("B GPTQ", lambda c: c.update(desc_act=True), "desc_act True"),
     ("B GPTQ", lambda c: c.update(sym=False), "sym False"),
     ("B GPTQ", lambda c: c.update(bits=8), "bits 8"),
+    ("B GPTQ", lambda c: c.update(group_size=0), "group_size 0"),
     ("B AutoRound", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format"),
     ("B AutoRound", lambda c: c.update(act_bits=8), "act_bits 8"),
+    ("B AutoRound", lambda c: c.update(data_type="nv_fp"), "data_type 'nv_fp'"),
 ]  # fmt: skip
 
 
@@ -287,6 +306,27 @@ def test_configs_in_other_places(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").unlink()
     (tmp_path / "hf_quant_config.json").write_text("{}")
     assert "ModelOpt" in refusal(tmp_path)
+
+
+def test_configs_that_contradict_each_other(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """The one of a part's section is another than that of the whole."""
+    raw = json.loads((folders("A") / "config.json").read_text())
+    other = json.loads(json.dumps(raw["quantization_config"]))
+    other["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    raw["thinker_config"]["quantization_config"] = other
+    for file in folders("A").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert "contradicts another quantization_config" in refusal(tmp_path)
+
+
+def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(100))
+    stored = StoredTensor("a.weight_scale", file, "F32", (4, 8), 0, 128)
+    with pytest.raises(CheckpointError, match="weight_scale: cannot be read"):
+        read_small(stored)
 
 
 @pytest.mark.parametrize("name", ["A", "B AutoRound", "C"])

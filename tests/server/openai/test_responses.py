@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,10 @@ from openai.types.responses import ResponseStreamEvent
 from PIL import Image
 from pydantic import TypeAdapter
 
+from stretto.server.http.body import ON_THE_LOOP
+from stretto.server.openai import responses
+from stretto.server.openai.chat_params import MAX_SCHEMA
+from stretto.server.openai.grammar import LONG
 from tests.server.conftest import Running, serve
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -191,6 +196,9 @@ def test_json_and_required_calls(real_server: Running) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
          "input[0].content[0].file_data"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c",
+                     "output": [{"type": "input_image", "image_url": "data:image/png,"}]}]},
+         "input[0].output"),
         ({"input": [{"role": "nobody", "content": "hi"}]}, "input[0].role"),
         ({"instructions": ["a"]}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -206,6 +214,64 @@ def test_what_is_refused(real_server: Running, fields: dict[str, Any], param: st
     reply = real_server.ask(PATH, {"input": "Hello", "max_output_tokens": 3, **fields})
     assert reply.status == 400, reply.body
     assert reply.error["param"] == param
+
+
+def test_a_model_that_only_reads_aloud_answers_nothing() -> None:
+    with serve(ScriptedEngine(card={"output_modalities": ("audio",)})) as it:
+        reply = it.ask(PATH, {"input": "Hello"})
+        assert (reply.status, reply.error["param"]) == (400, "model")
+
+
+LONG_TEXT = "x" * MAX_SCHEMA
+LONG_TOOL = {**TOOL, "parameters": {**SCHEMA, "title": LONG_TEXT}}
+
+
+@pytest.mark.parametrize("pad", [0, ON_THE_LOOP])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"a": "x" * (16 << 10)}}, "chat_template_kwargs"),
+        ({"tool_choice": {"type": "function", "name": "x" * (64 << 10)}}, "tool_choice"),
+        ({"metadata": {"a": "x" * (64 << 10)}}, "metadata"),
+        ({"text": {"verbosity": "x" * (MAX_SCHEMA + (16 << 10))}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"title": LONG_TEXT}}}},
+         "text.format.schema"),
+        ({"tools": [LONG_TOOL], "tool_choice": "required"}, "tools"),
+    ],
+)  # fmt: skip
+def test_what_is_too_long_is_refused(
+    fields: dict[str, Any], param: str, pad: int, running: Running, engine: ScriptedEngine
+) -> None:
+    body = json.dumps({"input": "Hello", **fields}).encode() + b" " * pad
+    headers = {"Authorization": "Bearer one", "Content-Type": "application/json"}
+    reply = running.ask(PATH, body, headers=headers)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert "more than the" in reply.error["message"]
+    assert not engine.calls
+
+
+def test_long_tools_are_not_told_again(running: Running) -> None:
+    tools = [{**TOOL, "description": "x" * size} for size in (8 << 10, 8 << 10)]
+    assert create(running, tools=tools).tools == []
+    assert len(create(running, tools=tools[:1]).tools) == 1
+
+
+def test_long_schemas_are_read_in_a_thread(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: list[bool] = []
+
+    def grammar_of(*_: Any) -> str:
+        on_loop.append(threading.current_thread() is running.thread)
+        return ""
+
+    monkeypatch.setattr(responses, "grammar_of", grammar_of)
+    for size in (LONG // 2, LONG):
+        schema = {"type": "object", "title": "x" * size}
+        create(running, text={"format": {"type": "json_schema", "name": "a", "schema": schema}})
+        tool = {**TOOL, "parameters": schema}
+        create(running, tools=[tool], tool_choice="required")
+    assert on_loop == [True, True, False, False]
 
 
 def test_log_probabilities(real_server: Running) -> None:

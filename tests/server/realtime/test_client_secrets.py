@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from websockets.exceptions import InvalidStatus
 
 from stretto.family import ModelInfo
+from stretto.server.http.body import ON_THE_LOOP
 from stretto.server.openai.error_body import Refused
 from stretto.server.realtime.client_secrets import OWN_BYTES, ClientSecrets
 from stretto.server.shares import Shares
@@ -159,6 +160,13 @@ def test_mistakes_are_told_to_whoever_makes_it(
     assert (reply.status, reply.error["param"]) == (404 if param == "model" else 400, param)
 
 
+def test_its_settings_have_a_greatest_size_and_the_body_goes(guarded: Running) -> None:
+    reply = mint(guarded, {"session": {"tools": ["x" * ON_THE_LOOP]}})
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+    assert mint(guarded, {"session": SESSION}).status == 200
+    assert guarded.server.service.bodies.held == 0
+
+
 def test_transcription_sessions(guarded: Running) -> None:
     session = {"type": "transcription", "audio": {"input": {"transcription": {"language": "de"}}}}
     made = mint(guarded, {"session": session}).json
@@ -226,6 +234,23 @@ def test_an_owner_has_half_of_the_memory_until_secrets_expire() -> None:
     now[0] = 40
     assert store.find(rest[0]) is None
     assert store.shares.held == 0
+
+
+def test_the_settings_of_a_secret_count_and_expired_ones_make_room() -> None:
+    now = [0.0]
+    store = ClientSecrets(lambda: now[0], Shares(8 * OWN_BYTES))
+
+    def make(session: bytes) -> None:
+        store.make("a", "a", "realtime", session, 10)
+
+    with pytest.raises(Refused, match="as many client secrets as fit"):
+        make(bytes(4 * OWN_BYTES))
+    make(bytes(3 * OWN_BYTES))
+    with pytest.raises(Refused, match="as many client secrets as fit"):
+        make(b"")
+    now[0] = 10
+    make(bytes(3 * OWN_BYTES))
+    assert store.shares.held == 4 * OWN_BYTES, "nobody has asked for the first"
 
 
 def test_only_the_whole_secret_is_found() -> None:

@@ -17,7 +17,14 @@ from stretto.engine.events import TextDelta, TokenLogprob
 from stretto.engine.session import Item as EngineItem
 from stretto.server.loop_time import LoopTurns
 from stretto.server.realtime import client_events as ce
-from stretto.server.realtime import endpoint, item_reader, items, options, transcribe
+from stretto.server.realtime import (
+    endpoint,
+    item_reader,
+    items,
+    options,
+    realtime_session,
+    transcribe,
+)
 from stretto.server.realtime import tools as module
 from stretto.server.realtime.client_events import (
     LARGE,
@@ -308,6 +315,15 @@ def test_large_messages_are_decoded_in_a_thread(
         c.sync()
     assert {on_loop for size, on_loop in threads.items() if size > LARGE} == {False}
     assert {on_loop for size, on_loop in threads.items() if size <= LARGE} == {True}
+
+
+def test_an_append_has_so_many_bytes(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(realtime_session, "MAX_APPEND", 1 << 12)
+    with talk(running) as c:
+        c.append(bytes(1 << 12), piece=1 << 13)
+        c.append(bytes((1 << 12) + 2), piece=1 << 13)
+        error = c.until("error")["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "audio")
 
 
 def test_many_sounds_are_converted_in_a_thread(

@@ -85,6 +85,7 @@ def test_pages_of_others_are_refused(running: Running) -> None:
 def test_other_refusals(running: Running, engine: ScriptedEngine) -> None:
     assert refused(running, "/v1/realtime?model=gpt-9") == (404, "model_not_found")
     assert refused(running, "/v1/realtime/calls") == (404, "not_found")
+    assert refused(running, "/v1/realtime?intent=song") == (400, "invalid_value")
     assert running.ask("/v1/realtime").status == 426
     engine.state = "loading"
     assert refused(running) == (503, "loading")

@@ -235,6 +235,8 @@ def test_a_session_fits_in_a_message() -> None:
         len(msgspec.json.encode(update(state(), instructions="\x01" * 120_000).to_wire()))
         < MAX_TEXT_BYTES + 4096
     )
+    with pytest.raises(Invalid, match="instructions and tools have"):
+        update(state(), instructions="\x01" * 120_000, tools=tools[:10])
 
 
 def test_speed_of_a_session_and_of_one_response() -> None:

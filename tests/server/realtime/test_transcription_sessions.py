@@ -3,8 +3,9 @@ with words while one speaks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,9 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from stretto.engine.events import Event, TextDelta
+from stretto.server.realtime.audio_input import SAMPLE_BYTES
 from stretto.server.realtime.partial_transcripts import agreed
+from stretto.server.realtime.transcribe import LEAST_TOKENS, TOKENS_A_SECOND
 from tests.server.conftest import Running
 from tests.server.realtime.client import Client, talk, types
 from tests.server.realtime.conftest import talking
@@ -77,6 +80,7 @@ def test_words_come_while_one_speaks_and_the_turn_is_forgotten(
         assert second["previous_item_id"] == done["item_id"]
         c.until(f"{WORDS}completed")
     (session,) = engine.sessions
+    assert session.items == ()
     assert not [line for line in session.log if "respond" in line]
     assert all(len(ask.messages) == 1 for ask in engine.asks), "each turn is heard by itself"
     assert {ask.given["modalities"] for ask in engine.asks} == {("text",)}
@@ -112,6 +116,8 @@ def test_by_hand_with_a_language_and_what_is_not_possible(
         c.until(f"{WORDS}completed")
         text = engine.asks[-1].messages[0]["content"][-1]["text"]
         assert text == "Transcribe the German audio into text. Mozart"
+        most = engine.asks[-1].given["params"].max_text_tokens
+        assert most == LEAST_TOKENS + TOKENS_A_SECOND // 2, "a model that repeats itself ends"
         c.send("input_audio_buffer.commit")
         assert c.until("error")["error"]["code"] == "input_audio_buffer_commit_empty"
         item = {"item": {"type": "message"}}
@@ -124,6 +130,77 @@ def test_by_hand_with_a_language_and_what_is_not_possible(
         assert c.until("session.updated")["session"]["audio"]["input"]["transcription"]
 
 
+def held_up(engine: ScriptedEngine) -> asyncio.Event:
+    """No answer comes before it is set."""
+    go_on = asyncio.Event()
+
+    async def gate(_: int) -> None:
+        await go_on.wait()
+
+    engine.gate = gate
+    return go_on
+
+
+def until(running: Running, condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    running.do(wait())
+
+
+BY_HAND = {"audio": {"input": {"turn_detection": None}}}
+
+
+def test_what_was_cleared_is_not_transcribed(running: Running, engine: ScriptedEngine) -> None:
+    engine.script = counting
+    with transcribing(running, **BY_HAND) as c:
+        for i in range(3):
+            c.append(pcm(speech(1.1, seed=i)))
+        c.until(f"{WORDS}delta")
+        before = c.seen[-1]["item_id"]
+        c.send("input_audio_buffer.clear")
+        c.until("input_audio_buffer.cleared")
+        start = len(c.seen)
+        c.append(pcm(speech(1.0)))
+        c.send("input_audio_buffer.commit")
+        done = c.until(f"{WORDS}completed")
+        assert done["item_id"] != before
+        assert deltas(c.seen[start:]) == done["transcript"] == "one"
+
+
+def test_leaving_ends_the_transcript_of_a_turn_that_goes_on(
+    running: Running, engine: ScriptedEngine
+) -> None:
+    held_up(engine)
+    with transcribing(running, **BY_HAND) as c:
+        c.append(pcm(speech(1.5)))
+        until(running, lambda: bool(engine.ledger.running))
+    running.do(running.server.service.sessions.idle.wait())
+    assert not engine.ledger.running
+
+
+def test_turns_count_until_they_are_transcribed(running: Running, engine: ScriptedEngine) -> None:
+    """Among the memory of sessions: the engine's session has forgotten them."""
+    go_on = held_up(engine)
+    memory = running.server.service.sessions.memory
+    sound = pcm(speech(0.9))
+    with transcribing(running, **BY_HAND) as c:
+        c.sync()
+        before = memory.held
+        for _ in range(4):
+            c.append(sound)
+            c.send("input_audio_buffer.commit")
+        c.sync()
+        assert memory.held > before + 4 * 0.8 * 16_000 * SAMPLE_BYTES
+        running.loop.call_soon_threadsafe(go_on.set)
+        for _ in range(4):
+            c.until(f"{WORDS}completed")
+        c.sync()
+        # an event or a message that is under way may count here or there
+        until(running, lambda: memory.held < before + 10_000)
+
+
 def test_session_type_may_change_before_any_sound(running: Running, engine: ScriptedEngine) -> None:
     with talk(running) as c:
         c.send("session.update", session={"type": "transcription"})
@@ -131,6 +208,12 @@ def test_session_type_may_change_before_any_sound(running: Running, engine: Scri
     with talk(running) as c:
         c.manual()
         c.append(pcm(speech(0.5)))
+        c.send("session.update", session={"type": "transcription"})
+        assert c.until("error")["error"]["param"] == "session.type"
+        c.send("input_audio_buffer.clear")
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}
+        c.send("conversation.item.create", item=item)
+        c.until("conversation.item.done")
         c.send("session.update", session={"type": "transcription"})
         assert c.until("error")["error"]["param"] == "session.type"
 
