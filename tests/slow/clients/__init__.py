@@ -31,6 +31,9 @@ from bench.harness.env import describe
 from bench.harness.parts import one_of
 from bench.harness.results import arguments, parser, read, write
 from tests.server.certificates import certificate_settings
+from tests.server.realtime import conversation
+from tests.server.realtime.conftest import talking
+from tests.server.realtime.scripted import TalkEngine
 from tests.slow.clients.cases import CASES, ClientCase, Exchange, Which
 from tests.slow.clients.environments import CannotInstall, ClientEnvironment
 
@@ -113,25 +116,55 @@ def write_question(url: str, path: Path) -> None:
 def run_exchange(
     exchange: Exchange, environment: ClientEnvironment, servers: Servers, question: Path
 ) -> dict[str, Any]:
+    if exchange.server == "scripted":
+        return _run_conversation(exchange, environment, servers.folder)
     url = servers.url(exchange.server)
-    given = {
+    answer = str(servers.folder / "answer.wav")
+    arguments = {
         "url": [url],
         "url question": [url, str(question)],
-        "question answer url": [str(question), str(servers.folder / "answer.wav"), "--url", url],
+        "question answer url": [str(question), answer, "--url", url],
         "question answer ws": [
             str(question),
-            str(servers.folder / "answer.wav"),
+            answer,
             "--url",
             url.replace("http", "ws", 1) + "/realtime",
         ],
     }[exchange.arguments]
-    command = [*environment.command(exchange.program), *given]
     certificate = servers.certificate if exchange.server == "nano over TLS" else None
+    return _run_program(exchange, arguments, environment, servers.folder, certificate)
+
+
+def _run_conversation(
+    exchange: Exchange, environment: ClientEnvironment, folder: Path
+) -> dict[str, Any]:
+    turn = folder / "turn.wav"
+    conversation.write_turn(turn)
+    engine = TalkEngine(script=conversation.answers)
+    with talking(engine) as running:
+        arguments = [f"{running.url}/v1", str(turn)]
+        found = _run_program(exchange, arguments, environment, folder)
+        if found["passed"]:
+            try:
+                conversation.check_conversation(running, engine)
+            except AssertionError as e:
+                found |= {"passed": False, "error": f"what the server was asked: {e}"}
+    return found
+
+
+def _run_program(
+    exchange: Exchange,
+    arguments: list[str],
+    environment: ClientEnvironment,
+    folder: Path,
+    certificate: Path | None = None,
+) -> dict[str, Any]:
+    command = [*environment.command(exchange.program), *arguments]
     begun = time.monotonic()
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=PATIENCE_S,
-            env=environment.variables(certificate), cwd=servers.folder,
+            env=environment.variables(certificate), cwd=folder,
         )  # fmt: skip
         error = "" if done.returncode == 0 else _last_lines(done.stderr or done.stdout)
         said = done.stdout
