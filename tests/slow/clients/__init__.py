@@ -225,8 +225,9 @@ def _run_all(args: argparse.Namespace, temporary: Path) -> int:
     with running_servers(temporary) as servers:
         question = temporary / "question.wav"
         write_question(servers.url("nano"), question)
+        folder = (args.keep or temporary).resolve()  # pip and npm run within it
         for case in cases:
-            found[case.name] = run_case(case, args.keep or temporary, servers, question)
+            found[case.name] = run_case(case, folder, servers, question)
             _show(case, found[case.name])
             write(args.out, {**result, **{c.name: found[c.name] for c in CASES if c.name in found}})
     failed = [case.name for case in cases if not found[case.name]["passed"]]
