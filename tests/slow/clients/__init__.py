@@ -73,13 +73,14 @@ class Servers:
             scheme = "https"
             for name, value in certificate_settings(self.folder).items():
                 words += [f"--{name.replace('_', '-')}", value]
-        with (self.folder / f"{which}.log").open("wb") as log:
-            self.processes.append(subprocess.Popen(words, stdout=log, stderr=log))
+        log = self.folder / f"{which}.log"
+        with log.open("wb") as file:
+            self.processes.append(subprocess.Popen(words, stdout=file, stderr=file))
         url = f"{scheme}://127.0.0.1:{port}"
         verify = str(self.certificate) if scheme == "https" else True
         while not _ready(url, verify):
             if self.processes[-1].poll() is not None:
-                raise RuntimeError(f"the server for {which} ended")
+                raise RuntimeError(f"the server for {which} ended:\n{_last_lines(log.read_text())}")
             time.sleep(0.2)
         return f"{url}/v1"
 
