@@ -7,7 +7,10 @@ import base64
 import sys
 import wave
 
-from openai import OpenAI, OpenAIError
+try:
+    from openai import OpenAI, OpenAIError
+except ImportError as error:
+    sys.exit(f"{error}: pip install openai")
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 key = sys.argv[2] if len(sys.argv) > 2 else "none"
@@ -17,7 +20,7 @@ def main() -> None:
     with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
         answer = client.chat.completions.create(
             model="default",
-            messages=[{"role": "user", "content": "Tell me a short story."}],
+            messages=[{"role": "user", "content": "What is a stretto?"}],
             modalities=["text", "audio"],
             audio={"voice": "alloy", "format": "pcm16"},  # OpenAI's names of voices work too
             max_tokens=40,

@@ -7,7 +7,10 @@ import base64
 import sys
 from pathlib import Path
 
-from openai import OpenAI, OpenAIError
+try:
+    from openai import OpenAI, OpenAIError
+except ImportError as error:
+    sys.exit(f"{error}: pip install openai")
 
 if len(sys.argv) < 2:
     sys.exit(

@@ -5,7 +5,10 @@ python examples/client_text.py [URL [KEY]]"""
 
 import sys
 
-from openai import OpenAI, OpenAIError
+try:
+    from openai import OpenAI, OpenAIError
+except ImportError as error:
+    sys.exit(f"{error}: pip install openai")
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 key = sys.argv[2] if len(sys.argv) > 2 else "none"

@@ -101,6 +101,16 @@ def test_speech_into_a_file_and_a_spoken_question_from_it(
 
 
 @pytest.mark.parametrize(
+    "name", ["client_text.py", "client_speech.py", "client_spoken_question.py"]
+)
+def test_without_the_client(
+    name: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert refused(name).endswith(": pip install openai")
+
+
+@pytest.mark.parametrize(
     "name", ["hello.py", "stream.py", "session.py", "read_aloud.py", "hear_and_see.py"]
 )
 def test_without_the_checkpoint(name: str, folder: Path, refused: Callable[..., str]) -> None:

@@ -79,12 +79,12 @@ def test_a_death_ends_only_what_needed_the_dead(tiny_dir: Path) -> None:
 
     async def work() -> None:
         async with serving(tiny_dir, placement=PROCESSES, replicas=2) as (engine, launcher):
-            asked = {
-                name: asyncio.create_task(
-                    collect(engine.generate(CHATS["text"], modalities=kinds, params=PARAMS))
-                )
-                for name, kinds in (("a", SPOKEN), ("b", SPOKEN), ("c", ["text"]), ("d", ["text"]))
-            }
+            asked = {}
+            for name, kinds in (("a", SPOKEN), ("b", SPOKEN), ("c", ["text"]), ("d", ["text"])):
+                answer = engine.generate(CHATS["text"], modalities=kinds, params=PARAMS)
+                asked[name] = asyncio.create_task(collect(answer))
+                # One after the other, so that each replica gets one of the spoken.
+                await until(lambda: len(engine.requests.running) == len(asked))
             await until(lambda: sum(map(len, admitted(launcher))) == 8)
             talkers = [h for h in launcher.hosts if h.name.endswith(".1")]
             assert len(talkers) == 2

@@ -241,7 +241,8 @@ function limits() {
 
 function explain(error, entry) {
   if (error.status === 429) retries += 1;
-  const told = explainFailure(error, { retries, ready: server.state === "ready", stages: server.stages, reads: reading.on });
+  const { nothing } = entry.turn;
+  const told = explainFailure(error, { retries, ready: server.state === "ready", stages: server.stages, reads: reading.on, nothing });
   if (told.about === "loading") waiting = entry;
   notice.show({ ...told, retry: told.retry ? () => answer(entry) : null });
   if (told.check) connection.check();

@@ -5,12 +5,13 @@ import { Unreachable } from "./api.js";
 
 const MOST_RETRIES = 5; // of a busy server, without being asked
 
-/** `retries`: how often a busy server has been asked, this time included. */
-export function explainFailure(error, { retries, ready, stages, reads }) {
+/** `retries`: how often a busy server has been asked, this time included. `nothing`: no part of the answer arrived. */
+export function explainFailure(error, { retries, ready, stages, reads, nothing }) {
   const text = error.message;
+  const rest = nothing ? "" : "What had arrived is kept.";
   const thing = reads ? "text" : "question";
   if (error instanceof Unreachable) {
-    return { about: "broken", title: text, text: "What had arrived is kept.", advice: "Try again when the server is back.", retry: true, check: true };
+    return { about: "broken", title: text, text: rest, advice: "Try again when the server is back.", retry: true, check: true };
   }
   if (error.status === 429) {
     const patient = retries <= MOST_RETRIES;
@@ -35,7 +36,7 @@ export function explainFailure(error, { retries, ready, stages, reads }) {
     const advice = `Change the ${thing} or the settings${reads ? "" : ", or start a new conversation"}.`;
     return { about: "failed", title: `The server refused the ${thing}.`, text, advice };
   }
-  return { about: "failed", title: reads ? "The reading failed." : "The answer failed.", text, advice: "What had arrived is kept.", retry: true };
+  return { about: "failed", title: reads ? "The reading failed." : "The answer failed.", text, advice: rest, retry: true };
 }
 
 /** A spoken conversation that the server did not take. */

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import Running
+from tests.server.realtime import conversation
 from tests.server.realtime.sounds import pcm, silence, speech
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.scripted_session import Ask, say
@@ -31,7 +32,6 @@ DRIVERS = {
     "livekit_plugin.py": "livekit.plugins.openai",
     "pipecat_pipeline.py": "pipecat",
 }
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
 
 def python_with(module: str) -> str:
@@ -90,37 +90,11 @@ def test_a_framework_in_a_whole_conversation(
 ) -> None:
     """A turn, one that calls a function, one that is interrupted, and another."""
     python = python_with(DRIVERS[name])
-
-    def script(ask: Ask) -> list:  # type: ignore[type-arg]
-        if "Transcribe the" in ask.texts[0]:
-            return say("what was said", 0)
-        if ask.messages[-1]["role"] == "tool":
-            return say("It is sunny.", 1.0)
-        spoken = sum(m["role"] == "user" for m in ask.messages)
-        return {2: say(CALL, 0.5), 3: say("word " * 60, 60.0, 60)}.get(spoken) or say(
-            "Good day to you.", 1.0
-        )
-
-    engine.script = script
-    sound = tmp_path / "turn.pcm"
-    sound.write_bytes(pcm(silence(0.2), speech(0.6), silence(1.2)))
-    command = [
-        python,
-        str(Path(__file__).parent / "drivers" / name),
-        f"{running.url}/v1",
-        str(sound),
-    ]
+    engine.script = conversation.answers
+    turn = tmp_path / "turn.wav"
+    conversation.write_turn(turn)
+    command = [python, str(conversation.DRIVERS / name), f"{running.url}/v1", str(turn)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "fine" in done.stdout
-    last = [a for a in engine.asks if "Transcribe the" not in a.texts[0]][-1]
-    roles = [t.partition(":")[0] for t in last.texts]
-    assert (roles[0], roles[-1], roles.count("user"), roles.count("tool")) == (
-        "system",
-        "user",
-        4,
-        1,
-    )
-    assert roles.index("tool") > roles.index("assistant")
-    text = running.ask("/metrics").body.decode()
-    assert 'stretto_barge_in_total{by="speech"} 1.0' in text
+    assert "ok: " in done.stdout
+    conversation.check_conversation(running, engine)

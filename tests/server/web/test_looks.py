@@ -91,6 +91,23 @@ def test_words_stand_out_from_their_ground(
     tab.close()
 
 
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (320, 568)])
+def test_settings_can_be_closed_without_scrolling(
+    browser: Browser, server: ScriptedServer, width: int, height: int
+) -> None:
+    tab = browser.open(server.url, width, height)
+    tab.until(READY)
+    tab.click("open-settings")
+    within = tab.eval(
+        "(([dialog, done]) => done.bottom <= dialog.bottom && done.top >= dialog.top)"
+        "(['#settings', '#settings .settings-actions .button']"
+        ".map((name) => document.querySelector(name).getBoundingClientRect()))"
+    )
+    assert within
+    tab.click("close-settings")
+    tab.close()
+
+
 def test_everything_can_be_reached_by_keyboard(tab: Tab) -> None:
     tab.eval("document.querySelector('#score').open = true")
     tab.eval("document.body.focus()")

@@ -515,6 +515,7 @@ def test_error_in_mid_stream_keeps_what_came(tab: Tab, server: ScriptedServer) -
     server.script = Script(break_after=12)
     tab.ask("Will it hold?")
     tab.until(shows("the talker stage died"))
+    assert "What had arrived is kept." in tab.text("notice")
     assert tab.stats()["turns"][0]["outcome"] == "failed"
     part = tab.text("answer")
     assert part
@@ -524,6 +525,13 @@ def test_error_in_mid_stream_keeps_what_came(tab: Tab, server: ScriptedServer) -
     tab.until(DONE)
     assert tab.text("answer") == ANSWER
     assert not tab.visible("notice")
+
+
+def test_error_before_anything_came_keeps_nothing(tab: Tab, server: ScriptedServer) -> None:
+    server.script = Script(refuse=(500, {}, "the talker stage died"))
+    tab.ask("Will it hold?")
+    tab.until(shows("the talker stage died"))
+    assert "arrived" not in tab.text("notice")
 
 
 def test_connection_that_breaks(tab: Tab, server: ScriptedServer) -> None:

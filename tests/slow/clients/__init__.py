@@ -26,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.server.realtime.scripted import TalkEngine
 
 from bench.harness.env import describe
 from bench.harness.parts import one_of
 from bench.harness.results import arguments, parser, read, write
 from tests.server.certificates import certificate_settings
+from tests.server.realtime import conversation
+from tests.server.realtime.conftest import talking
 from tests.slow.clients.cases import CASES, ClientCase, Exchange, Which
 from tests.slow.clients.environments import CannotInstall, ClientEnvironment
 
@@ -70,13 +73,14 @@ class Servers:
             scheme = "https"
             for name, value in certificate_settings(self.folder).items():
                 words += [f"--{name.replace('_', '-')}", value]
-        with (self.folder / f"{which}.log").open("wb") as log:
-            self.processes.append(subprocess.Popen(words, stdout=log, stderr=log))
+        log = self.folder / f"{which}.log"
+        with log.open("wb") as file:
+            self.processes.append(subprocess.Popen(words, stdout=file, stderr=file))
         url = f"{scheme}://127.0.0.1:{port}"
         verify = str(self.certificate) if scheme == "https" else True
         while not _ready(url, verify):
             if self.processes[-1].poll() is not None:
-                raise RuntimeError(f"the server for {which} ended")
+                raise RuntimeError(f"the server for {which} ended:\n{_last_lines(log.read_text())}")
             time.sleep(0.2)
         return f"{url}/v1"
 
@@ -113,25 +117,55 @@ def write_question(url: str, path: Path) -> None:
 def run_exchange(
     exchange: Exchange, environment: ClientEnvironment, servers: Servers, question: Path
 ) -> dict[str, Any]:
+    if exchange.server == "scripted":
+        return _run_conversation(exchange, environment, servers.folder)
     url = servers.url(exchange.server)
-    given = {
+    answer = str(servers.folder / "answer.wav")
+    arguments = {
         "url": [url],
         "url question": [url, str(question)],
-        "question answer url": [str(question), str(servers.folder / "answer.wav"), "--url", url],
+        "question answer url": [str(question), answer, "--url", url],
         "question answer ws": [
             str(question),
-            str(servers.folder / "answer.wav"),
+            answer,
             "--url",
             url.replace("http", "ws", 1) + "/realtime",
         ],
     }[exchange.arguments]
-    command = [*environment.command(exchange.program), *given]
     certificate = servers.certificate if exchange.server == "nano over TLS" else None
+    return _run_program(exchange, arguments, environment, servers.folder, certificate)
+
+
+def _run_conversation(
+    exchange: Exchange, environment: ClientEnvironment, folder: Path
+) -> dict[str, Any]:
+    turn = folder / "turn.wav"
+    conversation.write_turn(turn)
+    engine = TalkEngine(script=conversation.answers)
+    with talking(engine) as running:
+        arguments = [f"{running.url}/v1", str(turn)]
+        found = _run_program(exchange, arguments, environment, folder)
+        if found["passed"]:
+            try:
+                conversation.check_conversation(running, engine)
+            except AssertionError as e:
+                found |= {"passed": False, "error": f"what the server was asked: {e}"}
+    return found
+
+
+def _run_program(
+    exchange: Exchange,
+    arguments: list[str],
+    environment: ClientEnvironment,
+    folder: Path,
+    certificate: Path | None = None,
+) -> dict[str, Any]:
+    command = [*environment.command(exchange.program), *arguments]
     begun = time.monotonic()
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=PATIENCE_S,
-            env=environment.variables(certificate), cwd=servers.folder,
+            env=environment.variables(certificate), cwd=folder,
         )  # fmt: skip
         error = "" if done.returncode == 0 else _last_lines(done.stderr or done.stdout)
         said = done.stdout
@@ -192,8 +226,9 @@ def _run_all(args: argparse.Namespace, temporary: Path) -> int:
     with running_servers(temporary) as servers:
         question = temporary / "question.wav"
         write_question(servers.url("nano"), question)
+        folder = (args.keep or temporary).resolve()  # pip and npm run within it
         for case in cases:
-            found[case.name] = run_case(case, args.keep or temporary, servers, question)
+            found[case.name] = run_case(case, folder, servers, question)
             _show(case, found[case.name])
             write(args.out, {**result, **{c.name: found[c.name] for c in CASES if c.name in found}})
     failed = [case.name for case in cases if not found[case.name]["passed"]]

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tests.server.realtime import conversation
+
 DRIVERS = Path(__file__).parent / "drivers"
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "realtime"
 
-Which = Literal["nano", "nano over TLS", "tiny"]
-"""Nano answers and speaks; the tiny model, whose words mean nothing, transcribes."""
-Arguments = Literal["url", "url question", "question answer url", "question answer ws"]
+Which = Literal["nano", "nano over TLS", "tiny", "scripted"]
+"""Nano answers and speaks; the tiny model, whose words mean nothing, transcribes; the scripted
+engine of the tests holds whole conversations."""
+Arguments = Literal["url", "url question", "url turn", "question answer url", "question answer ws"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ def _example(name: str, arguments: Arguments) -> Exchange:
     return Exchange(EXAMPLES / name, "nano", arguments)
 
 
+def _conversation(name: str) -> Exchange:
+    return Exchange(conversation.DRIVERS / name, "scripted", "url turn")
+
+
 CASES = (
     ClientCase(
         "openai",
@@ -67,6 +74,7 @@ CASES = (
         (
             _driver("agents_text.py", arguments="url"),
             _example("openai_agent.py", "question answer ws"),
+            _conversation("agents_sdk.py"),
         ),
     ),
     ClientCase(
@@ -75,6 +83,7 @@ CASES = (
         ("pipecat-ai[openai]", "websockets"),
         (
             _example("pipecat_bot.py", "question answer ws"),
+            _conversation("pipecat_pipeline.py"),
             _driver("pipecat_speech.py", arguments="url"),
             _driver("pipecat_transcribes.py", "tiny"),
         ),
@@ -85,6 +94,7 @@ CASES = (
         ("livekit-agents", "livekit-plugins-openai"),
         (
             _example("livekit_agent.py", "question answer url"),
+            _conversation("livekit_plugin.py"),
             _driver("livekit_speech.py", arguments="url"),
             _driver("livekit_transcribes.py", "tiny"),
         ),

@@ -1,8 +1,9 @@
-"""Run by test_clients.py in an interpreter that has the Agents SDK: turns, a function, an
-interruption."""
+"""Run by test_clients.py and by `python -m tests.slow clients` in an interpreter that has
+the Agents SDK: turns, a function, an interruption, memory."""
 
 import asyncio
 import sys
+import wave
 
 from agents import function_tool, set_tracing_disabled
 from agents.realtime import RealtimeAgent, RealtimeRunner, RealtimeSession
@@ -25,18 +26,21 @@ async def main(url: str, sound: bytes) -> None:
     async with session:
         await say(session, sound)
         assert await ends(session) > 20_000
+        sys.stdout.write("ok: a spoken turn and its spoken answer\n")
         await say(session, sound)
         assert await ends(session) > 20_000
         assert called == ["Bonn"], called
+        sys.stdout.write("ok: a spoken turn that calls a function\n")
         await say(session, sound)
         await until(session, "audio")
         await say(session, sound)
         await until(session, "audio_interrupted")
+        sys.stdout.write("ok: barge-in\n")
         while await ends(session) < 20_000:  # of the one that was stopped
             pass
         roles = [i.role for i in session._history if i.type == "message"]  # type: ignore[union-attr]
         assert roles.count("user") == 4, roles
-    sys.stdout.write("fine")
+    sys.stdout.write("ok: a turn after it, with the conversation's memory\n")
 
 
 async def say(session: RealtimeSession, sound: bytes) -> None:
@@ -64,5 +68,6 @@ async def until(session: RealtimeSession, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[2], "rb") as file:
-        asyncio.run(main(sys.argv[1].replace("http", "ws") + "/realtime", file.read()))
+    with wave.open(sys.argv[2]) as file:
+        spoken = file.readframes(file.getnframes())
+    asyncio.run(main(sys.argv[1].replace("http", "ws") + "/realtime", spoken))

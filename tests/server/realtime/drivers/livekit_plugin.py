@@ -1,8 +1,9 @@
-"""Run by test_clients.py in an interpreter that has LiveKit Agents: turns, a function, an
-interruption, memory."""
+"""Run by test_clients.py and by `python -m tests.slow clients` in an interpreter that has
+LiveKit Agents: turns, a function, an interruption, memory."""
 
 import asyncio
 import sys
+import wave
 from typing import Any
 
 from livekit import rtc
@@ -42,6 +43,7 @@ async def main(url: str, sound: bytes) -> None:
 
     say()
     assert (await read_answer(await answers.get()))[0] > 20_000
+    sys.stdout.write("ok: a spoken turn and its spoken answer\n")
     say()
     _, calls = await read_answer(await answers.get())
     assert [(c.name, c.arguments) for c in calls] == [("weather", '{"city": "Bonn"}')], calls
@@ -54,6 +56,7 @@ async def main(url: str, sound: bytes) -> None:
     await session.update_chat_ctx(memory)
     reply = session.generate_reply()  # is found again by its metadata
     assert (await read_answer(await reply))[0] > 20_000
+    sys.stdout.write("ok: a spoken turn that calls a function\n")
     await answers.get()
     while not started.empty():
         started.get_nowait()
@@ -65,6 +68,7 @@ async def main(url: str, sound: bytes) -> None:
     await started.get()
     session.interrupt()  # too late, as always: the server has done it
     session.truncate(message_id=message.message_id, modalities=["audio"], audio_end_ms=500)
+    sys.stdout.write("ok: barge-in\n")
     assert (await read_answer(await answers.get()))[0] > 20_000
     roles = [i.role for i in session.chat_ctx.items if i.type == "message"]
     assert roles.count("user") == 4, roles
@@ -74,7 +78,7 @@ async def main(url: str, sound: bytes) -> None:
     assert not [e for e in errors if not e.recoverable], errors
     await session.aclose()
     await model.aclose()
-    sys.stdout.write("fine")
+    sys.stdout.write("ok: a turn after it, with the conversation's memory\n")
 
 
 async def read_answer(generation: llm.GenerationCreatedEvent) -> tuple[int, list[llm.FunctionCall]]:
@@ -88,5 +92,6 @@ async def read_answer(generation: llm.GenerationCreatedEvent) -> tuple[int, list
 
 
 if __name__ == "__main__":
-    with open(sys.argv[2], "rb") as file:
-        asyncio.run(main(sys.argv[1], file.read()))
+    with wave.open(sys.argv[2]) as file:
+        spoken = file.readframes(file.getnframes())
+    asyncio.run(main(sys.argv[1], spoken))

@@ -1,8 +1,9 @@
-"""Run by test_clients.py in an interpreter that has Pipecat: turns, a function, an interruption,
-memory."""
+"""Run by test_clients.py and by `python -m tests.slow clients` in an interpreter that has
+Pipecat: turns, a function, an interruption, memory."""
 
 import asyncio
 import sys
+import wave
 from typing import Any
 
 from pipecat.adapters.schemas.function_schema import FunctionSchema
@@ -87,25 +88,31 @@ async def main(url: str, sound: bytes) -> None:
     )
 
     async def say() -> None:
+        """At the pace of a microphone: Pipecat cancels a function that is called while it still
+        handles the beginning of the turn."""
         for i in range(0, len(sound), PIECE):
             await task.queue_frame(InputAudioRawFrame(sound[i : i + PIECE], RATE, 1))
+            await asyncio.sleep(PIECE / 2 / RATE)
 
     async def talk() -> None:
         await task.queue_frame(LLMRunFrame())  # bots speak first
         assert await ear.ends() > 20_000
         await say()
         assert await ear.ends() > 20_000
+        sys.stdout.write("ok: a spoken turn and its spoken answer\n")
         await say()
         await ear.ends()
         assert await ear.ends() > 20_000
         assert called == ["Bonn"], called
+        sys.stdout.write("ok: a spoken turn that calls a function\n")
         await say()
         await ear.until(TTSAudioRawFrame)
         await say()
         await ear.until(InterruptionFrame)
+        sys.stdout.write("ok: barge-in\n")
         while await ear.ends() < 20_000:
             pass
-        sys.stdout.write("fine")
+        sys.stdout.write("ok: a turn after it, with the conversation's memory\n")
         await task.queue_frame(EndFrame())
 
     talking = asyncio.create_task(talk())
@@ -117,5 +124,6 @@ async def main(url: str, sound: bytes) -> None:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[2], "rb") as file:
-        asyncio.run(main(sys.argv[1].replace("http", "ws") + "/realtime", file.read()))
+    with wave.open(sys.argv[2]) as file:
+        spoken = file.readframes(file.getnframes())
+    asyncio.run(main(sys.argv[1].replace("http", "ws") + "/realtime", spoken))

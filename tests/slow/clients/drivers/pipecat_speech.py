@@ -10,6 +10,8 @@ from pipecat.pipeline.task import PipelineParams, PipelineTask
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.openai.tts import OpenAITTSService
 
+PATIENCE_S = 120  # Pipecat's own is 3 s, which a busy machine may need for the first sound
+
 
 class Ear(FrameProcessor):
     def __init__(self) -> None:
@@ -25,7 +27,9 @@ class Ear(FrameProcessor):
 
 async def main(url: str) -> None:
     settings = OpenAITTSService.Settings(model="default", voice="alloy")
-    service = OpenAITTSService(base_url=url, api_key="none", settings=settings)
+    service = OpenAITTSService(
+        base_url=url, api_key="none", settings=settings, stop_frame_timeout_s=PATIENCE_S
+    )
     ear = Ear()
     params = PipelineParams(audio_out_sample_rate=24_000)
     task = PipelineTask(Pipeline([service, ear]), params=params)
