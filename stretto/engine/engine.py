@@ -215,8 +215,9 @@ class PipelineEngine:
             style=style,
             request_id=request_id,
             owner=owner,
+            sender=sender,
         )
-        events = self._tts.speak(text, options, sender)
+        events = self._tts.speak(text, options)
         return at_speed(events, options.params.speed, self.info.sample_rate)
 
     async def enrol(self, clip: Conversation, *, owner: str = "") -> bytes:

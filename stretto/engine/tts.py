@@ -47,27 +47,25 @@ class TextToSpeech:
         return self.requests.info
 
     def speak(
-        self, text: str | AsyncIterator[str], options: RequestOptions, sender: str
+        self, text: str | AsyncIterator[str], options: RequestOptions
     ) -> AsyncIterator[Event]:
         check_style(options.style, self.info)
         rules = self.info.passages
         if not isinstance(text, str):
             if self.info.live_text:
-                return self._live(text, replace(options, tts_streaming=True), sender)
+                return self._live(text, replace(options, tts_streaming=True))
             if rules is None:
                 raise Invalid("this model reads whole texts alone", "input")
-            return self._whole(UnfinishedText(text, rules).whole_passages(), options, sender)
+            return self._whole(UnfinishedText(text, rules).whole_passages(), options)
         if not text.strip():
             raise Invalid("there is nothing to say", "input")
         text = text if rules is None else text.strip()
         if rules is None or not (rules.sentence or passage_end(text, rules)):
-            build = partial(self.prompts.read, text, sender, options.style.instructions)
+            build = partial(self.prompts.read, text, options.sender, options.style.instructions)
             return self.requests.run(build, options)
-        return self._whole(iterate(passages(text, rules)), options, sender)
+        return self._whole(iterate(passages(text, rules)), options)
 
-    def _whole(
-        self, texts: AsyncIterator[str], options: RequestOptions, sender: str
-    ) -> AsyncIterator[Event]:
+    def _whole(self, texts: AsyncIterator[str], options: RequestOptions) -> AsyncIterator[Event]:
         """Read passages, each when all of it is there."""
         one_voice = with_seed(options)
 
@@ -77,26 +75,24 @@ class TextToSpeech:
 
             return self.requests.run(build, replace(one_voice, params=params), placed=True)
 
-        prompts = self._prompts(texts, sender, options.style.instructions)
+        prompts = self._prompts(texts, options)
         return self._read(one_ahead(prompts), one_voice, speak)
 
     async def _prompts(
-        self, texts: AsyncIterator[str], sender: str, instructions: str
+        self, texts: AsyncIterator[str], options: RequestOptions
     ) -> AsyncIterator[PackedPrompt]:
         rules = self.info.passages
         async with aclosing(cast(AsyncGenerator[str, None], texts)) as unread:
             async for passage in unread:
                 parts = [passage]
                 if rules is not None and rules.sentence:
-                    parts = await self.prompts.divide(passage, rules, sender)
+                    parts = await self.prompts.divide(passage, rules, options.sender)
                 for part in parts:
-                    yield await self.prompts.read(part, sender, instructions)
+                    yield await self.prompts.read(part, options.sender, options.style.instructions)
 
-    def _live(
-        self, text: AsyncIterator[str], options: RequestOptions, sender: str
-    ) -> AsyncIterator[Event]:
+    def _live(self, text: AsyncIterator[str], options: RequestOptions) -> AsyncIterator[Event]:
         """Read passages, each while it is being written."""
-        build = partial(self.prompts.read, "", sender, options.style.instructions)
+        build = partial(self.prompts.read, "", options.sender, options.style.instructions)
         one_voice = with_seed(options)
 
         def speak(pieces: Callable[[], AsyncIterator[str]], params: Params) -> AsyncIterator[Event]:

@@ -82,7 +82,7 @@ class WarmUp:
                 yield self._answer([text(), *parts])
         elif "tts" in paths:
             for _ in range(2 if style.voice else 1):
-                yield self.tts.speak(TEXT, self._options(style), OWNER)
+                yield self.tts.speak(TEXT, self._options(style))
 
     @property
     def _media(self) -> list[dict[str, Any]]:
@@ -106,7 +106,9 @@ class WarmUp:
         paths = self.model.pipeline.paths
         offered: tuple[Capability, ...] = ("speech", "text", "tts")
         capability = next(c for c in offered if c in paths)
-        return RequestOptions(capability, params, style=style, pipeline=self.pipeline, owner=OWNER)
+        return RequestOptions(
+            capability, params, style=style, pipeline=self.pipeline, owner=OWNER, sender=OWNER
+        )
 
 
 def _reason(error: Exception) -> str:

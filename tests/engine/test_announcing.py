@@ -73,6 +73,27 @@ def test_all_stages_are_told_of_a_request_at_once(chat: str, tiny_dir: Path) -> 
     run(work())
 
 
+def test_hosts_and_the_router_know_who_sends_a_text_to_be_read(tiny_dir: Path) -> None:
+    """Else all texts count as one client's: in queues of hosts, and where pace refuses speech."""
+
+    async def work() -> None:
+        async with serving(tiny_dir) as (engine, launcher):
+            reading = [
+                asyncio.create_task(collect(engine.speak("Hello.", params=PARAMS, sender=sender)))
+                for sender in ("a", "b", "a")
+            ]
+            await until(lambda: len(admitted(launcher)[0]) == len(reading))
+            senders = [admit.sender for admit in admitted(launcher)[0]]
+            assert sorted(map(senders.count, senders)) == [1, 2, 2]
+            running = engine.requests.running.values()
+            assert sorted(r.options.sender for r in running) == ["a", "a", "b"]
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+    run(work())
+
+
 def test_a_death_ends_only_what_needed_the_dead(tiny_dir: Path) -> None:
     """Not the requests of another replica, nor those that do not speak; nor those whose part there
     had ended, unless what it had sent may not have arrived."""
