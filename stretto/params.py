@@ -143,7 +143,7 @@ class RequestOptions:
     session: str | None = None  # requests of a session go to the same pipeline
     pipeline: str | None = None  # the name of the one that serves it; None: the router chooses
     owner: str = ""  # shares prefix caches with requests of the same owner only
-    sender: str = ""  # takes turns with other senders where requests wait
+    client: str = ""  # takes turns with other clients where requests wait
 
     @property
     def speaks(self) -> bool:

@@ -314,7 +314,7 @@ class ServerConfig:
         return int(self.realtime_total_mb * (1 << 20))
 
     @property
-    def places_per_sender(self) -> int:
+    def places_per_client(self) -> int:
         return max(1, int(self.max_concurrent * self.max_concurrent_share))
 
     @property

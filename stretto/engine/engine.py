@@ -177,15 +177,15 @@ class PipelineEngine:
             request_id=request_id,
             session=session,
             owner=owner,
-            sender=messages.sender if isinstance(messages, Conversation) else "",
+            client=messages.client if isinstance(messages, Conversation) else "",
         )
 
         async def build() -> PackedPrompt:
             if isinstance(messages, Conversation):
                 with closing(messages):
-                    await self.prompts.check(options.params.grammar, options.sender)
+                    await self.prompts.check(options.params.grammar, options.client)
                     return await self.prompts.build(messages, use_audio_in_video)
-            await self.prompts.check(options.params.grammar, options.sender)
+            await self.prompts.check(options.params.grammar, options.client)
             return await self._threads.build_local(
                 [dict(m) for m in messages],
                 [dict(t) for t in tools] if tools else None,
@@ -205,7 +205,7 @@ class PipelineEngine:
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
-        sender: str = "",
+        client: str = "",
     ) -> AsyncIterator[Event]:
         self.requests.check(("audio",), voice)
         options = RequestOptions(
@@ -215,7 +215,7 @@ class PipelineEngine:
             style=style,
             request_id=request_id,
             owner=owner,
-            sender=sender,
+            client=client,
         )
         events = self._tts.speak(text, options)
         return at_speed(events, options.params.speed, self.info.sample_rate)
@@ -224,7 +224,7 @@ class PipelineEngine:
         self.requests.check_open()
         return await self._tts.enrol(clip, RequestOptions("enrolment", owner=owner))
 
-    def session(self, *, owner: str = "", sender: str = "", allow_paths: bool = False) -> Session:
+    def session(self, *, owner: str = "", client: str = "", allow_paths: bool = False) -> Session:
         """A conversation that goes on: see `session.py`."""
         self.requests.check_open()
         return Session(
@@ -232,19 +232,19 @@ class PipelineEngine:
             self.prompts,
             self._threads,
             owner=owner,
-            sender=sender,
+            client=client,
             allow_paths=allow_paths,
         )
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
-        return await self.prompts.outline(body, long, max_short_bytes, sender)
+        return await self.prompts.outline(body, long, max_short_bytes, client)
 
     async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
+        self, sound: MemFile, seconds: float | None, client: str = ""
     ) -> tuple[Windows, MemFile]:
-        return await self.prompts.cut(sound, seconds, sender)
+        return await self.prompts.cut(sound, seconds, client)
 
 
 def _info_of(opened: Model, model: Path, config: EngineConfig) -> ModelInfo:

@@ -60,10 +60,10 @@ class EngineClient(Protocol):
         params: Params | None = None,
         request_id: RequestId | None = None,
         owner: str = "",
-        sender: str = "",
+        client: str = "",
     ) -> AsyncIterator[Event]:
         """Read a text aloud, instead of an answer that the model writes; some models can while it
-        is being written. `sender`: who takes turns with whom where prompts are built, as in
+        is being written. `client`: who takes turns with whom where prompts are built, as in
         `Conversation`."""
         ...
 
@@ -72,13 +72,13 @@ class EngineClient(Protocol):
         closer likeness, what is said in it. The voice is this model's alone."""
         ...
 
-    def session(self, *, owner: str = "", sender: str = "") -> Session:
+    def session(self, *, owner: str = "", client: str = "") -> Session:
         """A conversation that goes on, whose sound comes in while it is spoken. Sessions of one
-        `sender` take turns as one where prompts are built."""
+        `client` take turns as one where prompts are built."""
         ...
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a JSON object that is too large for the event loop into its short fields, which may
         have `max_short_bytes` together, and the `long` ones, in another process. The caller closes
@@ -86,7 +86,7 @@ class EngineClient(Protocol):
         ...
 
     async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
+        self, sound: MemFile, seconds: float | None, client: str = ""
     ) -> tuple[Windows, MemFile]:
         """Decode a sound file, in another process, and cut it into windows of at most `seconds`;
         where speech pauses, if that is None. The caller closes the file that comes back."""

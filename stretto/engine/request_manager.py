@@ -366,7 +366,7 @@ async def announce(request: RequestState, shared: bool) -> None:
             f"and needs {request.stages}"
         )
     root = b"" if shared else digest_of(options.owner, b"cache owner")
-    sender = digest_of(options.sender, b"sender")
+    client = digest_of(options.client, b"client")
     encoding = [
         s.name
         for s in request.model.pipeline.stages
@@ -378,7 +378,7 @@ async def announce(request: RequestState, shared: bool) -> None:
         here = {stage: stage_params[stage] for stage in stages}
         prompt = request.prompt.for_host(with_features=encodes)
         elsewhere = tuple(stage for stage in request.stages if stage not in here)
-        message = Admit(request.id, prompt, here, options.params.priority, root, sender, elsewhere)
+        message = Admit(request.id, prompt, here, options.params.priority, root, client, elsewhere)
         host.send(message, blob if encodes else b"")
     request.release_features()
 
@@ -398,7 +398,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def digest_of(name: str, use: bytes) -> bytes:
-    """What hosts know an owner or a sender by, in prefix caches and in queues; not its name. The
+    """What hosts know an owner or a client by, in prefix caches and in queues; not its name. The
     digest of an empty name is empty."""
     data = name.encode("utf-8", "surrogatepass")
     return blake2b(data, digest_size=16, person=use).digest() if data else b""

@@ -68,11 +68,11 @@ def of_others(
     running: Collection[RequestState], options: RequestOptions
 ) -> Collection[RequestState]:
     """The requests by whose pace this one may be refused: not those of its own session. A listener
-    without a session is known by his sender, who may also be an application with many listeners:
-    so one speech of this sender is left out, and two are not."""
+    without a session is known by the request's client, which may also be an application with many
+    listeners: so one speech of this client is left out, and two are not."""
     others = [r for r in running if options.session is None or r.options.session != options.session]
-    same_sender = [r for r in others if r.options.speaks and r.options.sender == options.sender]
-    return [r for r in others if r is not same_sender[0]] if len(same_sender) == 1 else others
+    same_client = [r for r in others if r.options.speaks and r.options.client == options.client]
+    return [r for r in others if r is not same_client[0]] if len(same_client) == 1 else others
 
 
 def slowest(running: Collection[RequestState]) -> float:

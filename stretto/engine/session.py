@@ -92,21 +92,21 @@ class Session:
         threads: InThreads,
         *,
         owner: str = "",
-        sender: str = "",
+        client: str = "",
         allow_paths: bool = False,
     ) -> None:
         """`prompts` builds what clients have sent, `threads` what a caller of this process has:
         with `allow_paths`, messages may hold arrays and name files.
 
-        `owner` and `sender` are those of its requests (`RequestOptions`). All sessions of one
-        sender take turns as one; a session without sender and owner takes turns for itself."""
+        `owner` and `client` are those of its requests (`RequestOptions`). All sessions of one
+        client take turns as one; a session without client and owner takes turns for itself."""
         self._requests = requests
         self._prompts = prompts
         self._threads = threads
         self._owner = owner
         self._allow_paths = allow_paths
         self._name = f"s-{secrets.token_hex(8)}"
-        self._sender = sender or owner or self._name
+        self._client = client or owner or self._name
         self._items: list[Item] = []
         self._dropped: list[str] = []
         self._sent: set[bytes] = set()  # digests of features that the stages have had
@@ -290,9 +290,9 @@ class Session:
 
     async def _decode(self, message: Message) -> Prompt:
         """Have the media of a message decoded by the prompt worker, which limits time and memory: a
-        stranger has encoded them. Senders take turns."""
+        stranger has encoded them. Clients take turns."""
         body = await asyncio.to_thread(msgspec.json.encode, [message])
-        packed = await self._prompts.build(Conversation.of(body, sender=self._sender))
+        packed = await self._prompts.build(Conversation.of(body, client=self._client))
         return await asyncio.to_thread(lambda: packed.unpack(packed.feature_bytes()))
 
     def respond(
@@ -321,7 +321,7 @@ class Session:
             raise Invalid("there is nothing to answer: no items and no instructions", "messages")
 
         async def build() -> PackedPrompt:
-            await self._prompts.check(params.grammar, self._sender)
+            await self._prompts.check(params.grammar, self._client)
             await self.read()  # what is being read ahead is what this needs
             prompt = await self._fit(
                 settings, answered, params.max_text_tokens, may_drop=items is None
@@ -336,7 +336,7 @@ class Session:
             voice,
             session=self._name,
             owner=self._owner,
-            sender=self._sender,
+            client=self._client,
         )
         events = self._requests.run(build, options)
         rate = self._requests.info.sample_rate
@@ -398,8 +398,8 @@ class Session:
         tools = [dict(t) for t in settings.tools] if settings.tools else None
         if self._allow_paths:
             # a caller of this process, whose messages may hold what JSON cannot express
-            return await self._threads.build_for(self._sender, messages, tools, allow_paths=True)
-        return await self._prompts.build_for(self._sender, messages, tools)
+            return await self._threads.build_for(self._client, messages, tools, allow_paths=True)
+        return await self._prompts.build_for(self._client, messages, tools)
 
     def _pack(self, prompt: Prompt) -> PackedPrompt:
         """Pack a prompt with the features that the stages have not had; they ask for others, where
@@ -429,7 +429,7 @@ class Session:
             Params(max_text_tokens=1),
             session=self._name,
             owner=self._owner,
-            sender=self._sender,
+            client=self._client,
         )
         if options.capability not in model.pipeline.paths:
             return

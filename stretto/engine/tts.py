@@ -61,7 +61,7 @@ class TextToSpeech:
             raise Invalid("there is nothing to say", "input")
         text = text if rules is None else text.strip()
         if rules is None or not (rules.sentence or passage_end(text, rules)):
-            build = partial(self.prompts.read, text, options.sender, options.style.instructions)
+            build = partial(self.prompts.read, text, options.client, options.style.instructions)
             return self.requests.run(build, options)
         return self._whole(iterate(passages(text, rules)), options)
 
@@ -86,13 +86,13 @@ class TextToSpeech:
             async for passage in unread:
                 parts = [passage]
                 if rules is not None and rules.sentence:
-                    parts = await self.prompts.divide(passage, rules, options.sender)
+                    parts = await self.prompts.divide(passage, rules, options.client)
                 for part in parts:
-                    yield await self.prompts.read(part, options.sender, options.style.instructions)
+                    yield await self.prompts.read(part, options.client, options.style.instructions)
 
     def _live(self, text: AsyncIterator[str], options: RequestOptions) -> AsyncIterator[Event]:
         """Read passages, each while it is being written."""
-        build = partial(self.prompts.read, "", options.sender, options.style.instructions)
+        build = partial(self.prompts.read, "", options.client, options.style.instructions)
         one_voice = with_seed(options)
 
         def speak(pieces: Callable[[], AsyncIterator[str]], params: Params) -> AsyncIterator[Event]:

@@ -107,7 +107,7 @@ class WarmUp:
         offered: tuple[Capability, ...] = ("speech", "text", "tts")
         capability = next(c for c in offered if c in paths)
         return RequestOptions(
-            capability, params, style=style, pipeline=self.pipeline, owner=OWNER, sender=OWNER
+            capability, params, style=style, pipeline=self.pipeline, owner=OWNER, client=OWNER
         )
 
 

@@ -41,7 +41,7 @@ class Admit(Wire, frozen=True, tag="admit"):
     # prefix caches are shared by requests of the same root: a digest of the owner, or nothing
     cache_root: bytes = b""
     # whose turn it is, where requests wait for each other: a digest
-    sender: bytes = b""
+    client: bytes = b""
     # stages of other hosts on its way
     elsewhere: tuple[str, ...] = ()
 

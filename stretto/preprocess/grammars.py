@@ -229,32 +229,32 @@ class GrammarVerdicts:
     """How checks of grammars ended, so that a schema that is used again is not checked again. The
     prompt pool has one, on the event loop.
 
-    Each sender has its own: one that sends many grammars pushes out none of others, and cannot find
+    Each client has its own: one that sends many grammars pushes out none of others, and cannot find
     out which ones they use."""
 
-    per_sender: int = MAX_PER_SENDER
-    senders: int = MAX_SENDERS
-    _by_sender: OrderedDict[str, OrderedDict[bytes, str]] = field(
+    per_client: int = MAX_PER_SENDER
+    clients: int = MAX_SENDERS
+    _by_client: OrderedDict[str, OrderedDict[bytes, str]] = field(
         default_factory=OrderedDict
     )  # the latest used last
 
-    def find(self, sender: str, grammar: bytes) -> str | None:
+    def find(self, client: str, grammar: bytes) -> str | None:
         """What is wrong with a grammar, empty if nothing; None: it is not known."""
-        own = self._by_sender.get(sender)
+        own = self._by_client.get(client)
         if own is None or grammar not in own:
             return None
-        self._by_sender.move_to_end(sender)
+        self._by_client.move_to_end(client)
         own.move_to_end(grammar)
         return own[grammar]
 
-    def store(self, sender: str, grammar: bytes, wrong: str) -> None:
-        own = self._by_sender.setdefault(sender, OrderedDict())
-        self._by_sender.move_to_end(sender)
+    def store(self, client: str, grammar: bytes, wrong: str) -> None:
+        own = self._by_client.setdefault(client, OrderedDict())
+        self._by_client.move_to_end(client)
         own[grammar] = wrong
-        if len(own) > self.per_sender:
+        if len(own) > self.per_client:
             own.popitem(last=False)
-        if len(self._by_sender) > self.senders:
-            self._by_sender.popitem(last=False)
+        if len(self._by_client) > self.clients:
+            self._by_client.popitem(last=False)
 
 
 def digest_of(grammar: bytes) -> bytes:

@@ -1,11 +1,11 @@
 """The admission queue: how many requests are answered at once, and whose turn it is. Used on the
 event loop, before anything of a request is computed.
 
-There are so many places. A sender (an API key or, without keys, an address) may have most of them
-but not all, so that another sender's request finds one. When all are taken, requests wait, and the
-next place goes to the sender that holds the fewest; of those that hold equally many to the one that
-has gone without one for longest, and within a sender in order of arrival. The queue is bounded:
-when it is full, the last request of the sender with the most requests in it makes room for one with
+There are so many places. A client (an API key or, without keys, an address) may have most of them
+but not all, so that another client's request finds one. When all are taken, requests wait, and the
+next place goes to the client that holds the fewest; of those that hold equally many to the one that
+has gone without one for longest, and within a client in order of arrival. The queue is bounded:
+when it is full, the last request of the client with the most requests in it makes room for one with
 fewer."""
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from stretto.server.shares import Shares
 
 @dataclass(slots=True)
 class Admission:
-    """Hands out `max_places`, of which a sender may have `places_per_sender`. A sender may have
-    `requests_per_sender` requests, with those that wait (0: any number). `max_queue` requests may
+    """Hands out `max_places`, of which a client may have `places_per_client`. A client may have
+    `requests_per_client` requests, with those that wait (0: any number). `max_queue` requests may
     wait, each for `queue_timeout` seconds.
 
     Speech of a text that is still being written (a live text) holds its request in the engine open
-    for as long as its client likes, and with it what the engine has for a stream. Senders share
+    for as long as its client likes, and with it what the engine has for a stream. Clients share
     `max_live` of these, so that others' requests always find room in the engine."""
 
     max_places: int
-    places_per_sender: int
-    requests_per_sender: int = 0
+    places_per_client: int
+    requests_per_client: int = 0
     max_queue: int = 0
     queue_timeout: float = 60.0
     max_live: int = 32
@@ -44,7 +44,7 @@ class Admission:
     _waiting: list[Place] = field(default_factory=list)  # of these, in order of arrival
     _num_arrived: int = 0
     _num_turns: int = 0  # that have come
-    _last_turn: dict[str, int] = field(default_factory=dict)  # by sender: its number
+    _last_turn: dict[str, int] = field(default_factory=dict)  # by client: its number
 
     def __post_init__(self) -> None:
         self.live = Shares(self.max_live)
@@ -59,26 +59,26 @@ class Admission:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def check(self, sender: str) -> None:
+    def check(self, client: str) -> None:
         """Refuse a request for which there is neither a place nor room in the queue."""
-        own = sum(place.weight for place in self._requests if place.sender == sender)
+        own = sum(place.weight for place in self._requests if place.client == client)
         waits = (
             self.running >= self.max_places
-            or own >= self.places_per_sender
+            or own >= self.places_per_client
             or self._next() is not None
         )
-        if waits and self._overfull(sender, 1) == sender:
+        if waits and self._overfull(client, 1) == client:
             raise self._full()
-        self._check_sender(sender, 1)
+        self._check_client(client, 1)
 
     @asynccontextmanager
-    async def place(self, sender: str, *, live: bool = False) -> AsyncIterator[Place]:
+    async def place(self, client: str, *, live: bool = False) -> AsyncIterator[Place]:
         """A place, once it is this request's turn. Whoever is cancelled while waiting leaves the
         queue. `live`: the request is the speech of a text that is still being written."""
-        self._check_sender(sender, 1)
-        place = Place(self, sender, needs_live=live)
+        self._check_client(client, 1)
+        place = Place(self, client, needs_live=live)
         # it does not go before those who were here already
-        self._last_turn.setdefault(sender, self._num_turns)
+        self._last_turn.setdefault(client, self._num_turns)
         self._requests.add(place)
         try:
             await place.take()
@@ -89,10 +89,10 @@ class Admission:
     def _remove(self, place: Place) -> None:
         """The request is over."""
         if place.holds_live:
-            self.live.give_back(place.sender, 1)
+            self.live.give_back(place.client, 1)
         self._requests.remove(place)
-        if not any(other.sender == place.sender for other in self._requests):
-            del self._last_turn[place.sender]
+        if not any(other.client == place.client for other in self._requests):
+            del self._last_turn[place.client]
         self.hand_over()
 
     # -- for places
@@ -105,7 +105,7 @@ class Admission:
         insort(self._waiting, place, key=attrgetter("arrival"))
         self.hand_over()
         if not place.turn.done():
-            self._bound_queue(place.sender)
+            self._bound_queue(place.client)
 
     def dequeue(self, place: Place) -> None:
         """It waits no longer, whether or not its turn has come."""
@@ -114,20 +114,20 @@ class Admission:
             self.hand_over()
 
     def allow_weight(self, place: Place, weight: int) -> int:
-        """The places that one for so many requests can have. It counts as so many of its sender's
+        """The places that one for so many requests can have. It counts as so many of its client's
         from now on."""
-        weight = min(weight, self.places_per_sender, self.requests_per_sender or weight)
+        weight = min(weight, self.places_per_client, self.requests_per_client or weight)
         more = max(0, weight - place.requests)
-        self._check_sender(place.sender, more)
+        self._check_client(place.client, more)
         place.requests += more
         return weight
 
-    def _check_sender(self, sender: str, more: int) -> None:
-        if not self.requests_per_sender:
+    def _check_client(self, client: str, more: int) -> None:
+        if not self.requests_per_client:
             return
-        own = sum(place.requests for place in self._requests if place.sender == sender)
-        if own + more > self.requests_per_sender:
-            words = f"{self.requests_per_sender} requests of this API key run already"
+        own = sum(place.requests for place in self._requests if place.client == client)
+        if own + more > self.requests_per_client:
+            words = f"{self.requests_per_client} requests of this API key run already"
             raise _refusal(words, "rate_limit_exceeded")
 
     # -- whose turn it is
@@ -139,10 +139,10 @@ class Admission:
                 break
             self._waiting.remove(place)
             self._num_turns += 1
-            self._last_turn[place.sender] = self._num_turns
+            self._last_turn[place.client] = self._num_turns
             place.weight = place.requested
             if place.needs_live:
-                self.live.add(place.sender, 1)
+                self.live.add(place.client, 1)
                 place.needs_live = False
                 place.holds_live = True
             place.turn.set_result(None)
@@ -156,44 +156,44 @@ class Admission:
         not overtaken for ever."""
         weights: Counter[str] = Counter()
         for place in self._requests:
-            weights[place.sender] += place.weight
+            weights[place.client] += place.weight
         heads: dict[str, Place] = {}
         for place in self._waiting:
-            if place.sender in heads or place.turn.done():  # who was cancelled has not left yet
+            if place.client in heads or place.turn.done():  # who was cancelled has not left yet
                 continue
-            if not place.needs_live or self.live.fits(place.sender, 1):
-                heads[place.sender] = place
-        most = self.places_per_sender
+            if not place.needs_live or self.live.fits(place.client, 1):
+                heads[place.client] = place
+        most = self.places_per_client
         return min(
-            (p for p in heads.values() if weights[p.sender] + p.requested <= most),
-            key=lambda p: (weights[p.sender], self._last_turn[p.sender], p.arrival),
+            (p for p in heads.values() if weights[p.client] + p.requested <= most),
+            key=lambda p: (weights[p.client], self._last_turn[p.client], p.arrival),
             default=None,
         )
 
-    def _bound_queue(self, sender: str) -> None:
-        """With this sender's new request in it, the last one of the sender with the most may have
+    def _bound_queue(self, client: str) -> None:
+        """With this client's new request in it, the last one of the client with the most may have
         to leave."""
-        if crowd := self._overfull(sender):
-            last = next(p for p in reversed(self._waiting) if p.sender == crowd)
+        if crowd := self._overfull(client):
+            last = next(p for p in reversed(self._waiting) if p.client == crowd)
             self._waiting.remove(last)
             last.turn.set_exception(self._full())
             self.hand_over()  # places may have been free for it, and too few
 
-    def _overfull(self, sender: str, more: int = 0) -> str | None:
-        """The sender whose last request must leave the queue, with so `more` of this sender's: the
+    def _overfull(self, client: str, more: int = 0) -> str | None:
+        """The client whose last request must leave the queue, with so `more` of this client's: the
         one with the most. None: there is room."""
-        waiting = Counter(place.sender for place in self._waiting)
-        waiting[sender] += more
+        waiting = Counter(place.client for place in self._waiting)
+        waiting[client] += more
         if waiting.total() <= self.max_queue:
             return None
         crowd = max(waiting, key=lambda other: waiting[other])
-        return crowd if waiting[crowd] > waiting[sender] else sender
+        return crowd if waiting[crowd] > waiting[client] else client
 
     def _full(self) -> Refused:
         more = f", and {self.max_queue} wait already" if self.max_queue else ""
         return _refusal(
             f"the server answers {self.max_places} requests at once, at most "
-            f"{self.places_per_sender} of one client{more}",
+            f"{self.places_per_client} of one client{more}",
             "server_busy",
         )
 
@@ -206,7 +206,7 @@ class Place:
     has for it is held as long."""
 
     admission: Admission
-    sender: str
+    client: str
     needs_live: bool = False  # when its turn comes, it is counted among the live texts
     holds_live: bool = False  # it is
     weight: int = 0  # places that it holds
@@ -215,7 +215,7 @@ class Place:
     requested: int = 0  # places that it waits for
     turn: asyncio.Future[None] = field(init=False)  # to have them
     arrival: int = 0  # its number; 0: the next time that it waits it has a new one
-    requests: int = 1  # of its sender's that it counts as
+    requests: int = 1  # of its client's that it counts as
 
     async def take(self, weight: int = 1) -> None:
         """Wait for so many places. Those that it has are given back: many such requests could hold

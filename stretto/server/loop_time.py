@@ -41,9 +41,9 @@ class ThreadTurns:
     _queue: FairQueue = field(default_factory=lambda: FairQueue(2))
 
     @asynccontextmanager
-    async def turn(self, sender: str) -> AsyncIterator[None]:
-        await self._queue.enter(sender)
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        await self._queue.enter(client)
         try:
             yield
         finally:
-            self._queue.leave(sender)
+            self._queue.leave(client)

@@ -178,14 +178,14 @@ class MediaFetcher:
         return RemoteFiles(file, {u: s for u, s in spans.items() if u not in failures}, failures)
 
     async def _fetch(self, download: Download, left: list[int]) -> None:
-        sender = download.body.sender
+        client = download.body.client
         try:
             async with asyncio.timeout(self.timeout):
-                await self.places.enter(sender)
+                await self.places.enter(client)
                 try:
                     await self._follow(download, left)
                 finally:
-                    self.places.leave(sender)
+                    self.places.leave(client)
         except TimeoutError:
             download.fail(f"the file did not come within {self.timeout:g} s")
         except NotFetched as e:

@@ -28,7 +28,7 @@ from stretto.server.realtime.client_secrets import CLIENT_SECRET
 from stretto.server.realtime.endpoint import PATHS as REALTIME
 from stretto.server.request_log import REQUEST_LOG, RequestLog
 from stretto.server.service import Service
-from stretto.server.shares import sender_of_address
+from stretto.server.shares import client_of_address
 from stretto.server.tracing import request_record
 from stretto.types import RequestId
 
@@ -103,10 +103,10 @@ class AccessMiddleware:
         """Record whose request it is, and with whom it shares limits."""
         request_log.owner = owner
         if self.service.keys.needed:
-            request_log.sender = owner
+            request_log.client = owner
         else:
             address = str((scope.get("client") or ("",))[0])
-            request_log.sender = sender_of_address(address)
+            request_log.client = client_of_address(address)
 
     def _socket_owner(self, scope: Scope, headers: Headers) -> str:
         """The owner of the API key that a WebSocket brings, or of the client secret instead."""
@@ -150,7 +150,7 @@ class AccessMiddleware:
             self._identify(request_log, scope, self._socket_owner(scope, headers))
             incoming = scope.get(INCOMING)
             if incoming is not None:  # absent where another web server, as Ray's, has the socket
-                incoming.belong_to(request_log.sender)
+                incoming.belong_to(request_log.client)
             await self.app(scope, receive, send_with_status)
         except Refused as e:
             await receive()  # websocket.connect

@@ -43,7 +43,7 @@ class RequestLog:
     owner: str = ""  # which API key, never the key
     # X-Session-Id: its requests go where the one before went, as long as that is up
     session: str | None = None
-    sender: str = ""  # who takes turns with whom: the API key or, without keys, the address
+    client: str = ""  # who takes turns with whom: the API key or, without keys, the address
     content_type: str = ""  # of a body
     status: int = 0
     ended: str = ""

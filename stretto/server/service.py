@@ -67,8 +67,8 @@ class Service:
     def of(cls, config: ServerConfig, open_engine: OpenEngine) -> Service:
         admission = Admission(
             max_places=config.max_concurrent,
-            places_per_sender=config.places_per_sender,
-            requests_per_sender=config.max_concurrent_per_key,
+            places_per_client=config.places_per_client,
+            requests_per_client=config.max_concurrent_per_key,
             max_queue=config.max_queue,
             queue_timeout=config.queue_timeout,
             max_live=config.max_live,

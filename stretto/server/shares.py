@@ -1,10 +1,10 @@
-"""How senders share a bounded resource: bytes of bodies, memory of realtime sessions, their number.
+"""How clients share a bounded resource: bytes of bodies, memory of realtime sessions, their number.
 Used on the event loop.
 
-A sender is an API key or, without keys, a client's address: of IPv6 its network of 64 bits, since a
-client may use any address of that. A sender may take more as long as what it then holds is at most
-what is then still free. So one sender alone gets half of the resource, `n` senders get an `n + 1`th
-each, and a new sender always finds room."""
+A client is an API key or, without keys, an address: of IPv6 its network of 64 bits, since it may
+use any address of that. A client may take more as long as what it then holds is at most
+what is then still free. So one client alone gets half of the resource, `n` clients get an `n + 1`th
+each, and a new client always finds room."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESERVE = 16
 
 
 @lru_cache(4096)
-def sender_of_address(address: str) -> str:
+def client_of_address(address: str) -> str:
     """What is no IPv6 address stands for itself; an IPv4 address may be written as one."""
     try:
         ipv6 = IPv6Address(address)
@@ -30,7 +30,7 @@ def sender_of_address(address: str) -> str:
 
 @dataclass(slots=True)
 class Shares:
-    """`floor`: a sender may hold this much beyond the rule above, if it is free. It is the size of
+    """`floor`: a client may hold this much beyond the rule above, if it is free. It is the size of
     the largest thing that one request may need, which would otherwise be refused on a busy server
     however long it waits."""
 
@@ -38,63 +38,63 @@ class Shares:
     floor: int = 0
     held: int = 0
     returned: int = 0  # of all that was ever held
-    _by_sender: dict[str, int] = field(default_factory=dict)
+    _by_client: dict[str, int] = field(default_factory=dict)
 
-    def of(self, sender: str) -> int:
-        return self._by_sender.get(sender, 0)
+    def of(self, client: str) -> int:
+        return self._by_client.get(client, 0)
 
     @property
     def free(self) -> int:
         return self.limit - self.held
 
-    def fits(self, sender: str, size: int) -> bool:
-        """Whether the sender may take so much more now."""
-        mine = self.of(sender) + size
+    def fits(self, client: str, size: int) -> bool:
+        """Whether the client may take so much more now."""
+        mine = self.of(client) + size
         free = self.free - size
         reserve = min(self.limit // RESERVE, self.limit - self.floor)
         return size <= 0 or mine <= free or (mine <= self.floor and free >= reserve)
 
-    def take(self, sender: str, size: int) -> bool:
-        """Take so much more, if the sender may."""
-        if not self.fits(sender, size):
+    def take(self, client: str, size: int) -> bool:
+        """Take so much more, if the client may."""
+        if not self.fits(client, size):
             return False
-        self.add(sender, size)
+        self.add(client, size)
         return True
 
-    def add(self, sender: str, size: int) -> None:
+    def add(self, client: str, size: int) -> None:
         """Count what is held already, whether it fits or not."""
         self.held += size
         self.returned -= min(0, size)
-        self._by_sender[sender] = self.of(sender) + size
-        if not self._by_sender[sender]:
-            del self._by_sender[sender]
+        self._by_client[client] = self.of(client) + size
+        if not self._by_client[client]:
+            del self._by_client[client]
 
-    def give_back(self, sender: str, size: int) -> None:
-        self.add(sender, -size)
+    def give_back(self, client: str, size: int) -> None:
+        self.add(client, -size)
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one connection or session holds of a whole; `sender` can change while it does."""
+    """What one connection or session holds of a whole; `client` can change while it does."""
 
     shares: Shares
-    sender: str
+    client: str
     size: int = 0
 
     def fits(self, size: int) -> bool:
         """Whether it may grow to this size."""
-        return self.shares.fits(self.sender, size - self.size)
+        return self.shares.fits(self.client, size - self.size)
 
     def resize(self, size: int) -> None:
         """It has this size now, whether that fits or not."""
         if size != self.size:
-            self.shares.add(self.sender, size - self.size)
+            self.shares.add(self.client, size - self.size)
             self.size = size
 
-    def belong_to(self, sender: str) -> None:
+    def belong_to(self, client: str) -> None:
         size = self.size
         self.resize(0)
-        self.sender = sender
+        self.client = client
         self.resize(size)
 
     def close(self) -> None:

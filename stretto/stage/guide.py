@@ -94,20 +94,20 @@ class _Compile:
 
 
 class Grammars:
-    """Makes guides, in a thread of its own: one after the other, senders taking turns. The compiler
+    """Makes guides, in a thread of its own: one after the other, clients taking turns. The compiler
     is opened there too, while the weights load."""
 
     def __init__(self, compiler: Callable[[], GrammarCompiler]) -> None:
         self.compiler: Future[GrammarCompiler] = Future()
         self._open = compiler
-        # by sender, the next in turn first
+        # by client, the next in turn first
         self._waiting: dict[bytes, deque[_Compile]] = {}
         self._changed = Condition()
         self._closed = False
         self._thread = _start(self._run)
 
     def compile(
-        self, grammar: str, then: Callable[[], None], sender: bytes = b""
+        self, grammar: str, then: Callable[[], None], client: bytes = b""
     ) -> Future[GrammarGuide]:
         """A guide for a grammar in llguidance's form of Lark. `then` is called when it is there,
         has failed with `Invalid` (both on the thread) or was cancelled. One that is cancelled
@@ -115,7 +115,7 @@ class Grammars:
         work = _Compile(grammar, Future())
         work.guide.add_done_callback(lambda _: then())
         with self._changed:
-            self._waiting.setdefault(sender, deque()).append(work)
+            self._waiting.setdefault(client, deque()).append(work)
             self._changed.notify()
         return work.guide
 
@@ -149,15 +149,15 @@ class Grammars:
                     self._changed.wait()
                 if self._closed:
                     return None
-                sender, turns = next(iter(self._waiting.items()))
+                client, turns = next(iter(self._waiting.items()))
                 work = turns.popleft()
                 running = work.guide.set_running_or_notify_cancel()
                 if running or not turns:
-                    del self._waiting[sender]
+                    del self._waiting[client]
                 if running:
                     if turns:
                         # behind the others
-                        self._waiting[sender] = turns
+                        self._waiting[client] = turns
                     return work
 
 

@@ -79,14 +79,14 @@ def test_hosts_and_the_router_know_who_sends_a_text_to_be_read(tiny_dir: Path) -
     async def work() -> None:
         async with serving(tiny_dir) as (engine, launcher):
             reading = [
-                asyncio.create_task(collect(engine.speak("Hello.", params=PARAMS, sender=sender)))
-                for sender in ("a", "b", "a")
+                asyncio.create_task(collect(engine.speak("Hello.", params=PARAMS, client=client)))
+                for client in ("a", "b", "a")
             ]
             await until(lambda: len(admitted(launcher)[0]) == len(reading))
-            senders = [admit.sender for admit in admitted(launcher)[0]]
-            assert sorted(map(senders.count, senders)) == [1, 2, 2]
+            clients = [admit.client for admit in admitted(launcher)[0]]
+            assert sorted(map(clients.count, clients)) == [1, 2, 2]
             running = engine.requests.running.values()
-            assert sorted(r.options.sender for r in running) == ["a", "a", "b"]
+            assert sorted(r.options.client for r in running) == ["a", "a", "b"]
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)

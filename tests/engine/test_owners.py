@@ -114,7 +114,7 @@ class Line:
 
 
 def announced(
-    owner: str, shared: bool = False, tts_ids: tuple[int, ...] | None = None, sender: str = ""
+    owner: str, shared: bool = False, tts_ids: tuple[int, ...] | None = None, client: str = ""
 ) -> Admit:
     line = Line()
     options = RequestOptions(
@@ -122,7 +122,7 @@ def announced(
         Params(seed=7),
         tts_ids=tts_ids,
         owner=owner,
-        sender=sender,
+        client=client,
     )
     stages = PIPELINE.paths[options.capability]
     nothing: Any = None
@@ -165,9 +165,9 @@ def test_owners_have_roots_of_their_own_which_do_not_name_them(
 
 def test_hosts_learn_whose_turn_it_is_but_not_who_that_is() -> None:
     """By digests that say nothing of owners either: the same name may be both."""
-    senders = ["key1", "127.0.0.1", "\udc80"]
-    digests = [announced("key1", sender=s).sender for s in senders]
-    assert len({*digests, b"", announced("key1").cache_root}) == len(senders) + 2
-    assert digests == [announced("", sender=s).sender for s in senders]
-    assert not any(s.encode() in encode(announced("", sender=s)) for s in senders[:-1])
-    assert announced("key1").sender == b"", "nobody in particular"
+    clients = ["key1", "127.0.0.1", "\udc80"]
+    digests = [announced("key1", client=s).client for s in clients]
+    assert len({*digests, b"", announced("key1").cache_root}) == len(clients) + 2
+    assert digests == [announced("", client=s).client for s in clients]
+    assert not any(s.encode() in encode(announced("", client=s)) for s in clients[:-1])
+    assert announced("key1").client == b"", "nobody in particular"

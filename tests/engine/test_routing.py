@@ -26,14 +26,14 @@ class Place:
 
 
 def stream(
-    place: Place, pace: float = 9.0, sender: str = "others", session: str | None = None
+    place: Place, pace: float = 9.0, client: str = "others", session: str | None = None
 ) -> Any:
-    options = RequestOptions("tts", sender=sender, session=session)
+    options = RequestOptions("tts", client=client, session=session)
     return SimpleNamespace(pipeline=place, pace=lambda now: pace, options=options)
 
 
-def spoken(session: str | None = None, sender: str = "me") -> RequestOptions:
-    return RequestOptions("speech", session=session, sender=sender)
+def spoken(session: str | None = None, client: str = "me") -> RequestOptions:
+    return RequestOptions("speech", session=session, client=client)
 
 
 WRITTEN = RequestOptions("text")
@@ -71,11 +71,11 @@ def test_speech_goes_where_streams_keep_pace() -> None:
 def test_nobody_is_refused_because_of_his_own_stream() -> None:
     only = Place()
     r = router(only, min_pace=1.0)
-    slow = stream(only, 0.5, sender="me")
+    slow = stream(only, 0.5, client="me")
     assert r.choose(SPEECH, spoken(), [slow]) is only
     assert r.choose(SPEECH, spoken(), [slow, stream(only, 2.0)]) is only
     with pytest.raises(Busy, match=r"made at 0\.50 times"):
-        r.choose(SPEECH, spoken(sender="somebody"), [slow])
+        r.choose(SPEECH, spoken(client="somebody"), [slow])
     with pytest.raises(Busy, match=r"made at 0\.75 times"):
         r.choose(SPEECH, spoken(), [slow, stream(only, 0.75)])
 
@@ -84,23 +84,23 @@ def test_an_application_with_many_listeners_is_refused_because_of_them() -> None
     """All of its requests have one API key."""
     only = Place()
     r = router(only, min_pace=1.0)
-    two = [stream(only, 0.5, sender="app"), stream(only, 2.0, sender="app")]
+    two = [stream(only, 0.5, client="app"), stream(only, 2.0, client="app")]
     with pytest.raises(Busy):
-        r.choose(SPEECH, spoken(sender="app"), two)
-    words = RequestOptions("text", sender="app")
+        r.choose(SPEECH, spoken(client="app"), two)
+    words = RequestOptions("text", client="app")
     beside = SimpleNamespace(pipeline=only, pace=lambda now: float("inf"), options=words)
-    assert r.choose(SPEECH, spoken(sender="app"), [two[0], beside]) is only, "text is no stream"
+    assert r.choose(SPEECH, spoken(client="app"), [two[0], beside]) is only, "text is no stream"
 
 
 def test_the_streams_of_a_session_do_not_count_against_it() -> None:
     only = Place()
     r = router(only, min_pace=1.0)
-    own = [stream(only, 0.5, sender="app", session="app/anna")] * 2
+    own = [stream(only, 0.5, client="app", session="app/anna")] * 2
     assert r.choose(SPEECH, spoken("app/anna", "app"), own) is only
     for others in (spoken("app/bert", "app"), spoken(None, "app")):
         with pytest.raises(Busy):
             r.choose(SPEECH, others, own)
-    busy = [*own, *[stream(only, 0.5, sender="app", session="app/bert")] * 2]
+    busy = [*own, *[stream(only, 0.5, client="app", session="app/bert")] * 2]
     with pytest.raises(Busy):
         r.choose(SPEECH, spoken("app/anna", "app"), busy)
 

@@ -514,8 +514,8 @@ def test_a_stranger_s_pictures_are_decoded_elsewhere(
     run(go())
 
 
-def test_sessions_of_one_sender_share_its_turns(roomy_dir: Path) -> None:
-    """However many there are, another sender's media find a prompt process."""
+def test_sessions_of_one_client_share_its_turns(roomy_dir: Path) -> None:
+    """However many there are, another client's media find a prompt process."""
     message = json.loads(bytes(heavy(count=1).body))[0]
 
     async def go() -> None:
@@ -526,8 +526,8 @@ def test_sessions_of_one_sender_share_its_turns(roomy_dir: Path) -> None:
             told = engine.prompts.metrics()
             return told["stretto_prompts_running"], told["stretto_prompts_waiting"]
 
-        async def add(sender: str) -> None:
-            async with engine.session(sender=sender) as session:
+        async def add(client: str) -> None:
+            async with engine.session(client=client) as session:
                 await session.add(message)
 
         try:

@@ -1,4 +1,4 @@
-"""Grammars: compiled within limits of time, memory and size, checked by turns of senders, followed
+"""Grammars: compiled within limits of time, memory and size, checked by turns of clients, followed
 within a budget."""
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_a_check_ends_with_its_caller(tiny_dir: Path) -> None:
     with_pool(tiny_dir, test, **NO_LIMIT)
 
 
-def test_no_sender_has_all_places_for_checks(tiny_dir: Path) -> None:
+def test_no_client_has_all_places_for_checks(tiny_dir: Path) -> None:
     """Nor do checks wait for prompts: those have places of their own."""
 
     async def test(pool: PromptPool) -> None:
@@ -136,7 +136,7 @@ def test_no_sender_has_all_places_for_checks(tiny_dir: Path) -> None:
     with_pool(tiny_dir, test, **NO_LIMIT)
 
 
-def test_a_schema_is_checked_once_for_its_sender(tiny_dir: Path) -> None:
+def test_a_schema_is_checked_once_for_its_client(tiny_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
         jobs: list[object] = []
         send = pool.worker.send
@@ -160,8 +160,8 @@ def test_a_model_without_grammars_checks_none(tiny_dir: Path) -> None:
     asyncio.run(PromptPool(tiny_dir, BUILDER, PoolSettings()).check("anything"))
 
 
-def test_verdicts_push_out_those_of_their_own_sender_alone() -> None:
-    known = GrammarVerdicts(per_sender=2, senders=2)
+def test_verdicts_push_out_those_of_their_own_client_alone() -> None:
+    known = GrammarVerdicts(per_client=2, clients=2)
     known.store("a", b"1", "")
     for i in range(9):
         known.store("b", bytes([i]), "no")
@@ -170,7 +170,7 @@ def test_verdicts_push_out_those_of_their_own_sender_alone() -> None:
     assert [known.find("b", bytes([i])) for i in (6, 7, 8)] == [None, "no", "no"]
     known.store("c", b"1", "")
     assert known.find("b", b"\x08") == "no"
-    assert known.find("a", b"1") is None, "the sender that was heard of least lately"
+    assert known.find("a", b"1") is None, "the client that was heard of least lately"
 
 
 # ---- compiling

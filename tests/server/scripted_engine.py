@@ -152,14 +152,14 @@ class ScriptedEngine:
             await self.prompts.close()
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], most: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         if self.prompts is not None:
-            return await self.prompts.outline(body, long, most, sender)
+            return await self.prompts.outline(body, long, most, client)
         return do_outline(body.view(), long, most)
 
     async def cut(
-        self, sound: MemFile, seconds: float, sender: str = ""
+        self, sound: MemFile, seconds: float, client: str = ""
     ) -> tuple[Windows, MemFile]:
         def cut_here() -> tuple[Windows, MemFile]:
             return do_cut(sound.view(), seconds)  # an argument would live until the thread goes on
@@ -212,9 +212,9 @@ class ScriptedEngine:
             raise Invalid("this model has no voices but its own", "voice")
         return b"a voice"
 
-    def session(self, *, owner: str = "", sender: str = "") -> ScriptedSession:
+    def session(self, *, owner: str = "", client: str = "") -> ScriptedSession:
         self._check_open()
-        self.sessions.append(ScriptedSession(self, owner, sender))
+        self.sessions.append(ScriptedSession(self, owner, client))
         return self.sessions[-1]
 
     # -- answers

@@ -87,7 +87,7 @@ def plain(ask: Ask) -> Sequence[Event]:
 class ScriptedSession:
     engine: ScriptedEngine
     owner: str = ""
-    sender: str = ""
+    client: str = ""
     closed: bool = False
     log: list[str] = field(default_factory=list)
     expected: dict[str, Any] = field(default_factory=dict)  # of the next answer

@@ -54,7 +54,7 @@ def test_numbers_are_there_from_the_first_look(strict: Served) -> None:
 
 
 def test_speech_is_refused_while_running_speech_is_too_slow(strict: Served) -> None:
-    """Of two streams: the only one of a sender is his own, and refuses him nothing."""
+    """Of two streams: the only one of a client is his own, and refuses him nothing."""
     body = {
         **ALOUD,
         "ignore_eos": True,

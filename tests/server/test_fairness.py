@@ -273,12 +273,12 @@ def test_one_client_opens_at_most_half_of_all_sessions() -> None:
         stack.enter_context(talk(running, source_address=("127.0.0.3", 0)))
 
 
-def test_all_sessions_of_one_client_have_one_sender() -> None:
+def test_all_sessions_of_one_client_have_one_client() -> None:
     engine = ScriptedEngine()
     with talking(engine) as running, ExitStack() as stack:
         for address in (ME, ME, OTHER):
             stack.enter_context(talk(running, source_address=(address, 0)))
-        assert [s.sender for s in engine.sessions] == [ME, ME, OTHER]
+        assert [s.client for s in engine.sessions] == [ME, ME, OTHER]
 
 
 def test_by_default_that_is_64() -> None:
@@ -392,7 +392,7 @@ TOOLS = [{"type": "function", "name": f"f{i}", "description": "d" * 20_000} for 
 
 
 def test_settings_and_texts_of_sessions_count() -> None:
-    """Instructions, tools and texts are of the sender's share; what it gives up, it may use
+    """Instructions, tools and texts are of the client's share; what it gives up, it may use
     again."""
     with (
         talking(ScriptedEngine(), realtime_held_mb=8.0, realtime_total_mb=16.0) as running,

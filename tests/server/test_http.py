@@ -112,7 +112,7 @@ def test_speech_fields(running: Running, engine: ScriptedEngine) -> None:
     assert (params.seed, params.min_frames, params.max_frames) == (5, 2, 6)
     assert params.speed == 1.5
     assert engine.calls[-1]["text"] == "Hi"
-    assert engine.calls[-1]["sender"] == "127.0.0.1", "without keys, addresses take turns"
+    assert engine.calls[-1]["client"] == "127.0.0.1", "without keys, addresses take turns"
 
 
 def test_packets_are_the_servers() -> None:

@@ -305,15 +305,15 @@ def test_a_client_has_one_thread_at_a_time(which: str, monkeypatch: pytest.Monke
         engine=lambda: SimpleNamespace(info=SimpleNamespace(cloning=True)),
     )
 
-    async def form(sender: str) -> None:
-        log: Any = SimpleNamespace(sender=sender, content_type="multipart/form-data; boundary=m")
-        with closing(Body(Shares(1 << 20), sender)) as body:
+    async def form(client: str) -> None:
+        log: Any = SimpleNamespace(client=client, content_type="multipart/form-data; boundary=m")
+        with closing(Body(Shares(1 << 20), client)) as body:
             body.add(FORM % field)
             made = await read(service, body, log)
         (made.file if which == "transcription" else made).close()
 
     async def main() -> None:
-        waiting = [asyncio.create_task(form(sender)) for sender in "aab"]
+        waiting = [asyncio.create_task(form(client)) for client in "aab"]
         try:
             for _ in range(2):  # "a" and "b"
                 await asyncio.to_thread(begun.get)

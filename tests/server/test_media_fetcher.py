@@ -317,7 +317,7 @@ def test_sizes(web: Web) -> None:
     assert failures, "together"
 
 
-def test_files_count_among_the_bodies_of_their_sender(web: Web) -> None:
+def test_files_count_among_the_bodies_of_their_client(web: Web) -> None:
     Request.handlers["/a"] = lambda r: r.answer(bytes(600_000))
     shares = Shares(1_000_000)
 
@@ -493,7 +493,7 @@ def test_a_silent_server_is_left_and_so_is_one_whose_client_leaves(web: Web) -> 
     go_on.set()
 
 
-def test_no_sender_has_all_places(web: Web) -> None:
+def test_no_client_has_all_places(web: Web) -> None:
     own = fetcher(web, media_fetches=2)
     assert isinstance(own.places, FairQueue)
     assert own.places.places == 2

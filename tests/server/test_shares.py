@@ -7,7 +7,7 @@ import random
 import pytest
 
 from stretto.server.heap import BUSY_BYTES, QUIET_BYTES, Trimmer
-from stretto.server.shares import Holding, Shares, sender_of_address
+from stretto.server.shares import Holding, Shares, client_of_address
 
 
 def fill(shares: Shares, owner: str, piece: int) -> int:
@@ -84,7 +84,7 @@ def test_the_whole_is_never_exceeded_and_all_comes_back(seed: int) -> None:
     ],
 )
 def test_addresses_of_one_network_are_one_owner(address: str, owner: str) -> None:
-    assert sender_of_address(address) == owner
+    assert client_of_address(address) == owner
 
 
 def test_a_holding_grows_shrinks_and_changes_its_owner() -> None:

@@ -1,4 +1,4 @@
-"""Grammars are compiled by turns of senders, beside the loop; whoever waits for one says so, and
+"""Grammars are compiled by turns of clients, beside the loop; whoever waits for one says so, and
 may leave."""
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class HeldGrammars:
         assert self.open.wait()
         return open_grammars(model)
 
-    def start(self, sender: str, name: str = "") -> Any:
-        grammar = f"start: /{name or sender}[0-9]/\n"
+    def start(self, client: str, name: str = "") -> Any:
+        grammar = f"start: /{name or client}[0-9]/\n"
         return self.grammars.compile(
-            grammar, lambda: self.order.append(name or sender), sender.encode()
+            grammar, lambda: self.order.append(name or client), client.encode()
         )
 
     def __enter__(self) -> HeldGrammars:
@@ -49,9 +49,9 @@ class HeldGrammars:
         self.grammars.close()
 
 
-def test_senders_take_turns(tiny_dir: Path) -> None:
+def test_clients_take_turns(tiny_dir: Path) -> None:
     with HeldGrammars(tiny_dir) as blocked:
-        futures = [blocked.start(sender) for sender in "aaabbc"]
+        futures = [blocked.start(client) for client in "aaabbc"]
         blocked.open.set()
         assert all(a.result().mask().any() for a in futures)
     assert "".join(blocked.order) == "abcaba"
@@ -90,9 +90,9 @@ def test_what_breaks_the_compiler_is_its_request_s_alone(tiny_dir: Path) -> None
 # ---- requests that wait
 
 
-def request(name: str, sender: str) -> PendingRequest:
+def request(name: str, client: str) -> PendingRequest:
     params = ThinkerParams(SamplingParams(0.0, 0, 1.0, 1.0, 0), 5, grammar="start: /a/\n")
-    admit = Admit(RequestId(name), PackedPrompt.of_ids((1,)), {}, sender=sender.encode())
+    admit = Admit(RequestId(name), PackedPrompt.of_ids((1,)), {}, client=client.encode())
     return PendingRequest(admit, params, Prompt((1,)), None, 0.0)  # type: ignore[arg-type]
 
 
@@ -102,8 +102,8 @@ def test_who_waits_for_a_grammar_says_so_and_may_leave(tiny_dir: Path) -> None:
     with HeldGrammars(tiny_dir) as blocked:
         compiling = Compiling(blocked.grammars, rung.release, lambda: now[0])
         assert compiling.due_ns is None
-        for name, sender in (("r1", "a"), ("r2", "a"), ("r3", "a"), ("r4", "b")):
-            compiling.add(request(name, sender))
+        for name, client in (("r1", "a"), ("r2", "a"), ("r3", "a"), ("r4", "b")):
+            compiling.add(request(name, client))
         assert compiling.due_ns == WORKING_NS
         assert compiling.working() == []
         now[0] = WORKING_NS

@@ -215,7 +215,7 @@ class Conversation:
     recalled: dict[str, str] = field(
         default_factory=dict
     )  # texts of earlier answers, by the id they are referred to
-    sender: str = ""  # whose turn it is when many ask at once
+    client: str = ""  # whose turn it is when many ask at once
     close: Callable[[], None] = lambda: None  # gives the body's memory back
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
     form: Form = "chat"

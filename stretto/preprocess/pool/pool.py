@@ -3,7 +3,7 @@
 Owned by the engine, used on the event loop, which never waits and never copies anything large: what
 a client sent lies in a memory file, and so does the prompt that comes back. Short texts are done by
 the worker itself, one after the other; everything else in processes of their own, a few at a time,
-senders taking turns (`fair_queue.py`). A caller that is cancelled (its client left) ends its
+clients taking turns (`fair_queue.py`). A caller that is cancelled (its client left) ends its
 process, and the place is free when that process is gone."""
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ class PromptPool:
                 remote.spans if remote is not None else None,
                 remote.failures if remote is not None else {},
             )
-            return _to_prompt(*await self._do(Built, work, files, conversation.sender))
+            return _to_prompt(*await self._do(Built, work, files, conversation.client))
 
     async def build_for(
-        self, sender: str, messages: Sequence[Message], tools: Any = None
+        self, client: str, messages: Sequence[Message], tools: Any = None
     ) -> Prompt:
         bare, media = without_features(messages)
         known, _ = lay_out(media, known=frozenset(p.digest for p in media.pieces()))
@@ -157,64 +157,64 @@ class PromptPool:
         work = Continue((0, ends[0]), (ends[0], ends[1]), (ends[1], ends[2]) if tools else None)
         queue = self.long_session_queue if ends[2] > SHORT_CHARS else self.session_queue
         with MemFile.of(*parts) as source:
-            built = _to_prompt(*await self._do(Built, work, [source], sender, queue))
+            built = _to_prompt(*await self._do(Built, work, [source], client, queue))
         if built.for_host(with_features=False).pieces() != known.pieces():
             raise errors.Bug("a prompt has other media than were asked for")
         return replace(media, ids=built.ids)
 
-    async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
+    async def read(self, text: str, client: str = "", instructions: str = "") -> PackedPrompt:
         """The prompt of a text that is to be read aloud."""
         encoded, style = (well_formed(t).encode() for t in (text, instructions))
         size = len(encoded)
         work = Read((0, size), (size, size + len(style)) if style else None)
         with MemFile.of(encoded + style) as source:
-            return _to_prompt(*await self._do(Built, work, [source], sender))
+            return _to_prompt(*await self._do(Built, work, [source], client))
 
-    async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
+    async def divide(self, text: str, rules: Passages, client: str = "") -> list[str]:
         """A passage of a text, as the texts that the model reads at once."""
         work = Divide(rules.sentence, rules.normalise)
         with MemFile.of(well_formed(text).encode()) as source:
-            divided, file = await self._do(Divided, work, [source], sender)
+            divided, file = await self._do(Divided, work, [source], client)
         with file:
             return [file.read(*span).decode() for span in divided.texts]
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object; the caller closes the file that comes back."""
-        return await self._do(Outlined, Outline(long, max_short_bytes), [body], sender)
+        return await self._do(Outlined, Outline(long, max_short_bytes), [body], client)
 
     async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
+        self, sound: MemFile, seconds: float | None, client: str = ""
     ) -> tuple[Windows, MemFile]:
         """Cut a sound file into windows; the caller closes the file that comes back."""
-        return await self._do(Windows, Cut(seconds), [sound], sender)
+        return await self._do(Windows, Cut(seconds), [sound], client)
 
-    async def check(self, grammar: str, sender: str = "") -> None:
+    async def check(self, grammar: str, client: str = "") -> None:
         """Raises `Invalid` for a grammar that cannot be compiled and followed, or not within the
         limits."""
         if not grammar or not self._checks_grammars:  # the model's family refuses it
             return
         data = grammar.encode("utf-8", "replace")
         digest = digest_of(data)
-        wrong = self._verdicts.find(sender, digest)
+        wrong = self._verdicts.find(client, digest)
         if wrong is None:
             with MemFile.of(data) as file:
-                wrong = await self._verdict(digest, file, sender)
+                wrong = await self._verdict(digest, file, client)
         if wrong:
             raise Invalid(wrong, "response_format")
 
-    async def _verdict(self, digest: bytes, file: MemFile, sender: str) -> str:
-        """What is wrong with a grammar, or nothing. It is checked when it is its sender's turn,
+    async def _verdict(self, digest: bytes, file: MemFile, client: str) -> str:
+        """What is wrong with a grammar, or nothing. It is checked when it is its client's turn,
         unless another request has brought the same one meanwhile."""
         await self.worker.wait_until_ready(PATIENCE_S)
-        await self.grammar_queue.enter(sender)
-        if (known := self._verdicts.find(sender, digest)) is not None:
-            self.grammar_queue.leave(sender)
+        await self.grammar_queue.enter(client)
+        if (known := self._verdicts.find(client, digest)) is not None:
+            self.grammar_queue.leave(client)
             return known
         cpu_s, memory_mb = self.settings.grammar_cpu_s, self.settings.grammar_memory_mb
         work = Check(cpu_s, memory_mb)
-        answer, unused = await self._do_apart(work, [file], self.grammar_queue, sender)
+        answer, unused = await self._do_apart(work, [file], self.grammar_queue, client)
         if unused is not None:
             unused.close()
         match answer:
@@ -229,7 +229,7 @@ class PromptPool:
                 raise errors.Bug(message)
             case _:
                 raise errors.Bug(f"a check was answered with {type(answer).__name__}")
-        self._verdicts.store(sender, digest, wrong)
+        self._verdicts.store(client, digest, wrong)
         return wrong
 
     def metrics(self) -> Mapping[str, float]:
@@ -252,12 +252,12 @@ class PromptPool:
         kind: type[A],
         work: Work,
         files: list[MemFile],
-        sender: str,
+        client: str,
         queue: FairQueue | None = None,
     ) -> tuple[A, MemFile]:
         """The answer, which must be of this kind and come with a memory file. The caller closes
         the file."""
-        answer, file = await self._ask(work, files, sender, queue or self.queue)
+        answer, file = await self._ask(work, files, client, queue or self.queue)
         if isinstance(answer, kind) and file is not None:
             return answer, file
         if file is not None:
@@ -268,9 +268,9 @@ class PromptPool:
         raise errors.Bug(f"{type(work).__name__} was answered with {type(answer).__name__}")
 
     async def _ask(
-        self, work: Work, files: list[MemFile], sender: str, queue: FairQueue
+        self, work: Work, files: list[MemFile], client: str, queue: FairQueue
     ) -> JobResult:
-        """Have a short job done at once, any other in a process of its own when it is its sender's
+        """Have a short job done at once, any other in a process of its own when it is its client's
         turn."""
         await self.worker.wait_until_ready(PATIENCE_S)
         if sum(f.size for f in files) <= AT_ONCE_BYTES:
@@ -279,8 +279,8 @@ class PromptPool:
                 return answer, file
             if file is not None:
                 file.close()
-        await queue.enter(sender)
-        return await self._do_apart(work, files, queue, sender)
+        await queue.enter(client)
+        return await self._do_apart(work, files, queue, client)
 
     def _doubt(self) -> None:
         """The worker failed where no client was at fault: one that can build no prompt at all is
@@ -311,14 +311,14 @@ class PromptPool:
                 raise Busy("prompts take too long at the moment") from None
 
     async def _do_apart(
-        self, work: Work, files: list[MemFile], queue: FairQueue, sender: str
+        self, work: Work, files: list[MemFile], queue: FairQueue, client: str
     ) -> JobResult:
-        """Have a job done in a process of its own. The sender has a place for it in the queue."""
+        """Have a job done in a process of its own. The client has a place for it in the queue."""
         job = Job(next(self._numbers), work, apart=True)
         try:
             answers = await self._send(job, files)
         except BaseException:
-            queue.leave(sender)
+            queue.leave(client)
             raise
         try:
             return await _read_answer(answers)
@@ -328,7 +328,7 @@ class PromptPool:
             raise
         finally:
             # The place is given back when nothing of the job runs any more.
-            self._ending[answers] = queue, sender
+            self._ending[answers] = queue, client
             asyncio.get_running_loop().add_reader(answers, self._read_end, answers)
 
     async def _send(self, job: Job, files: list[MemFile]) -> socket.socket:
@@ -356,8 +356,8 @@ class PromptPool:
     def _end(self, answers: socket.socket) -> None:
         asyncio.get_running_loop().remove_reader(answers)
         answers.close()
-        queue, sender = self._ending.pop(answers)
-        queue.leave(sender)
+        queue, client = self._ending.pop(answers)
+        queue.leave(client)
 
     def _raise_for(self, answer: FromWorker) -> None:
         """Raise what an answer says went wrong, if it is one that says so."""

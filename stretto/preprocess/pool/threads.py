@@ -40,29 +40,29 @@ class Prompts(Protocol):
     ) -> PackedPrompt: ...
 
     async def build_for(
-        self, sender: str, messages: Sequence[Message], tools: Any = None
+        self, client: str, messages: Sequence[Message], tools: Any = None
     ) -> Prompt:
         """The prompt of a session, whose media are features already. Few long texts are built at a
-        time, senders taking turns, so that short ones never wait for them."""
+        time, clients taking turns, so that short ones never wait for them."""
         ...
 
-    async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
+    async def read(self, text: str, client: str = "", instructions: str = "") -> PackedPrompt:
         """The prompt of a text that is to be read aloud."""
         ...
 
-    async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
+    async def divide(self, text: str, rules: Passages, client: str = "") -> list[str]:
         """A passage of a text, as the texts that the model reads at once."""
         ...
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         """Cut a large JSON object into its short fields and the `long` ones; the caller closes the
         file."""
         ...
 
     async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
+        self, sound: MemFile, seconds: float | None, client: str = ""
     ) -> tuple[Windows, MemFile]:
         """Cut a sound file into windows of at most `seconds`; where speech pauses, if that is None.
         The caller closes the file that comes back."""
@@ -83,7 +83,7 @@ class Prompts(Protocol):
         """The process that builds them, if it is another than this one."""
         ...
 
-    async def check(self, grammar: str, sender: str = "") -> None:
+    async def check(self, grammar: str, client: str = "") -> None:
         """Raises `Invalid` for a grammar that cannot be compiled, or not within limits. An empty
         one is fine."""
         ...
@@ -122,17 +122,17 @@ class InThreads:
         return pack(prompt)
 
     async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
+        self, sound: MemFile, seconds: float | None, client: str = ""
     ) -> tuple[Windows, MemFile]:
         return await _with_file(do_cut, sound.view(), seconds)
 
-    async def check(self, grammar: str, sender: str = "") -> None:
+    async def check(self, grammar: str, client: str = "") -> None:
         """Not checked: what cannot be compiled is refused by its stage, and trusted callers send
         nothing hostile."""
 
     async def build_for(
         self,
-        sender: str,
+        client: str,
         messages: Sequence[Message],
         tools: Any = None,
         *,
@@ -142,13 +142,13 @@ class InThreads:
         run = partial(self.builder.build, messages, tools, False, allow_paths=allow_paths)
         if num_chars(messages, tools) <= SHORT_CHARS:
             return await asyncio.to_thread(run)
-        await self.long_queue.enter(sender)
+        await self.long_queue.enter(client)
 
         async def build() -> Prompt:
             try:
                 return await asyncio.to_thread(run)
             finally:
-                self.long_queue.leave(sender)
+                self.long_queue.leave(client)
 
         return await asyncio.shield(build())
 
@@ -169,15 +169,15 @@ class InThreads:
 
         return await asyncio.to_thread(build)
 
-    async def read(self, text: str, sender: str = "", instructions: str = "") -> PackedPrompt:
+    async def read(self, text: str, client: str = "", instructions: str = "") -> PackedPrompt:
         prompt, tts_ids = await asyncio.to_thread(work.read_aloud, self.builder, text, instructions)
         return pack(prompt, tts_ids)
 
-    async def divide(self, text: str, rules: Passages, sender: str = "") -> list[str]:
+    async def divide(self, text: str, rules: Passages, client: str = "") -> list[str]:
         return await asyncio.to_thread(divide, text, rules.sentence, rules.normalise)
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         return await _with_file(do_outline, body.view(), long, max_short_bytes)
 

@@ -1,4 +1,4 @@
-"""A request's body while it arrives. It counts against its sender's share of the bytes of all
+"""A request's body while it arrives. It counts against its client's share of the bytes of all
 bodies, and is never one large object on the event loop: small bodies are plain bytes, larger ones
 are written part by part to a memory file.
 
@@ -25,7 +25,7 @@ class Body:
     `shares`: bytes of all bodies that are held at the moment."""
 
     shares: Shares
-    sender: str
+    client: str
     size: int = 0
     memfile: MemFile | None = None  # holds all of it, once it is large
     _parts: list[bytes] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Body:
 
     def reserve(self, size: int) -> None:
         """Count so many bytes more among those of this request."""
-        if not self.shares.take(self.sender, size):
+        if not self.shares.take(self.client, size):
             raise self._too_many(size)
         self.size += size
 
@@ -65,7 +65,7 @@ class Body:
         self.memfile = memfile
 
     def close(self) -> None:
-        self.shares.give_back(self.sender, self.size)
+        self.shares.give_back(self.client, self.size)
         self.size = 0
         self._parts.clear()
         for memfile in self._attached:

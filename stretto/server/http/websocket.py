@@ -7,8 +7,8 @@ to uvicorn, and everything runs on the event loop. The differences:
   the event loop.
 - One read may bring 40,000 tiny frames. Clients that send such floods share a small part of the
   loop's time, a message has a bounded number of fragments, and a client that reads no pongs is cut.
-- Data that the app has not received yet counts as memory of the sender's sessions, so that a
-  message that is never finished costs other senders nothing."""
+- Data that the app has not received yet counts as memory of the client's sessions, so that a
+  message that is never finished costs other clients nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from websockets.streams import StreamReader
 
 from stretto.server.http.flow_throttle import TurnQueue
 from stretto.server.loop_time import HEAVY
-from stretto.server.shares import Holding, Shares, sender_of_address
+from stretto.server.shares import Holding, Shares, client_of_address
 
 CUT_S = 5.0  # for a client to take the close frame and what lies before it
 SLICE_BYTES = 512  # parsed at once: 85 frames at most
@@ -85,7 +85,7 @@ class Socket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)
-        self.incoming.belong_to(sender_of_address(self.client[0] if self.client else ""))
+        self.incoming.belong_to(client_of_address(self.client[0] if self.client else ""))
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -130,7 +130,7 @@ class Socket(WebSocketsSansIOProtocol):
         line.wait(self.loop, self._parse_rest)
 
     def _count(self) -> None:
-        """Count the data that lies here as the sender's."""
+        """Count the data that lies here as the client's."""
         size = (
             len(self.unparsed)
             + len(self.conn.reader.buffer)

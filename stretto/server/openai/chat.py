@@ -272,7 +272,7 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
         messages,
         used,
         recalled=service.answers.find(references(messages), request_log.owner),
-        sender=request_log.sender,
+        client=request_log.client,
         close=body.close,
         variables=variables(request.chat_template_kwargs),
         remote=await service.media.fetch(remote_urls(messages), body),
@@ -283,7 +283,7 @@ async def read_chat(service: Service, body: Body, request_log: RequestLog) -> Ch
 async def _read_large(
     service: Service, body: Body, memfile: MemFile, request_log: RequestLog
 ) -> ChatInput:
-    outlined, file = await service.engine().outline(memfile, LONG, MOST_SHORT, request_log.sender)
+    outlined, file = await service.engine().outline(memfile, LONG, MOST_SHORT, request_log.client)
     body.replace(file)
     await service.turns.take()
     request = _decoded(file.read(0, outlined.short))
@@ -298,7 +298,7 @@ async def _read_large(
         outlined.long["messages"],
         span,
         recalled,
-        request_log.sender,
+        request_log.client,
         body.close,
         variables(request.chat_template_kwargs),
         remote=await service.media.fetch(outlined.remote, body),
@@ -318,7 +318,7 @@ async def _grammar(
         return ""
     if schema_bytes(request, tools) <= LONG_SCHEMAS:
         return grammar_of(request, tools)
-    async with service.thread_turns.turn(request_log.sender):
+    async with service.thread_turns.turn(request_log.client):
         return await asyncio.to_thread(grammar_of, request, tools)
 
 

@@ -55,8 +55,8 @@ class GeneratingRoute(Generic[R]):
         request_log.route = self.route
         try:
             self.service.engine()  # before a long body is read for nothing
-            self.service.admission.check(request_log.sender)
-            with closing(Body(self.service.bodies, request_log.sender)) as body:
+            self.service.admission.check(request_log.client)
+            with closing(Body(self.service.bodies, request_log.client)) as body:
                 await exchange.read_body(body, self.max_bytes, self.service.body_turns)
                 work = self._work(body, exchange), exchange.watch_client()
                 await run_until_one_ends(work, self.service.cut)
@@ -71,7 +71,7 @@ class GeneratingRoute(Generic[R]):
     async def _work(self, body: Body, exchange: Exchange) -> None:
         request_log = exchange.request_log
         # Only now that all of it is there: clients that send slowly hold nobody else's slot.
-        async with self.service.admission.place(request_log.sender) as place:
+        async with self.service.admission.place(request_log.client) as place:
             request_log.queued = place.waited
             if body.size > HEAVY:
                 await self.service.turns.take()

@@ -112,8 +112,8 @@ class LiveSpeech:
         request_log.route = "speech_stream"
         try:
             self.service.engine()
-            self.service.admission.check(request_log.sender)
-            with self.service.sessions.slot(request_log.sender):
+            self.service.admission.check(request_log.client)
+            with self.service.sessions.slot(request_log.client):
                 offered = SUBPROTOCOL in scope.get("subprotocols", ())
                 await SpeechStream(self.service, request_log, receive, send).run(
                     SUBPROTOCOL if offered else None
@@ -266,7 +266,7 @@ class SpeechStream:
         if first is None:
             raise Invalid("there is nothing to say", "text")
         whole = None if live else await self._whole(first)
-        async with self.service.admission.place(self.request_log.sender, live=live) as place:
+        async with self.service.admission.place(self.request_log.client, live=live) as place:
             self.request_log.queued = place.waited
             text = self.read_text(first, place) if whole is None else whole
             events = speak(self.service, config, self.request_log, text)

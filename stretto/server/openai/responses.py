@@ -143,7 +143,7 @@ async def read_responses(service: Service, body: Body, request_log: RequestLog) 
         long.spans["input"],
         long.spans["tools"] if calls else None,
         service.answers.find(known, request_log.owner),
-        request_log.sender,
+        request_log.client,
         body.close,
         variables(request.chat_template_kwargs),
         "responses",
@@ -168,7 +168,7 @@ async def _outline(
         messages = found.get("input", b"")
         return short, long, references(messages), remote_urls(messages)
     outlined, file = await service.engine().outline(
-        body.memfile, LONG_FIELDS, ON_THE_LOOP, request_log.sender
+        body.memfile, LONG_FIELDS, ON_THE_LOOP, request_log.client
     )
     body.replace(file)
     await service.turns.take()
@@ -208,7 +208,7 @@ async def _grammar(
         tools = long.read("tools")
     if size <= LONG:
         return grammar_of(request, tools)
-    async with service.thread_turns.turn(request_log.sender):
+    async with service.thread_turns.turn(request_log.client):
         return await asyncio.to_thread(grammar_of, request, tools)
 
 

@@ -93,7 +93,7 @@ def speak(
         params=replace(defaults, **drop_none(overrides), packets=service.config.packets),
         request_id=request_log.request_id,
         owner=request_log.owner,
-        sender=request_log.sender,
+        client=request_log.client,
     )
 
 

@@ -63,7 +63,7 @@ def reader(translate: bool) -> Callable[[Service, Body, RequestLog], Awaitable[T
     async def read(service: Service, body: Body, request_log: RequestLog) -> TranscriptionInput:
         mark = boundary(request_log.content_type)
         source = body.data if body.memfile is None else body.memfile
-        async with service.thread_turns.turn(request_log.sender):
+        async with service.thread_turns.turn(request_log.client):
             return await in_thread(
                 source,
                 lambda s: _of_form(s, mark, translate),
@@ -104,7 +104,7 @@ async def answer_sound(service: Service, sound: TranscriptionInput, exchange: Ex
             raise Invalid("this model cannot transcribe speech", "model")
         words = instruction(engine.info.transcription, request, sound.translate)
         longest = None if request.response_format in WITH_TIMES else WINDOW_S
-        cut, file = await engine.cut(sound.file, longest, request_log.sender)
+        cut, file = await engine.cut(sound.file, longest, request_log.client)
     async with file:
         view = file.view()
         windows = [view[a:b] for a, b in cut.windows]
@@ -186,7 +186,7 @@ class WindowTexts:
             ]
             talk = Conversation.of(
                 json.dumps([{"role": "user", "content": content}]).encode(),
-                sender=request_log.sender,
+                client=request_log.client,
             )
             id = RequestId(f"{request_log.request_id}-{i}")
             events = engine.generate(

@@ -93,7 +93,7 @@ def check_unnamed(name: str | None, info: ModelInfo, param: str, own: list[str])
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A request to make a voice, and what its sender calls its fields. Whoever has it closes it."""
+    """A request to make a voice, and what its client calls its fields. Whoever has it closes it."""
 
     request: VoiceRequest
     message: MemFile  # a conversation of one message, which holds the sound
@@ -110,7 +110,7 @@ async def read_voice(service: Service, body: Body, request_log: RequestLog) -> C
     if not service.engine().info.cloning:  # before a long clip is cut and copied for nothing
         raise Invalid("this model has no voices but its own", "model")
     source = body.data if body.memfile is None else body.memfile
-    turn = partial(service.thread_turns.turn, request_log.sender)
+    turn = partial(service.thread_turns.turn, request_log.client)
     if is_form(request_log.content_type):
         mark = boundary(request_log.content_type)
         async with turn():
@@ -118,7 +118,7 @@ async def read_voice(service: Service, body: Body, request_log: RequestLog) -> C
     if isinstance(source, bytes):
         request = decode(source, _decoder)
         return _of_json(request, bytes(request.audio), (0, len(memoryview(request.audio))))
-    outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, request_log.sender)
+    outlined, file = await service.engine().outline(source, LONG, MOST_SHORT, request_log.client)
     async with file:
         request = decode(file.read(0, outlined.short), _decoder)
         span = outlined.long.get("audio", (0, 0))
@@ -215,7 +215,7 @@ async def _answer(service: Service, clip: Clip, exchange: Exchange) -> None:
     service.voices.check(owner, request.name, engine.info)
     try:
         talk = Conversation(
-            file, (0, file.size), sender=exchange.request_log.sender, close=clip.close
+            file, (0, file.size), client=exchange.request_log.client, close=clip.close
         )
         data = await engine.enrol(talk, owner=owner)
     except Invalid as e:

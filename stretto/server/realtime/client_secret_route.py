@@ -65,7 +65,7 @@ class ClientSecretRoute:
         request_log.route = "client_secrets"
         try:
             service.engine()
-            with closing(Body(service.bodies, request_log.sender)) as body:
+            with closing(Body(service.bodies, request_log.client)) as body:
                 most = min(ON_THE_LOOP, service.config.max_body_bytes)
                 await exchange.read_body(body, most, service.body_turns)
                 data = body.data
@@ -97,7 +97,7 @@ async def make_secret(service: Service, data: bytes, request_log: RequestLog) ->
     state = state.updated(fields, engine.info, tools)
     seconds = (request.expires_after or ExpiresAfter()).seconds
     value, expires_at = service.secrets.make(
-        request_log.owner, request_log.sender, kind, session, seconds
+        request_log.owner, request_log.client, kind, session, seconds
     )
     return ClientSecretAnswer(value, expires_at, state.to_wire())
 

@@ -27,7 +27,7 @@ _NAME = 16  # hex digits by which a secret is found; the other 32 are compared
 @dataclass(frozen=True, slots=True)
 class ClientSecret:
     owner: str  # the API key that made it
-    sender: str  # who counts for its memory: the key or, without keys, an address
+    client: str  # who counts for its memory: the key or, without keys, an address
     kind: Literal["realtime", "transcription"]  # of sessions that it opens
     session: bytes  # their settings, as JSON that was checked
     expires_at: int
@@ -48,7 +48,7 @@ class ClientSecrets:
     def make(
         self,
         owner: str,
-        sender: str,
+        client: str,
         kind: Literal["realtime", "transcription"],
         session: bytes,
         seconds: int,
@@ -57,8 +57,8 @@ class ClientSecrets:
         self._forget_expired()
         value = SECRET_PREFIX + secrets.token_hex(24)
         expires_at = int(self.clock()) + seconds
-        secret = ClientSecret(owner, sender, kind, session, expires_at, digest_of_key(value))
-        if not self.shares.take(sender, secret.size):
+        secret = ClientSecret(owner, client, kind, session, expires_at, digest_of_key(value))
+        if not self.shares.take(client, secret.size):
             raise Refused(
                 429,
                 "you have as many client secrets as fit; wait until some have expired",
@@ -84,7 +84,7 @@ class ClientSecrets:
         while self._expiries and self._expiries[0][0] <= now:
             _, name = heapq.heappop(self._expiries)
             secret = self._by_name.pop(name)
-            self.shares.give_back(secret.sender, secret.size)
+            self.shares.give_back(secret.client, secret.size)
 
 
 def _name(value: str) -> str:

@@ -75,8 +75,8 @@ class Realtime:
             model = self._model(engine, kind, _query(scope, "model"))
             if "text" not in engine.info.output_modalities:
                 raise Invalid("this model reads texts aloud, and holds no conversations", "model")
-            with self.service.sessions.slot(request_log.sender):
-                held = Holding(self.service.sessions.memory, request_log.sender)
+            with self.service.sessions.slot(request_log.client):
+                held = Holding(self.service.sessions.memory, request_log.client)
                 send_queue = SendQueue(self.service.config.send_timeout, held)
                 session = RealtimeSession(
                     self.service, engine, send_queue, request_log, model, kind
@@ -212,7 +212,7 @@ class RealtimeConnection:
         try:
             if len(data) <= LARGE:
                 return decode(data)
-            async with self.service.thread_turns.turn(self.session.sender):
+            async with self.service.thread_turns.turn(self.session.client):
                 return await asyncio.to_thread(decode, data)
         except EventError as e:
             self.session.error(e.code, str(e), e.param, e.event_id)

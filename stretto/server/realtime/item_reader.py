@@ -42,7 +42,7 @@ class ItemReader:
     service: Service
     engine_session: Session
     conversation: Conversation
-    sender: str
+    client: str
     memory: SessionMemory
 
     async def read(self, fields: c.Item, format: FormatName) -> tuple[Entry, Message | None]:
@@ -56,7 +56,7 @@ class ItemReader:
         pictures = any(p.image_url for p in fields.content or ())
         if pictures or not _has_many_sounds(fields):
             return nullcontext()
-        return self.service.thread_turns.turn(self.sender)
+        return self.service.thread_turns.turn(self.client)
 
     async def read_input(
         self, items: Sequence[c.Item], options_bytes: int, format: FormatName

@@ -66,12 +66,12 @@ class RealtimeSession:
         expires = int(time.time() + service.config.realtime_minutes * 60)
         state = SessionState.default(engine.info, kind, new_id("sess"), model, expires)
         request_log.realtime_session = state.id
-        session = engine.session(owner=request_log.owner, sender=request_log.sender)
+        session = engine.session(owner=request_log.owner, client=request_log.client)
         self.service = service
         self.engine = engine
         self.engine_session = session
         self.send_queue = send_queue
-        self.sender = request_log.sender  # the API key or address whose share it uses
+        self.client = request_log.client  # the API key or address whose share it uses
         self.state = state
         self.recorder = AnswerRecorder(service.metrics, request_log, service.tracer)
         self.conversation = Conversation(session)
@@ -79,7 +79,7 @@ class RealtimeSession:
             session, service.sessions.batcher, state.turns, state.input_format
         )
         self.memory = SessionMemory(
-            Holding(service.sessions.memory, self.sender),
+            Holding(service.sessions.memory, self.client),
             service.config.realtime_held_bytes,
             self.conversation,
             self.audio_input,
@@ -90,7 +90,7 @@ class RealtimeSession:
             engine,
             session,
             send_queue,
-            self.sender,
+            self.client,
             self.conversation,
             self.audio_input,
             self.recorder,
@@ -98,7 +98,7 @@ class RealtimeSession:
             state.answers,
         )
         self.tool_reader = ToolReader(service.turns)
-        self.item_reader = ItemReader(service, session, self.conversation, self.sender, self.memory)
+        self.item_reader = ItemReader(service, session, self.conversation, self.client, self.memory)
         self.transcriber = Transcriber(
             session, send_queue, self.responses, self.recorder, self.memory
         )
@@ -429,9 +429,8 @@ class RealtimeSession:
                 self.memory.reserve(entry.size, "conversation_full", "item")
                 await self.conversation.insert(entry, message, event.previous_item_id)
             try:
-                self.memory.reserve(
-                    0, "conversation_full", "item"
-                )  # now that its pictures are decoded
+                # again, now that its pictures are decoded
+                self.memory.reserve(0, "conversation_full", "item")
             except EventError:
                 await self.conversation.delete(entry)
                 raise

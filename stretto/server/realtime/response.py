@@ -50,7 +50,7 @@ class ResponseTask:
     service: Service
     engine_session: Session
     send_queue: SendQueue
-    sender: str  # whose turn it is where requests wait
+    client: str  # whose turn it is where requests wait
     items: list[EngineItem] | None = None  # answered instead of the conversation
     num_bytes: int = 0  # of its options and items
     turn: EngineItem | None = None  # of a speculative response: the turn, which may go on
@@ -157,7 +157,7 @@ class ResponseTask:
 
     async def run(self) -> None:
         try:
-            async with self.service.admission.place(self.sender) as place:
+            async with self.service.admission.place(self.client) as place:
                 self.log.queued = place.waited
                 end = await self._generate()
             await self._released.wait()
@@ -207,7 +207,7 @@ class ResponseTask:
             return ""
         if tools_size(options.tools) <= LONG:
             return options.grammar()
-        async with self.service.thread_turns.turn(self.sender):
+        async with self.service.thread_turns.turn(self.client):
             return await asyncio.to_thread(options.grammar)
 
     def _is_call_over(self, event: Event) -> bool:

@@ -32,7 +32,7 @@ class ResponseManager:
     engine: EngineClient
     engine_session: Session
     send_queue: SendQueue
-    sender: str
+    client: str
     conversation: Conversation
     audio_input: AudioInput
     recorder: AnswerRecorder
@@ -95,7 +95,7 @@ class ResponseManager:
             self.service,
             self.engine_session,
             self.send_queue,
-            self.sender,
+            self.client,
             items=items,
             num_bytes=options.num_bytes + items_bytes,
             turn=turn,

@@ -30,7 +30,7 @@ class SessionMemory:
         return stored + self.settings_bytes + self._task_bytes
 
     def reserve(self, more: int, code: str, param: str) -> None:
-        """Make room for so many bytes more, within what one session and the sessions of its sender
+        """Make room for so many bytes more, within what one session and the sessions of its client
         may hold. Raises `EventError` with this code."""
         size = self.num_bytes + more
         if size > self.limit:

@@ -15,11 +15,11 @@ from stretto.server.shares import Shares
 
 @dataclass(slots=True)
 class SessionSlots:
-    """`limit_per_sender`: 0 lets each sender have its share, at most half. `memory`: bytes of what
+    """`limit_per_client`: 0 lets each client have its share, at most half. `memory`: bytes of what
     all sessions hold and of messages that are still arriving."""
 
     limit: int
-    limit_per_sender: int
+    limit_per_client: int
     memory: Shares
     batcher: Batcher = field(default_factory=lambda: Batcher(Silero))
     draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -35,26 +35,26 @@ class SessionSlots:
         return self._open.held
 
     @contextmanager
-    def slot(self, sender: str) -> Iterator[None]:
+    def slot(self, client: str) -> Iterator[None]:
         """A place, from before the handshake is answered to when all work of the session has
         ended."""
         if self.running >= self.limit:
             raise _full(f"{self.limit} realtime sessions are open already", "server_busy")
-        own = self._open.of(sender)
+        own = self._open.of(client)
         if (
-            own >= self.limit_per_sender
-            if self.limit_per_sender
-            else not self._open.fits(sender, 1)
+            own >= self.limit_per_client
+            if self.limit_per_client
+            else not self._open.fits(client, 1)
         ):
             raise _full(
                 f"{own} realtime sessions of this client are open already", "rate_limit_exceeded"
             )
-        self._open.add(sender, 1)
+        self._open.add(client, 1)
         self.idle.clear()
         try:
             yield
         finally:
-            self._open.give_back(sender, 1)
+            self._open.give_back(client, 1)
             if not self.running:
                 self.idle.set()
 

@@ -164,7 +164,7 @@ def test_short_conversations_wait_neither_for_long_ones_nor_for_media(roomy_dir:
         return [{"role": "user", "content": "word " * count}] * turns
 
     async def test(pool: PromptPool) -> None:
-        media = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "ab"]
+        media = [asyncio.create_task(pool.build(heavy(client=s))) for s in "ab"]
         await until(lambda: pool.queue.running == 2 and len(processes(pool)) == 2)
         decoding = processes(pool)
         for pid in decoding:
@@ -318,7 +318,7 @@ def test_limits_of_time_and_memory(roomy_dir: Path) -> None:
 
 def test_a_caller_that_leaves_ends_its_process(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
-        running = [asyncio.create_task(pool.build(heavy(sender=s))) for s in "abcd"]
+        running = [asyncio.create_task(pool.build(heavy(client=s))) for s in "abcd"]
         await until(lambda: pool.queue.running == 2 and pool.queue.waiting == 2)
         await until(lambda: len(processes(pool)) == 2)
         children = processes(pool)
@@ -348,10 +348,10 @@ def test_children_wait_for_the_next_jobs(roomy_dir: Path) -> None:
         await until(lambda: len(spares()) == 2)
         first = spares()
         await until(lambda: {os.sched_getscheduler(pid) for pid in first} == {os.SCHED_BATCH})
-        long = asyncio.create_task(pool.build(heavy(sender="a")))
+        long = asyncio.create_task(pool.build(heavy(client="a")))
         await until(lambda: len(processes(pool)) == 1)
         assert set(processes(pool)) | spares() == first
-        await pool.build(dataclasses.replace(asked, sender="b"))
+        await pool.build(dataclasses.replace(asked, client="b"))
         await until(lambda: not spares())  # no other while a job runs
         assert first & set(processes(pool))
         long.cancel()
@@ -472,12 +472,12 @@ def test_a_child_that_starts_late_stays_idle(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_short_texts_do_not_wait_for_long_work(roomy_dir: Path) -> None:
     async def test(pool: PromptPool) -> None:
-        long = [asyncio.create_task(pool.build(heavy(sender="a"))) for _ in range(4)]
+        long = [asyncio.create_task(pool.build(heavy(client="a"))) for _ in range(4)]
         await until(lambda: pool.queue.running == 1 and pool.queue.waiting == 3)
         for _ in range(5):
-            await pool.build(talk(HELLO, sender="a"))
-        # Nor does somebody else's picture: one sender never has all places.
-        await pool.build(talk([{"role": "user", "content": [picture(64)]}], sender="b"))
+            await pool.build(talk(HELLO, client="a"))
+        # Nor does somebody else's picture: one client never has all places.
+        await pool.build(talk([{"role": "user", "content": [picture(64)]}], client="b"))
         assert not any(t.done() for t in long)
         for t in long:
             t.cancel()
@@ -558,13 +558,13 @@ def features(count: int, offset: int) -> PackedPiece:
 # ---- places
 
 
-def test_senders_take_turns() -> None:
+def test_clients_take_turns() -> None:
     async def run() -> None:
         lane, order = FairQueue(2), []
 
-        async def work(sender: str, i: int) -> None:
-            await lane.enter(sender)
-            order.append(f"{sender}{i}")
+        async def work(client: str, i: int) -> None:
+            await lane.enter(client)
+            order.append(f"{client}{i}")
 
         tasks = [asyncio.create_task(work("a", i)) for i in range(4)]
         await asyncio.sleep(0)
@@ -613,17 +613,17 @@ def test_many_at_random() -> None:
         lane = FairQueue(int(rng.integers(1, 4)))
         inside: list[str] = []
 
-        async def work(sender: str, turns: int) -> None:
-            await lane.enter(sender)
-            inside.append(sender)
+        async def work(client: str, turns: int) -> None:
+            await lane.enter(client)
+            inside.append(client)
             try:
                 assert len(inside) == lane.running <= lane.places
-                assert inside.count(sender) <= max(1, lane.places - 1)
+                assert inside.count(client) <= max(1, lane.places - 1)
                 for _ in range(turns):
                     await asyncio.sleep(0)
             finally:
-                inside.remove(sender)
-                lane.leave(sender)
+                inside.remove(client)
+                lane.leave(client)
 
         tasks: list[asyncio.Task[None]] = []
         for _ in range(60):

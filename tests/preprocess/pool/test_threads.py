@@ -36,8 +36,8 @@ class Slow:
         return Prompt((len(text),))
 
 
-def ask(prompts: InThreads, sender: str, text: str) -> Coroutine[Any, Any, Prompt]:
-    return prompts.build_for(sender, [{"role": "user", "content": text}], None, allow_paths=False)
+def ask(prompts: InThreads, client: str, text: str) -> Coroutine[Any, Any, Prompt]:
+    return prompts.build_for(client, [{"role": "user", "content": text}], None, allow_paths=False)
 
 
 def test_short_prompts_do_not_wait_for_long_ones() -> None:

@@ -212,7 +212,7 @@ def test_leaving_while_the_prompt_is_prepared(front: Front) -> None:
         front.until(lambda: front.pool.queue.running == 1 and front.service.admission.running == 1)
         s.close()
         front.nothing_is_held()
-    # In the queue, behind others of the same sender: they leave too, the last one first.
+    # In the queue, behind others of the same client: they leave too, the last one first.
     sockets = [front.post(body) for _ in range(2)]
     front.until(lambda: front.pool.queue.waiting == 1)
     for s in reversed(sockets):

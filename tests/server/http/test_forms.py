@@ -39,7 +39,7 @@ class Elsewhere(ScriptedEngine):
     """Cuts large bodies in a thread, as a real engine does in another process."""
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, sender: str = ""
+        self, body: MemFile, long: tuple[str, ...], most: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         return await asyncio.to_thread(lambda: do_outline(body.view(), long, most))
 

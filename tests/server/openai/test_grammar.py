@@ -254,7 +254,7 @@ def test_the_stage_learns_whose_turn_it_is(
 
     monkeypatch.setattr(host, "send", record)
     assert real_server.ask("/v1/chat/completions", structured(SCHEMA)).status == 200
-    assert [bool(m.sender) for m in sent if isinstance(m, Admit)] == [True]
+    assert [bool(m.client) for m in sent if isinstance(m, Admit)] == [True]
 
 
 def test_a_grammar_that_never_binds_changes_no_token_and_no_neighbour(

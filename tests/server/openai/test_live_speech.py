@@ -576,7 +576,7 @@ def test_many_messages_at_once_leave_others_their_turn() -> None:
             sent.append(message["type"])
 
         beside = asyncio.create_task(others())
-        request_log = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        request_log = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", client="me")
         await livespeech.LiveSpeech(service)(
             {"type": "websocket", REQUEST_LOG: request_log}, receive, take
         )
@@ -620,7 +620,7 @@ def test_a_listener_that_takes_nothing_is_dropped() -> None:
                 sending.set()
                 await asyncio.Event().wait()
 
-        request_log = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", sender="me")
+        request_log = RequestLog(RequestId("x"), "x", 0.0, owner="anyone", client="me")
         app = livespeech.LiveSpeech(service)
         task = asyncio.ensure_future(
             app({"type": "websocket", REQUEST_LOG: request_log}, receive, take)

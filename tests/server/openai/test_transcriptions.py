@@ -91,7 +91,7 @@ class Scribe(ScriptedEngine):
     """Hears how long each window is; a sound is cut for real."""
 
     async def cut(
-        self, sound: MemFile, seconds: float | None, sender: str = ""
+        self, sound: MemFile, seconds: float | None, client: str = ""
     ) -> tuple[Windows, MemFile]:
         return do_cut(sound.view(), seconds)
 

@@ -84,7 +84,7 @@ def test_openais_client_makes_one_and_a_browser_opens_a_session_with_it(
     with talk(guarded, subprotocols=protocols, origin="https://page.example") as c:
         assert c.seen[0]["session"]["audio"]["input"]["turn_detection"] is None
         c.update(instructions="Speak plainly.")  # the page may change what it began with
-    assert [(s.owner, s.sender) for s in engine.sessions] == 2 * [("key1", "key1")]
+    assert [(s.owner, s.client) for s in engine.sessions] == 2 * [("key1", "key1")]
 
 
 def test_it_opens_nothing_else(guarded: Running) -> None:

@@ -1,5 +1,5 @@
 """Items of a client on their way to the engine: there is room for each before it is decoded and for
-what comes of it, and many sounds wait for their sender's turn."""
+what comes of it, and many sounds wait for their client's turn."""
 
 from __future__ import annotations
 

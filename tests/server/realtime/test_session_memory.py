@@ -35,7 +35,7 @@ def test_a_session_has_a_limit() -> None:
     assert (e.value.code, e.value.param) == ("full", "item")
 
 
-def test_sessions_of_a_sender_share_the_memory() -> None:
+def test_sessions_of_a_client_share_the_memory() -> None:
     shares = Shares(1000)
     held = memory(shares)
     held.reserve(400, "full", "item")

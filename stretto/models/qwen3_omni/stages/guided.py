@@ -64,7 +64,7 @@ class Compiling:
     def add(self, pending: PendingRequest) -> None:
         if not self.waiting:
             self._reported_ns = self._clock()
-        made = self._grammars.compile(pending.params.grammar, self._wake, pending.admit.sender)
+        made = self._grammars.compile(pending.params.grammar, self._wake, pending.admit.client)
         self.waiting[pending.admit.request] = pending, made
 
     def drop(self, id: RequestId) -> None:
