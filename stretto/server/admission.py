@@ -20,6 +20,7 @@ from operator import attrgetter
 
 from stretto.server.openai.error_body import Refused
 from stretto.server.shares import Shares
+from stretto.server.tasks import shutting_down
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Admission:
     max_queue: int = 0
     queue_timeout: float = 60.0
     max_live: int = 32
+    draining: bool = False  # nobody waits any more
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # no place is taken
     live: Shares = field(init=False)
     _requests: set[Place] = field(default_factory=set)  # with places and without
@@ -95,6 +97,18 @@ class Admission:
             del self._last_turn[place.client]
         self.hand_over()
 
+    def drain(self) -> None:
+        """Refuse those that wait, and those that would have to: the server stops. Live texts that
+        have begun still get their turns."""
+        self.draining = True
+        for place in list(self._waiting):
+            self._refuse_if_new(place)
+
+    def _refuse_if_new(self, place: Place) -> None:
+        if not place.holds_live and not place.turn.done():
+            self._waiting.remove(place)
+            place.turn.set_exception(shutting_down())
+
     # -- for places
 
     def enqueue(self, place: Place) -> None:
@@ -104,7 +118,9 @@ class Admission:
             place.arrival = self._num_arrived
         insort(self._waiting, place, key=attrgetter("arrival"))
         self.hand_over()
-        if not place.turn.done():
+        if self.draining:
+            self._refuse_if_new(place)
+        elif not place.turn.done():
             self._bound_queue(place.client)
 
     def dequeue(self, place: Place) -> None:

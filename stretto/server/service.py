@@ -175,6 +175,7 @@ class Service:
     async def drain(self, timeout: float) -> None:
         """Take nothing new and let what runs finish, for at most the drain timeout."""
         self.draining = True
+        self.admission.drain()
         self.sessions.drain()
         if self._engine is not None:
             await self._engine.drain(timeout)

@@ -252,6 +252,33 @@ def test_a_live_text_without_a_place_still_counts_as_one() -> None:
     asyncio.run(main())
 
 
+def test_draining_ends_the_queue_except_for_live_texts_that_have_begun() -> None:
+    async def main() -> None:
+        admission = Admission(1, 1, max_queue=4, max_live=2)
+
+        async def ask() -> None:
+            async with admission.place("b"):
+                pass
+
+        async with admission.place("a", live=True) as place:
+            place.give_back()
+            async with admission.place("c"):
+                waits = asyncio.create_task(ask())
+                again = asyncio.create_task(place.take())
+                await settle()
+                assert admission.waiting == 2
+                admission.drain()
+                for late in (waits, asyncio.create_task(ask())):
+                    with pytest.raises(Refused) as refused:
+                        await late
+                    assert refused.value.status == 503
+                assert not again.done()
+            await again
+        assert (admission.running, admission.waiting, admission.live.held) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
 # ---- those who leave
 
 

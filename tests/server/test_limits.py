@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,27 @@ def test_draining_finishes_what_runs() -> None:
         held.running.thread.join()
         assert held.running.status == 0
         assert held.engine.ledger.finished == 1
+
+
+def test_draining_refuses_those_that_wait() -> None:
+    with HeldServer(max_concurrent=1, max_queue=4) as held:
+        s = held.start(ALOUD)
+        service = held.running.server.service
+        with ThreadPoolExecutor() as pool:
+            waits = pool.submit(held.running.ask, CHAT, ASK)
+
+            async def drain() -> None:
+                while not service.admission.waiting:
+                    await asyncio.sleep(0.001)
+                held.running.server.stop()
+
+            held.running.do(drain())
+            refused = waits.result()
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        held.release()
+        assert held.rest(s).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        held.running.thread.join()
+        assert held.running.status == 0
 
 
 def test_draining_has_an_end() -> None:
