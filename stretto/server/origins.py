@@ -102,7 +102,7 @@ def preflight_headers(headers: Headers) -> dict[str, str]:
     """What a page may do: all that this server can. The origin was checked, and is named by
     `cors_headers`."""
     return {
-        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": headers.get("access-control-request-headers", ""),
         "access-control-max-age": str(PREFLIGHT_SECONDS),
     }

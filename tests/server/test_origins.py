@@ -114,7 +114,9 @@ def test_pages_of_this_machine(origin: str, running: Running) -> None:
     asked = running.ask(CHAT, method="OPTIONS", headers={"Origin": origin, **PREFLIGHT})
     assert asked.status == 200
     assert asked.headers["access-control-allow-origin"] == origin
-    assert "POST" in asked.headers["access-control-allow-methods"]
+    allowed = asked.headers["access-control-allow-methods"]
+    assert "POST" in allowed
+    assert "DELETE" in allowed, "voices are deleted"
     assert (
         asked.headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
     )
