@@ -277,7 +277,7 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
             ]
             for events in silent:
                 await anext(events)
-            tickets = list(engine.requests.running.values())
+            requests = list(engine.requests.running.values())
             speaking = [
                 asyncio.create_task(collect(engine.generate(CHATS["text"], params=params)))
                 for _ in range(6)
@@ -293,13 +293,13 @@ def test_a_killed_host_fails_its_requests_at_once_and_comes_back(
                 assert error is None or isinstance(error, StageDead), error
             assert any(task.exception() for task in done)
             # Those that need no more than the thinker have seen it all, and are far from their end.
-            for events, ticket in zip(silent, tickets):
+            for events, request in zip(silent, requests):
                 if not victim:
                     with pytest.raises(StageDead):
                         await collect(events)
                     continue
-                before = ticket.ids
-                while ticket.ids < before + 40:  # tokens that are made now
+                before = request.text.num_tokens
+                while request.text.num_tokens < before + 40:  # tokens that are made now
                     assert isinstance(await anext(events), TextDelta)
                 await events.aclose()  # type: ignore[attr-defined]
             assert engine.metrics()["stretto_engine_running"] == 0

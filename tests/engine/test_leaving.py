@@ -137,7 +137,7 @@ def test_prefill(running: Running) -> None:
         client = Client(engine, "task", TextDelta, LONG)
         await come_to(engine, lambda v: v[rows] > before[rows] + 20)
         assert not client.there.is_set()
-        assert not request_of(engine).ids
+        assert not request_of(engine).text.num_tokens
         await client.leave()
         await freed(engine)
 

@@ -152,11 +152,11 @@ class ScriptedEngine:
             await self.prompts.close()
 
     async def outline(
-        self, body: MemFile, long: tuple[str, ...], most: int, client: str = ""
+        self, body: MemFile, long: tuple[str, ...], max_short_bytes: int, client: str = ""
     ) -> tuple[Outlined, MemFile]:
         if self.prompts is not None:
-            return await self.prompts.outline(body, long, most, client)
-        return do_outline(body.view(), long, most)
+            return await self.prompts.outline(body, long, max_short_bytes, client)
+        return do_outline(body.view(), long, max_short_bytes)
 
     async def cut(
         self, sound: MemFile, seconds: float, client: str = ""

@@ -384,7 +384,7 @@ def test_nothing_of_a_server_is_held_for_the_next_request(web: Web) -> None:
 
     async def work() -> None:
         for path in ("a", "b", "a"):
-            with Body(shares, "me") as body:
+            with contextlib.closing(Body(shares, "me")) as body:
                 files = await own.fetch((f"https://cdn.example/{path}",), body)
             assert files is not None
             assert files.failures == {}
@@ -423,7 +423,7 @@ def test_others_have_their_turn_while_a_file_is_written() -> None:
 
     async def work() -> None:
         nonlocal turns
-        with Body(Shares(1 << 20), "me") as body:
+        with contextlib.closing(Body(Shares(1 << 20), "me")) as body:
             download = Download("https://cdn.example/a", body)
             for _ in range(20):
                 download.add(bytes(1000))
@@ -455,7 +455,7 @@ def test_a_request_that_is_refused_waits_for_none_of_its_files(web: Web) -> None
     urls = "https://cdn.example/stuck", "https://cdn.example/large"
 
     async def work() -> None:
-        with Body(Shares(1_000_000), "me") as body, pytest.raises(Refused):
+        with contextlib.closing(Body(Shares(1_000_000), "me")) as body, pytest.raises(Refused):
             await own.fetch(urls, body)
         assert own.places.running == 0
         await own.close()

@@ -13,7 +13,8 @@ import pytest
 from stretto.config.server import ServerConfig
 from stretto.engine.session import Item
 from stretto.server.realtime import client_events as ce
-from stretto.server.realtime.item_reader import MAX_INLINE_SOUNDS, ItemReader, Problem
+from stretto.server.realtime.client_events import EventError
+from stretto.server.realtime.item_reader import MAX_INLINE_SOUNDS, ItemReader
 from stretto.server.service import Service
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -29,7 +30,7 @@ class Memory:
 
     def reserve(self, size: int, code: str, param: str) -> None:
         if size > self.limit:
-            raise Problem(code, "there is no room", param)
+            raise EventError(code, "there is no room", param)
         self.log.append(size)
 
     async def item(self, message: Any, *, id: str) -> Item:
@@ -38,7 +39,7 @@ class Memory:
         return Item(id, {"role": "user", "content": [picture]})
 
     def reader(self, service: Any = None) -> ItemReader:
-        return ItemReader(service, cast(Any, self), cast(Any, None), "me", self.reserve)
+        return ItemReader(service, cast(Any, self), cast(Any, None), "me", cast(Any, self))
 
 
 def sounds(count: int) -> ce.Item:
@@ -63,7 +64,7 @@ def test_room_is_taken_before_an_item_is_decoded_and_for_what_comes_of_it() -> N
 
 def test_what_finds_no_room_is_not_decoded() -> None:
     memory = Memory(limit=2000)
-    with pytest.raises(Problem) as e:
+    with pytest.raises(EventError) as e:
         asyncio.run(memory.reader().read_input([sounds(1)], 1000, "audio/pcm"))
     assert (e.value.code, e.value.param) == ("conversation_full", "response.input[0]")
     assert memory.log == []

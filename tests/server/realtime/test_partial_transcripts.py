@@ -17,7 +17,7 @@ from stretto.params import Params
 from stretto.server.realtime import client_events as ce
 from stretto.server.realtime import server_events as s
 from stretto.server.realtime.partial_transcripts import STEP_S, STEP_SHARE, PartialTranscripts
-from stretto.server.realtime.transcribe import PRIORITY, Dictation
+from stretto.server.realtime.transcribe import PRIORITY, TranscriptionOptions
 from tests.server.scripted_engine import ScriptedEngine
 
 TURNS = 20  # of the event loop: after so many, all that can run has run
@@ -63,10 +63,15 @@ class Listener:
 
     def __post_init__(self) -> None:
         count = Counter("partials", "of a test", registry=None)
-        self.partials = PartialTranscripts(self.turn, self.events.append, count)  # type: ignore[arg-type]
+        self.partials = PartialTranscripts(self.turn, self, count)  # type: ignore[arg-type]
+
+    def put(self, event: Any) -> None:
+        self.events.append(event)
 
     def begin(self, item_id: str) -> None:
-        self.partials.begin(item_id, Dictation(ScriptedEngine().info, ce.Transcription()))
+        self.partials.begin(
+            item_id, TranscriptionOptions(ScriptedEngine().info, ce.Transcription())
+        )
 
     async def hear(self, seconds: float) -> None:
         self.turn.pending += int(seconds * INPUT_RATE)

@@ -445,7 +445,7 @@ def reading(tab: Tab, server: ScriptedServer) -> None:
 
 def voices(tab: Tab, server: ScriptedServer) -> None:
     server.script.card = READER
-    server.service.voices.keep("anyone", LONG, b"a voice", False)
+    server.service.voices.add("anyone", LONG, b"a voice", False)
     tab.do(tab.page.reload())
     tab.until("document.body.dataset.mode === 'reading'")
     tab.click("add-voice")

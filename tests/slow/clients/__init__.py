@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.server.realtime.scripted import TalkEngine
 
 from bench.harness.env import describe
 from bench.harness.parts import one_of
@@ -34,6 +33,7 @@ from bench.harness.results import arguments, parser, read, write
 from tests.server.certificates import certificate_settings
 from tests.server.realtime import conversation
 from tests.server.realtime.conftest import talking
+from tests.server.scripted_engine import ScriptedEngine
 from tests.slow.clients.cases import CASES, ClientCase, Exchange, Which
 from tests.slow.clients.environments import CannotInstall, ClientEnvironment
 
@@ -141,7 +141,7 @@ def _run_conversation(
 ) -> dict[str, Any]:
     turn = folder / "turn.wav"
     conversation.write_turn(turn)
-    engine = TalkEngine(script=conversation.answers)
+    engine = ScriptedEngine(script=conversation.answers)
     with talking(engine) as running:
         arguments = [f"{running.url}/v1", str(turn)]
         found = _run_program(exchange, arguments, environment, folder)
