@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent.parent / "stretto"
 SHARED = {
     "Attention", "AudioDelta", "AudioDone", "AudioEncoder",
     "Block", "Book", "Choice", "Codebook", "CodecIds", "Conv", "Conversation", "Function",
-    "Item", "Layer", "Mlp", "NamedTool", "Norm", "Part", "Progress", "Quantizer",
-    "Scale", "Sound", "Source", "Talker", "TalkerAdapter",
+    "Item", "Layer", "Mlp", "Norm", "Part", "Progress", "Quantizer",
+    "Scale", "Source", "Talker", "TalkerAdapter",
     "TalkerConfig", "TalkerInput", "TalkerParams", "TalkerStage", "TextDelta", "TokenIds",
-    "Tool", "TranscriptDelta", "TranscriptDone", "Transcription", "VoiceId", "Windows",
+    "TranscriptDelta", "TranscriptDone", "Transcription", "VoiceId", 
 }
 # fmt: on
 """Names of more than one class. The list only gets shorter."""
