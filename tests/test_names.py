@@ -13,7 +13,7 @@ SHARED = {
     "Item", "Layer", "Mlp", "Norm", "Part", "Progress", "Quantizer",
     "Scale", "Source", "Talker", "TalkerAdapter",
     "TalkerConfig", "TalkerInput", "TalkerParams", "TalkerStage", "TextDelta", "TokenIds",
-    "TranscriptDelta", "TranscriptDone", "Transcription", "VoiceId", 
+    "TranscriptDelta", "TranscriptDone", "Transcription", "VoiceId",
 }
 # fmt: on
 """Names of more than one class. The list only gets shorter."""
