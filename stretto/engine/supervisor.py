@@ -304,7 +304,8 @@ class Supervisor:
             if isinstance(e, LinkRefused) and self._deaths[index] > 1:
                 # a new host did not help: the fault may be at the other end
                 for stage in (e.link.sender, e.link.receiver):
-                    self.host_of[stage].mark_dead(str(e))
+                    if self.host_of[stage].state == "ready":
+                        self.host_of[stage].mark_dead(str(e))
             raise
         if host.state == "ready":
             self._deaths[index] = 0
@@ -319,7 +320,9 @@ class Supervisor:
         try:
             await self.links.mend()
         except LinkRefused as e:
-            self.host_of[e.link.receiver].mark_dead(str(e))
+            host = self.host_of[e.link.receiver]
+            if host.state == "ready":  # else its restart makes the link
+                host.mark_dead(str(e))
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

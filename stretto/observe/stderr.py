@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable
 
 QUEUE_BYTES = 1 << 20
-PARTIAL_BYTES = 4096  # of a line that is not complete; a longer one is queued as it is
+# a write of so many bytes to a pipe is never mixed with those of other processes (PIPE_BUF)
+PIECE_BYTES = 4096
 DRAIN_S = 1.0  # at the end of the process
 
 
@@ -72,7 +73,7 @@ class QueuedStderr(io.TextIOBase):
                 self._partial = rest
             else:
                 self._partial += rest
-                if len(self._partial) > PARTIAL_BYTES:
+                if len(self._partial) > PIECE_BYTES:
                     self.flush()
         return len(text)
 
@@ -123,8 +124,7 @@ class QueuedStderr(io.TextIOBase):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue)
-                data = self._queue.popleft()
-                self._size -= len(data)
+                data = self._take()
                 self._writing = True
             written = self._write(data)
             with self._changed:
@@ -137,6 +137,16 @@ class QueuedStderr(io.TextIOBase):
                     self._failed += _lines(data)
                 self._announce()
                 self._changed.notify_all()
+
+    def _take(self) -> bytes:
+        """The oldest line, and those behind it that fit into one write with it."""
+        taken = [self._queue.popleft()]
+        size = len(taken[0])
+        while self._queue and size + len(self._queue[0]) <= PIECE_BYTES:
+            taken.append(self._queue.popleft())
+            size += len(taken[-1])
+        self._size -= size
+        return b"".join(taken)
 
     def _announce(self) -> None:
         if self._unannounced and self._size <= self._limit // 2:

@@ -174,8 +174,8 @@ class Admission:
         for place in self._requests:
             weights[place.client] += place.weight
         heads: dict[str, Place] = {}
-        for place in self._waiting:
-            if place.client in heads or place.turn.done():  # who was cancelled has not left yet
+        for place in self._queued():
+            if place.client in heads:
                 continue
             if not place.needs_live or self.live.fits(place.client, 1):
                 heads[place.client] = place
@@ -190,20 +190,24 @@ class Admission:
         """With this client's new request in it, the last one of the client with the most may have
         to leave."""
         if crowd := self._overfull(client):
-            last = next(p for p in reversed(self._waiting) if p.client == crowd)
+            last = next(p for p in reversed(self._queued()) if p.client == crowd)
             self._waiting.remove(last)
             last.turn.set_exception(self._full())
             self.hand_over()  # places may have been free for it, and too few
 
     def _overfull(self, client: str, more: int = 0) -> str | None:
-        """The client whose last request must leave the queue, with so `more` of this client's: the
-        one with the most. None: there is room."""
-        waiting = Counter(place.client for place in self._waiting)
+        """The client whose last request must leave the queue if this client had `more` further
+        requests in it: the one with the most. None: there is room."""
+        waiting = Counter(place.client for place in self._queued())
         waiting[client] += more
         if waiting.total() <= self.max_queue:
             return None
         crowd = max(waiting, key=lambda other: waiting[other])
         return crowd if waiting[crowd] > waiting[client] else client
+
+    def _queued(self) -> list[Place]:
+        """Those that wait. One that was cancelled may not have left yet, and waits no more."""
+        return [place for place in self._waiting if not place.turn.done()]
 
     def _full(self) -> Refused:
         more = f", and {self.max_queue} wait already" if self.max_queue else ""
@@ -241,8 +245,8 @@ class Place:
         self.turn = loop.create_future()
         self.requested = weight
         self.weight = 0
-        self.admission.enqueue(self)
         try:
+            self.admission.enqueue(self)
             async with asyncio.timeout(self.admission.queue_timeout):
                 await self.turn
         except TimeoutError:

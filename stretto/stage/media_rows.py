@@ -46,4 +46,7 @@ def media_of_block(block: Published, sent: Sequence[MediaOutput], join: Join) ->
         if low < high:
             places += where[low:high].tolist()
             rows.append(media.rows[low:high])
-    return MediaOutput(places, *join(rows)) if rows else None
+    if not rows:
+        return None
+    joined, _ = join(rows)  # cached rows are read on the stage's own stream: they need no event
+    return MediaOutput(places, joined, None)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stretto.config.engine import PoolSettings
-from stretto.errors import Invalid
+from stretto.errors import Invalid, StageDead
 from stretto.models.qwen3_omni.family import open_grammars
 from stretto.preprocess.grammars import (
     BURST_S,
@@ -141,9 +141,9 @@ def test_a_schema_is_checked_once_for_its_client(tiny_dir: Path) -> None:
         jobs: list[object] = []
         send = pool.worker.send
 
-        async def noted(job: Job, fds: Sequence[int], patience_s: float) -> None:
+        def noted(job: Job, fds: Sequence[int]) -> bool:
             jobs.append(job)
-            await send(job, fds, patience_s)
+            return send(job, fds)
 
         pool.worker.send = noted  # type: ignore[method-assign]
         await asyncio.gather(*(pool.check(small("x"), "a") for _ in range(8)))
@@ -154,6 +154,34 @@ def test_a_schema_is_checked_once_for_its_client(tiny_dir: Path) -> None:
         assert len(jobs) == 2, "whoever asks learns nothing of what others use"
 
     with_pool(tiny_dir, test)
+
+
+def test_jobs_wait_for_a_new_worker_beside_each_other(tiny_dir: Path) -> None:
+    """Not one behind the other, for as long each: while they wait, they hold no place."""
+    count = 5
+
+    async def test(pool: PromptPool) -> None:
+        calls = 0
+        patience_ends = asyncio.Event()
+
+        async def wait_until_ready(_: float) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > count:  # each waits before it is sent, too
+                await patience_ends.wait()
+                raise StageDead("no worker came")
+
+        pool.worker.wait_until_ready = wait_until_ready  # type: ignore[method-assign]
+        pool.worker.send = lambda job, fds: False  # type: ignore[method-assign]
+        checks = [asyncio.create_task(pool.check(small(f"x{i}"), "a")) for i in range(count)]
+        await until(lambda: calls == 2 * count)
+        assert pool.grammar_queue.running == pool.grammar_queue.waiting == 0
+        patience_ends.set()
+        errors = await asyncio.gather(*checks, return_exceptions=True)
+        assert [type(error) for error in errors] == [StageDead] * count
+        assert pool.grammar_queue.running == 0
+
+    with_pool(tiny_dir, test, workers=1)
 
 
 def test_a_model_without_grammars_checks_none(tiny_dir: Path) -> None:

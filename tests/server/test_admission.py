@@ -31,9 +31,13 @@ class Desk:
     async def come(self, *names: str, places: int = 1, live: bool = False) -> None:
         """The first letter of a name is its owner."""
         for name in names:
-            self.leave[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self._stay(name, places, live))
+            self.begin(name, places=places, live=live)
             await settle()
+
+    def begin(self, name: str, places: int = 1, live: bool = False) -> None:
+        """Let one come at the next turn of the loop."""
+        self.leave[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._stay(name, places, live))
 
     async def _stay(self, name: str, places: int, live: bool) -> None:
         async with self.admission.place(name[0], live=live) as place:
@@ -280,6 +284,19 @@ def test_draining_ends_the_queue_except_for_live_texts_that_have_begun() -> None
 
 
 # ---- those who leave
+
+
+@at_desk(Admission(1, 1, max_queue=2))
+async def test_a_full_queue_makes_room_beside_one_who_has_not_left_yet(desk: Desk) -> None:
+    """Who is cancelled leaves at its next turn of the loop; another may come in the same one."""
+    await desk.come("a1", "b1", "b2")
+    desk.begin("c1")
+    desk.tasks["b2"].cancel()
+    await settle()
+    assert not desk.refused("b1")
+    assert not desk.refused("c1")
+    await desk.go("a1", "b1", "c1")
+    assert desk.served == ["a1", "b1", "c1"]
 
 
 @at_desk(Admission(1, 1, max_queue=4))

@@ -15,7 +15,7 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES = 16 << 10  # of text: ten milliseconds of the worker's time at worst
 TRIAL = b"Hello"
+RESTARTING = "the prompt worker has died and is being started again"
 PATIENCE_S = 20.0  # that the worker may take for something short, when it is not loading
 # processes for short prompts of sessions: some tens of milliseconds each
 SESSIONS_AT_ONCE = 4
@@ -302,7 +303,13 @@ class PromptPool:
 
     async def _do_at_once(self, work: Work, files: list[MemFile]) -> JobResult:
         job = Job(next(self._numbers), work, apart=False)
-        with await self._send(job, files) as answers:
+        answers = self._send(job, files)
+        if answers is None:
+            await self.worker.wait_until_ready(PATIENCE_S)
+            answers = self._send(job, files)
+        if answers is None:
+            raise StageDead(RESTARTING)
+        with answers:
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     return await _read_answer(answers)
@@ -315,11 +322,14 @@ class PromptPool:
     ) -> JobResult:
         """Have a job done in a process of its own. The client has a place for it in the queue."""
         job = Job(next(self._numbers), work, apart=True)
-        try:
-            answers = await self._send(job, files)
-        except BaseException:
-            queue.leave(client)
-            raise
+        answers = self._send_or_leave(job, files, queue, client)
+        if answers is None:
+            # without the place: those behind this one wait for the worker beside it
+            await self.worker.wait_until_ready(PATIENCE_S)
+            await queue.enter(client)
+            answers = self._send_or_leave(job, files, queue, client)
+        if answers is None:
+            raise StageDead(RESTARTING)
         try:
             return await _read_answer(answers)
         except asyncio.CancelledError:
@@ -331,23 +341,36 @@ class PromptPool:
             self._ending[answers] = queue, client
             asyncio.get_running_loop().add_reader(answers, self._read_end, answers)
 
-    async def _send(self, job: Job, files: list[MemFile]) -> socket.socket:
+    def _send_or_leave(
+        self, job: Job, files: list[MemFile], queue: FairQueue, client: str
+    ) -> socket.socket | None:
+        """Send a job, or give its place in the queue back."""
+        answers = None
+        try:
+            answers = self._send(job, files)
+        finally:
+            if answers is None:
+                queue.leave(client)
+        return answers
+
+    def _send(self, job: Job, files: list[MemFile]) -> socket.socket | None:
         """Send a job; returns the socket on which its answer comes, which the caller closes. The
-        socket ends when nothing of the job runs any more."""
+        socket ends when nothing of the job runs any more. None: the worker is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            try:
-                fds = [theirs.fileno(), *(f.fd for f in files)]
-                await self.worker.send(job, fds, PATIENCE_S)
-            except BaseException:
-                ours.close()
-                raise
+        with theirs, ExitStack() as owned:
+            owned.enter_context(ours)
+            ours.setblocking(False)
+            if not self.worker.send(job, [theirs.fileno(), *(f.fd for f in files)]):
+                return None
+            owned.pop_all()
         return ours
 
     def _read_end(self, answers: socket.socket) -> None:
         """The end of a job that was answered or given up; or an answer that nobody waits for."""
-        data, fds = _receive(answers)
+        try:
+            data, fds = _receive(answers)
+        except BlockingIOError:
+            return
         for fd in fds:
             os.close(fd)
         if not data:
@@ -383,8 +406,11 @@ class PromptPool:
 async def _read_answer(answers: socket.socket) -> JobResult:
     """Wait for a job's answer. Until the caller goes on, the answer stays in the socket: a caller
     that is cancelled has nothing to close."""
-    await wait_readable(answers)
-    data, fds = _receive(answers)
+    while True:
+        await wait_readable(answers)
+        with suppress(BlockingIOError):
+            data, fds = _receive(answers)
+            break
     if not data:
         raise StageDead("the prompt worker died")
     file: MemFile | None = None
@@ -409,6 +435,8 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """A datagram and its descriptors; no data: the other end is closed."""
     try:
         data, fds, _, _ = socket.recv_fds(sock, MAX_DATAGRAM, 1)
+    except BlockingIOError:
+        raise
     except OSError:
         return b"", []
     return data, fds

@@ -73,16 +73,8 @@ class WorkerProcess:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
-    async def send(self, job: Job, fds: Sequence[int], patience_s: float) -> None:
-        """Send it a job; once more when it is up again, if it died before it got the job. `Busy`:
-        it takes no more now."""
-        if not self._try_send(job, fds):
-            await self.wait_until_ready(patience_s)
-            if not self._try_send(job, fds):
-                raise StageDead("the prompt worker has died and is being started again")
-
-    def _try_send(self, job: Job, fds: Sequence[int]) -> bool:
-        """False: the worker is gone."""
+    def send(self, job: Job, fds: Sequence[int]) -> bool:
+        """Send it a job. False: the worker is gone. `Busy`: it takes no more now."""
         if self._control is None:
             return False
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -45,6 +45,8 @@ class Exchange:
     request_log: RequestLog
     started: bool = False
     events: bool = False  # the answer is a stream of events, which an error can be one of
+    # several answers of one request write to its client: one message after the other
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     # ---- in
 
@@ -170,7 +172,7 @@ class Exchange:
 
     async def _put(self, message: Message) -> None:
         try:
-            async with asyncio.timeout(self.config.send_timeout):
+            async with self._sending, asyncio.timeout(self.config.send_timeout):
                 await self.send(message)
         except TimeoutError:
             raise ClientLeft("the client took no data for too long") from None

@@ -286,6 +286,32 @@ def exchange_of(receive: Any, config: ServerConfig) -> Exchange:
     return Exchange({"type": "http", "headers": []}, receive, receive, config, request_log)
 
 
+def test_the_answers_of_a_request_write_one_after_the_other() -> None:
+    """The client reads nothing at first, so the head waits; the data of another answer must not
+    pass it."""
+    sent: list[str] = []
+
+    async def work() -> None:
+        reads = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                await reads.wait()
+            sent.append(message["type"])
+
+        exchange = exchange_of(send, ServerConfig())
+        head = asyncio.create_task(exchange.start_events())
+        await asyncio.sleep(0)
+        data = asyncio.create_task(exchange.write(b"data"))
+        await asyncio.sleep(0)
+        assert sent == []
+        reads.set()
+        await asyncio.gather(head, data)
+
+    asyncio.run(work())
+    assert sent == ["http.response.start", "http.response.body"]
+
+
 def test_large_bodies_leave_the_loop_time() -> None:
     """What has come is there at once; all of it would be read in one go. Two at a time: one reads
     as much as a turn allows, then nobody for a while."""
