@@ -26,9 +26,10 @@ def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
     fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     yield ends
-    for fd in ends:
-        with suppress(OSError):
-            os.close(fd)
+    # The other end stays open: a thread may still write to it, and its number must not become that
+    # of the next test's pipe.
+    with suppress(OSError):
+        os.close(ends[0])
 
 
 def notice(lines: int) -> str:

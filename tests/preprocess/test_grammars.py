@@ -161,20 +161,19 @@ def test_jobs_wait_for_a_new_worker_beside_each_other(tiny_dir: Path) -> None:
     count = 5
 
     async def test(pool: PromptPool) -> None:
-        calls = 0
+        callers: list[asyncio.Task[None] | None] = []
         patience_ends = asyncio.Event()
 
         async def wait_until_ready(_: float) -> None:
-            nonlocal calls
-            calls += 1
-            if calls > count:  # each waits before it is sent, too
+            callers.append(asyncio.current_task())
+            if callers.count(callers[-1]) > 1:  # the first time, nothing was sent yet
                 await patience_ends.wait()
                 raise StageDead("no worker came")
 
         pool.worker.wait_until_ready = wait_until_ready  # type: ignore[method-assign]
         pool.worker.send = lambda job, fds: False  # type: ignore[method-assign]
         checks = [asyncio.create_task(pool.check(small(f"x{i}"), "a")) for i in range(count)]
-        await until(lambda: calls == 2 * count)
+        await until(lambda: len(callers) == 2 * count)
         assert pool.grammar_queue.running == pool.grammar_queue.waiting == 0
         patience_ends.set()
         errors = await asyncio.gather(*checks, return_exceptions=True)
