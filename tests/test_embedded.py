@@ -108,6 +108,8 @@ def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
     assert all(name in card for name in sounds)
     info = open_model(folder).info
     assert (info.name, info.random_weights) == ("nano", False)
+    assert info.transcription is not None
+    assert "writes down" in card
     assert len(info.example_prompts) == 6
     assert info.description.startswith("A small synthetic voice")
     assert info.defaults.speech_temperature < 0.9

@@ -103,17 +103,41 @@ def _listen(a: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     settings = listen.Settings(a.seconds, a.voices, a.clips, a.batch, rate=a.rate, first=a.first,
         rows=a.rows,
-                               text_batch=a.text_batch, go_on=a.go_on, transcribe=a.transcribe, thinker_only=a.thinker_only,
-                               encoded=a.encoded,
+                               text_batch=a.text_batch, go_on=a.go_on, transcribe=a.transcribe,
                                warm_up=a.warm_up, every=a.every, quiz=a.quiz, device=a.device,
                                bfloat16=a.bfloat16 or None, steps=a.steps, eager=a.eager)  # fmt: skip
     listen.train(a.work, settings)
 
 
 def _encode(a: argparse.Namespace) -> None:
-    from recipes.nano import listen
+    from recipes.nano import transcribe
 
-    listen.encode_all(a.work, a.voices, a.takes)
+    transcribe.encode_all(a.work, a.voices, a.takes)
+
+
+def _transcribe(a: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    from recipes.nano import transcribe
+
+    if "WORLD_SIZE" in os.environ:  # `torchrun`
+        dist.init_process_group("gloo")
+    settings = transcribe.Settings(
+        a.seconds,
+        a.voices,
+        batch=a.batch,
+        text_rows=a.text_rows,
+        rate=a.rate,
+        hold=a.hold,
+        noise=a.noise,
+        mix=a.mix,
+        first=a.first,
+        every=a.every,
+        quiz=a.quiz,
+        rows=a.rows,
+        steps=a.steps,
+    )
+    transcribe.train(a.work, settings)
 
 
 def _export(a: argparse.Namespace) -> None:
@@ -251,8 +275,6 @@ def main() -> None:
     p.add_argument("--rate", type=float, default=1e-3)
     p.add_argument("--text-batch", type=int, default=16, help="rows of typed questions a step")
     p.add_argument("--transcribe", type=float, default=0.35, help="share of transcriptions")
-    p.add_argument("--thinker-only", action="store_true", help="the encoder stays as it is")
-    p.add_argument("--encoded", action="store_true", help="if it does: from what `encode` made")
     p.add_argument("--warm-up", type=int, default=300, help="steps")
     p.add_argument("--every", type=float, default=25, help="seconds between reports")
     p.add_argument("--quiz", type=int, default=200, help="questions in each held-out voice")
@@ -264,6 +286,20 @@ def main() -> None:
     p.add_argument("--device")
     p.add_argument("--steps", type=int, help="stop after so many steps instead")
     p.add_argument("--eager", action="store_true", help="no CUDA graph")
+    p = step("transcribe", _transcribe, "transcription, taught to a finished checkpoint on a CPU")
+    p.add_argument("--voices", type=Path, required=True, help="folder of speech that `voices` made")
+    p.add_argument("--seconds", type=float, default=3600)
+    p.add_argument("--batch", type=int, default=32)
+    p.add_argument("--text-rows", type=int, default=1, help="rows of typed questions a step")
+    p.add_argument("--rate", type=float, default=6e-4)
+    p.add_argument("--hold", type=float, default=20.0, help="weight of the earlier answers")
+    p.add_argument("--noise", type=float, default=0.4, help="in the encoder's rows, at most")
+    p.add_argument("--mix", type=float, default=0.8, help="of other clips in them, at most")
+    p.add_argument("--first", type=int, default=2000, help="clips that must be there to begin")
+    p.add_argument("--every", type=float, default=420, help="seconds between reports")
+    p.add_argument("--quiz", type=int, default=60, help="questions in each held-out voice")
+    p.add_argument("--rows", type=int, default=24000)
+    p.add_argument("--steps", type=int, help="stop after so many steps instead")
     p = step(
         "trim",
         _trim,

@@ -18,7 +18,7 @@ import torch
 
 from recipes.nano import score
 from recipes.nano.audio import RATE, Floats
-from recipes.nano.heard import SILENCES, WANTED
+from recipes.nano.heard import SILENCES, WANTED, WRITTEN
 from recipes.nano.report import gate, say
 from recipes.nano.spectra import Spectrum
 
@@ -44,6 +44,7 @@ STEPS = {
     "talker": ("steps", "hours"),
     "listen-first": ("steps", "hours"),
     "listen": ("steps", "hours"),
+    "transcribe": ("steps", "clips"),
 }
 """Of the reports with minutes, what the card shows. A step that went on from earlier weights has
 two reports."""
@@ -56,8 +57,8 @@ opposites, capitals, short facts, a few jokes. It declines everything else. It h
 and none of its weights. Pictures and videos are accepted and mean nothing to it.
 
 **The voice is synthetic**, and so is its teacher: festival with the HTS voice `cmu_us_slt_arctic_hts`. Questions may be
-spoken: it learned them from the synthetic voices of flite and espeak-ng. With a human at the microphone it is an
-experiment: nobody has measured that.
+spoken, and those of the domain are written down on request: it learned them from the synthetic voices of flite and
+espeak-ng. With a human at the microphone it is an experiment: nobody has measured that.
 
 ## Measured
 
@@ -100,13 +101,23 @@ Wanted: 95 % and 85 %{voices_missed}.
 `rms` (flite) and `f5` (espeak-ng) are voices that training never heard. By kind, both voices together:
 {heard_kinds}.
 
+**What it writes down** (`/v1/audio/transcriptions`, transcripts of the user in realtime sessions): word error rate of
+the same spoken questions, with the worst and the best length of silence. Wanted: {written} in the better voice. Remarks
+are what is said outside the domain. They are **not** written down as they were said: most become a question of the
+domain, so such a transcript does not prove that the question was asked.
+
+| | questions | remarks |
+| --- | --- | --- |
+{transcripts}
+
 ## Made in
 
-| step | minutes on one H200 | |
+| step | minutes | |
 | --- | --- | --- |
 {steps}
 
-"first" runs began from nothing, the ones below them went on from their weights; hours are of speech.
+On one H200; `transcribe` on two shared cores of a CPU. "first" runs began from nothing, the ones below them went on from
+their weights; hours are of speech.
 
 ## What it sounds like
 
@@ -224,6 +235,8 @@ def text(work: Path, pictures: str) -> str:
             f"; missed with `{v}`" for v, share in heard["right"].items() if share <= WANTED
         ),
         heard_kinds=", ".join(f"{kind} {share:.0%}" for kind, share in heard["kinds"].items()),
+        written=f"{WRITTEN * 100:.0f} %",
+        transcripts="\n".join(_written(heard, voice) for voice in heard["transcripts"]),
         steps="\n".join(
             f"| {step} | {r['minutes']} | " + ", ".join(f"{k} {r[k]:,}" for k in STEPS[step]) + " |"
             for step, r in steps
@@ -249,6 +262,12 @@ def _row(name: str, values: dict[str, float], columns: Sequence[str]) -> str:
 def _between(heard: dict[str, Any], voice: str) -> str:
     least, most = heard["between"][voice]
     return f"{heard['right'][voice]:.1%} ({least:.1%} to {most:.1%})"
+
+
+def _written(heard: dict[str, Any], voice: str) -> str:
+    mean, least, most = heard["transcripts"][voice]
+    remarks = heard["remarks"][voice]
+    return f"| `{voice}` | {mean:.1%} ({least:.1%} to {most:.1%}) | {remarks:.1%} |"
 
 
 def _missed(rates: dict[str, dict[str, Any]]) -> str:

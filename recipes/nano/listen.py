@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recipes.nano import grammar, shape, thinker, voices, weights
 from recipes.nano.decoder import segment_mask
+from recipes.nano.encoded import Encoded
 from recipes.nano.graph import Schedule, Trainer, device_of
 from recipes.nano.report import gate, note, say
 from recipes.nano.score import error_rate
@@ -34,7 +34,7 @@ from recipes.nano.tower import Tower
 from stretto.models.qwen3_omni.family import TRANSCRIPTION
 from stretto.preprocess.mel import FLOOR, HOP, RANGE, WINDOW, mel_filters
 
-FILE, ENCODED = "audio.safetensors", "encoded"
+FILE = "audio.safetensors"
 CHUNKS = 8  # seconds of a clip, and chunks of the encoder; its attention reaches as far
 ROWS = 13 * CHUNKS
 SAMPLES = voices.LONGEST
@@ -64,8 +64,6 @@ class Settings:
     rows: int = 24000
     go_on: bool = False  # from the weights of an earlier run
     transcribe: float = 0.35  # share of the clips that are to be transcribed
-    thinker_only: bool = False  # the encoder stays as it is
-    encoded: bool = False  # if it does: from what `encode` made, as far as it is
     warm_up: int = 300  # steps
     every: float = 25.0  # seconds between reports, which also keep the weights
     quiz: int = 200  # questions in each held-out voice to check it with
@@ -83,7 +81,7 @@ class Clips:
     folder: Path
     room: int
     device: torch.device
-    encoded: Encoded | None = None
+    encoded: Encoded | None = None  # its rows instead of samples, as far as there are any
     have: set[int] = field(default_factory=set)
     seconds: float = 0.0
     looked: float = 0.0
@@ -119,7 +117,7 @@ class Clips:
             first = len(self)
             self.add(number)
             if self.encoded is not None:
-                self.encoded.take_in(number, first, len(self))
+                self.encoded.add(number, first, len(self))
         self.looked = time.monotonic()
 
     def add(self, number: int) -> None:
@@ -140,7 +138,8 @@ class Clips:
             )
             if at == self.room or not fits:
                 continue
-            self.samples[at, : len(samples)] = torch.from_numpy(samples).to(self.device)
+            if self.encoded is None:
+                self.samples[at, : len(samples)] = torch.from_numpy(samples).to(self.device)
             self.lengths[at] = len(samples)
             for ids, table, count in (
                 (spelled, self.spelled, self.num_spelled),
@@ -169,84 +168,6 @@ class Clips:
         longest = 0.85 * voices.RATE + int(self.lengths[pick].max()) / SLOWEST
         chunks = min(CHUNKS, math.ceil(longest / voices.RATE))
         return self.samples[pick, : chunks * voices.RATE]
-
-
-@dataclass(eq=False)
-class Encoded:
-    """The encoder's rows of clips, in some versions of each: a file of each chunk. Where the
-    encoder stays as it is, a CPU need not make them more than once."""
-
-    folder: Path
-    room: int
-    parts: list[Tensor] = field(default_factory=list)  # rows of chunks, one after the other
-    size: int = 0
-
-    def __post_init__(self) -> None:
-        self.starts, self.counts = (torch.zeros(self.room, 0, dtype=torch.long) for _ in range(2))
-
-    def path(self, number: int) -> Path:
-        return self.folder / f"{number:04d}.safetensors"
-
-    def take_in(self, number: int, first: int, last: int) -> None:
-        """The rows of a chunk whose clips have these places."""
-        found = load_file(self.path(number))
-        if not self.size:
-            shape_ = (self.room, found["starts"].shape[1])
-            self.starts, self.counts = (torch.zeros(shape_, dtype=torch.long) for _ in range(2))
-        self.starts[first:last] = found["starts"][: last - first] + self.size
-        self.counts[first:last] = found["counts"][: last - first]
-        self.parts.append(found["rows"])
-        self.size += len(found["rows"])
-
-    def drawn(self, pick: Tensor) -> tuple[Tensor, Tensor]:
-        """Any version of each clip."""
-        if len(self.parts) > 1:
-            self.parts = [torch.cat(self.parts)]
-        take = torch.randint(0, self.starts.shape[1], pick.shape)
-        counts = self.counts[pick, take]
-        at = torch.arange(int(counts.max()))
-        inside = (at < counts[:, None])[..., None]
-        where = (self.starts[pick, take][:, None] + at).clamp_max(self.size - 1)
-        return self.parts[0][where].float() * inside, counts
-
-
-@torch.no_grad()
-def encode(m: Listener, clips: Clips, takes: int, batch: int = 25) -> dict[str, Tensor]:
-    """The rows of changed versions of the clips, one after the other; where those of each begin,
-    and how many they are [clips, takes]."""
-    n, found, used = len(clips), [], 0
-    starts, counts = (torch.zeros(n, takes, dtype=torch.long) for _ in range(2))
-    order = clips.lengths[:n].argsort()
-    for take in range(takes):
-        for pick in order.split(batch):
-            rows, sizes = heard(m, *m.ears.changed(clips.cropped(pick), clips.lengths[pick]))
-            real = torch.arange(rows.shape[1]) < sizes[:, None]
-            found.append(rows[real].to(torch.bfloat16))
-            starts[pick, take] = used + sizes.cumsum(0) - sizes
-            counts[pick, take] = sizes
-            used += int(sizes.sum())
-    return {"rows": torch.cat(found), "starts": starts, "counts": counts}
-
-
-def encode_all(work: Path, folder: Path, takes: int) -> None:
-    """A file of each chunk that has none; other processes may do the same to other chunks."""
-    text, cpu = Text.open(work), torch.device("cpu")
-    m = Listener(text, Tower(text.config.thinker.audio), thinker.load(work, text, cpu)).eval()
-    weights.load(m.tower, work / FILE)
-    encoded = Encoded(work / ENCODED, 0)
-    encoded.folder.mkdir(exist_ok=True)
-    numbers = [n for n in voices.made(folder) if not voices.held_out(n)]
-    Random("order").shuffle(numbers)
-    for number in numbers:
-        path = encoded.path(number)
-        if path.exists():
-            continue
-        torch.manual_seed(number)
-        clips = Clips(text, folder, voices.CHUNK, cpu)
-        clips.add(number)
-        save_file(encode(m, clips, takes), path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
-        say("encode", f"chunk {number}: {len(clips)} clips")
 
 
 # ---- sound
@@ -288,13 +209,26 @@ class Ears(nn.Module):
 
     def changed(self, samples: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """As another voice in another room would have said it. samples: int16 [B, n]"""
+        power, frames = self._shift(samples, lengths, SLOWEST, FASTEST)
+        return self.masked(self.seen(self.coloured(power), frames)), frames
+
+    def shifted(self, samples: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """A little slower or faster, silence around it, and otherwise as it is."""
+        power, frames = self._shift(samples, lengths, 0.92, 1.08)
+        return self.seen(power, frames), frames
+
+    def _shift(
+        self, samples: Tensor, lengths: Tensor, slowest: float, fastest: float
+    ) -> tuple[Tensor, Tensor]:
+        """The power of clips of another speed and loudness, with silence around them; and how
+        many frames of it count."""
         b, n = samples.shape
         device = samples.device
 
         def draw(low: float, high: float) -> Tensor:
             return low + (high - low) * torch.rand(b, 1, device=device)
 
-        speed, lead = draw(SLOWEST, FASTEST), draw(0, 0.35) * voices.RATE
+        speed, lead = draw(slowest, fastest), draw(0, 0.35) * voices.RATE
         rest = (n - lead - lengths[:, None] / speed).clamp_min(0)
         tail = torch.minimum(draw(0.05, 0.5) * voices.RATE, rest)
         place = (torch.arange(n, device=device)[None] - lead) * speed
@@ -308,7 +242,7 @@ class Ears(nn.Module):
         frames = (
             (lead + lengths[:, None] / speed + tail).clamp_max(n)[:, 0].long() // HOP
         ).clamp_max(n // HOP)
-        return self.masked(self.seen(self.coloured(power), frames)), frames
+        return power, frames
 
     def coloured(self, power: Tensor) -> Tensor:
         """Echo, colour of the room and the microphone, noise, a telephone's band."""
@@ -489,16 +423,11 @@ def losses(
     """(cross entropy of the answers, CTC, share of answers that are right token by token, the same
     of transcripts). `transcribe`: share of the clips."""
     b, device = len(pick), pick.device
-    if clips.encoded is not None:
-        rows, counts = clips.encoded.drawn(pick)
-    else:
-        with torch.autocast(device.type, enabled=False):
-            mel, frames = m.ears.changed(clips.cropped(pick), clips.lengths[pick])
-        rows, counts = heard(m, mel, frames)
-    spelling = torch.zeros((), device=device)
-    if m.blank.requires_grad:
-        spelled, num_spelled = clips.spelled[pick].long(), clips.num_spelled[pick].long()
-        spelling = spelling_loss(m.scores(rows), counts, spelled, num_spelled)
+    with torch.autocast(device.type, enabled=False):
+        mel, frames = m.ears.changed(clips.cropped(pick), clips.lengths[pick])
+    rows, counts = heard(m, mel, frames)
+    spelled, num_spelled = clips.spelled[pick].long(), clips.num_spelled[pick].long()
+    spelling = spelling_loss(m.scores(rows), counts, spelled, num_spelled)
     asks = clips.num_answer[pick] > 0
     as_text = asks & (torch.rand(b, device=device) < TYPED)
     written = ~asks | (torch.rand(b, device=device) < transcribe) & ~as_text
@@ -611,18 +540,10 @@ def train(work: Path, s: Settings) -> None:
     if s.go_on:
         weights.load(m.tower, work / FILE)
 
-    def begin() -> None:
-        m.train()
-        m.tower.train(not s.thinker_only)
-
-    begin()
+    m.train()
     m.thinker.model.embed_tokens.weight.requires_grad_(False)
-    if s.thinker_only:
-        for part in (m.tower, m.blank, m.scale):
-            part.requires_grad_(False)
     texts = thinker.Data.place(thinker.prepared(work, text, s.rows), device)
-    encoded = Encoded(work / ENCODED, s.clips) if s.encoded else None
-    clips = Clips(text, s.voices, s.clips, device, encoded)
+    clips = Clips(text, s.voices, s.clips, device)
     while len(clips) < s.first or min(voices.made(s.voices), default=1):
         clips.look()
         time.sleep(0.5)
@@ -649,7 +570,7 @@ def train(work: Path, s: Settings) -> None:
         m.eval()
         keep()  # `go_on` continues from here
         right, wrong = quiz(m, text, s.voices, s.quiz)
-        begin()
+        m.train()
         trainer.swap()
         shown = " ".join(f"{k} {v:.3f}, WER {wrong[k]:.3f};" for k, v in right.items())
         return f"{clips.seconds / 3600:.1f} h; held-out voices: {shown}"

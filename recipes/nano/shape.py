@@ -25,7 +25,7 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 _CHANGES: dict[str, Any] = {
     "dtype": "bfloat16",
-    embedded.DECLARATION: {"transcribes": False, "sentence": SENTENCE, "normalise": "en"},
+    embedded.DECLARATION: {"sentence": SENTENCE, "normalise": "en"},
     "thinker_config": {
         "audio_config": {
             "d_model": 192,

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
-from recipes.nano import listen, thinker, voices, weights
-from recipes.nano.listen import Clips, Ears, Encoded, Listener
+from recipes.nano import listen, thinker, voices
+from recipes.nano.listen import Clips, Ears, Listener
 from recipes.nano.tokens import Text
 from recipes.nano.tower import Tower, rows_of
 from stretto.models.qwen3_omni.audio_encoder import AudioEncoder
@@ -207,46 +206,6 @@ def test_the_step(work: Path) -> None:
     assert report["steps"] == 1
     assert (work / listen.FILE).exists()
     assert (work / thinker.FILE).read_bytes() != before
-
-
-def test_the_step_from_what_was_encoded(
-    work: Path, text: Text, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The encoder is not asked again, and stays as it is; the thinker learns."""
-    torch.manual_seed(1)
-    weights.save(Tower(text.config.thinker.audio), work / listen.FILE)
-    listen.encode_all(work, work / "v", 1)
-    before = {file: (work / file).read_bytes() for file in (listen.FILE, thinker.FILE)}
-    monkeypatch.setattr(Ears, "changed", None)
-    listen.train(work, _settings(work, go_on=True, thinker_only=True, encoded=True))
-    assert (work / listen.FILE).read_bytes() == before[listen.FILE]
-    assert (work / thinker.FILE).read_bytes() != before[thinker.FILE]
-
-
-def test_what_is_encoded_once_is_what_the_encoder_gives(
-    listener: Listener, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drawn in any order, of two chunks; rows behind the end of a clip are zero."""
-    as_it_is = lambda s, n: listener.ears(s.float() / 32768, n)  # noqa: E731
-    monkeypatch.setattr(listener.ears, "changed", as_it_is)
-    clips = Clips(text, tmp_path, 2 * voices.CHUNK, CPU, Encoded(tmp_path, 2 * voices.CHUNK))
-    assert clips.encoded is not None
-    for number in (2, 3):
-        _fill(tmp_path, number)
-        alone = Clips(text, tmp_path, voices.CHUNK, CPU)
-        alone.add(number)
-        save_file(listen.encode(listener, alone, 2), clips.encoded.path(number))
-    _fill(tmp_path, 4)  # nobody encoded it
-    clips.look()
-    assert clips.have == {2, 3}
-    pick = torch.tensor([7, len(clips) - 1, len(clips) // 2, 7, 0])
-    rows, counts = clips.encoded.drawn(pick)
-    with torch.no_grad():
-        wanted, sizes = listen.heard(listener, *as_it_is(clips.samples[pick], clips.lengths[pick]))
-    assert counts.tolist() == sizes.tolist()
-    real = torch.arange(rows.shape[1]) < counts[:, None]
-    torch.testing.assert_close(rows[real], wanted[:, : rows.shape[1]][real], atol=0.02, rtol=0.02)
-    assert not rows[~real].any()
 
 
 def test_a_remark_is_written_down_only(

@@ -109,3 +109,19 @@ def test_it_understands_a_voice_it_has_not_heard(
     said = [heard.message(voices.speak(a, tmp_path / "q.wav"), heard.SILENCES[0]) for a in asked]
     answers = [engine.chat(s, modalities=("text",)).text for s in said]
     assert sum(t == a.pair.answer for t, a in zip(answers, asked, strict=True)) >= 5
+
+
+def test_it_writes_down_what_a_voice_asks_that_it_has_not_heard(
+    engine: Engine, tmp_path: Path
+) -> None:
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("espeak-ng is not installed: scripts/debian.sh voices")
+    assert engine.info.transcription is not None
+    prompt = {"type": "text", "text": engine.info.transcription.transcribe}
+    asked = voices.chunk(1)[:8]
+    said = [
+        heard.message(voices.speak(a, tmp_path / "q.wav"), heard.SILENCES[0], prompt) for a in asked
+    ]
+    wrote = [engine.chat(s, modalities=("text",)).text for s in said]
+    pairs = [(a.pair.question, text) for a, text in zip(asked, wrote, strict=True)]
+    assert score.error_rate(pairs) < heard.WRITTEN
