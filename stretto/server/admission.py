@@ -189,7 +189,7 @@ class Admission:
     def _bound_queue(self, client: str) -> None:
         """With this client's new request in it, the last one of the client with the most may have
         to leave."""
-        if crowd := self._overfull(client):
+        if (crowd := self._overfull(client)) is not None:
             last = next(p for p in reversed(self._queued()) if p.client == crowd)
             self._waiting.remove(last)
             last.turn.set_exception(self._full())

@@ -24,7 +24,7 @@ def test_a_card_without_the_fused_kernels_is_named(
         settings=SimpleNamespace(
             memory_share=1.0, max_context=64, block_size=16, blocks={}, max_rows=1
         ),
-        later_hosts=(),
+        loading_later=(),
         model="somewhere",
         fit=lambda plans: 0,
     )

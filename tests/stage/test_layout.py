@@ -20,7 +20,6 @@ TESTED_ELSEWHERE = {
     "scheduler/preemption",
     "scheduler/prefix",
     "scheduler/requests",
-    "stage",
     "vocoder/config",
     "vocoder/model",
 }
