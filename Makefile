@@ -1,5 +1,5 @@
 # Two commands for a fresh machine: `make demo` serves the embedded model, `make test` runs all checks (`make ray` those
-# that need Ray). `make check` is the part of them for daily work, under three minutes on two cores.
+# that need Ray). `make check` is the part of them for daily work, some six minutes on two cores.
 # TORCH picks another build of PyTorch, e.g. make demo TORCH="torch==2.11.0", and PYTHON another Python.
 
 BIN := .venv/bin
