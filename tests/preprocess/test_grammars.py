@@ -156,7 +156,7 @@ def test_a_schema_is_checked_once_for_its_client(tiny_dir: Path) -> None:
     with_pool(tiny_dir, test)
 
 
-def test_jobs_wait_for_a_new_worker_beside_each_other(tiny_dir: Path) -> None:
+def test_jobs_wait_for_a_new_worker_together(tiny_dir: Path) -> None:
     """Not one behind the other, for as long each: while they wait, they hold no place."""
     count = 5
 

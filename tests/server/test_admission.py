@@ -287,7 +287,7 @@ def test_draining_ends_the_queue_except_for_live_texts_that_have_begun() -> None
 
 
 @at_desk(Admission(1, 1, max_queue=2))
-async def test_a_full_queue_makes_room_beside_one_who_has_not_left_yet(desk: Desk) -> None:
+async def test_a_full_queue_ignores_cancelled_requests(desk: Desk) -> None:
     """Who is cancelled leaves at its next turn of the loop; another may come in the same one."""
     await desk.come("a1", "b1", "b2")
     desk.begin("c1")
